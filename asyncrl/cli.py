@@ -20,20 +20,33 @@ from typing import Any
 import msgspec
 
 import asyncrl
-from asyncrl.commands import data, evaluate, generate, regrade, replay, runs, sft, status, tools, train
+from asyncrl.commands import data, evaluate, generate, merge, regrade, replay, runs, sft, status, tools, train
 from asyncrl.config import Plugin, RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
 SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
-COMMANDS = ("train", "sft", "data", "runs", "status", "replay", "regrade", "eval", "generate", "tools")
+COMMANDS = (
+    "train",
+    "sft",
+    "data",
+    "runs",
+    "status",
+    "replay",
+    "regrade",
+    "eval",
+    "generate",
+    "merge",
+    "tools",
+)
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
   asyncrl train --help                  flags, examples, and the most common keys
   asyncrl sft --help                    train on conversations first: formats a model has never seen
   asyncrl eval MODEL data=FILE          mean@k, pass@k, maj@k of a model, a checkpoint or a run
   asyncrl generate MODEL data=FILE out=FILE.parquet      its answers, with rewards, as a data set
+  asyncrl merge CHECKPOINT OUT          a Hugging Face directory of it; or adapters alone
   asyncrl data gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
   asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
@@ -101,6 +114,8 @@ def _dispatch(argv: list[str]) -> int:
             return evaluate.main(options.arguments, evaluate.Composers(compose, recompose))
         case "generate":
             return generate.main(options.arguments, evaluate.Composers(compose, recompose))
+        case "merge":
+            return merge.main(options.arguments)
         case "sft":
             return sft.main(options.arguments, compose)
         case "tools":

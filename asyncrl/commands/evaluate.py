@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.merge import find_checkpoint
 from asyncrl.config import RunConfig
 from asyncrl.config.training import (
     AlgorithmConfig,
@@ -125,28 +125,14 @@ def evaluate(model: str, options: argparse.Namespace, composers: Composers) -> t
 def find_target(given: str, runs: Path) -> Target:
     """A checkpoint's export, for a checkpoint or a run; else the model itself, which need not be here."""
     path = Path(given)
-    if (path / "config.json").is_file():
+    checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
+    if not (checkpoint or (path / "config.yaml").is_file() or (runs / given / "config.yaml").is_file()):
         return Target(given, None)
-    if (path / "manifest.json").is_file():
-        run_dir = path.resolve().parent.parent
-        return Target(_export(path), run_dir if (run_dir / "config.yaml").is_file() else None)
-    if not ((path / "config.yaml").is_file() or (runs / given / "config.yaml").is_file()):
-        return Target(given, None)
-    from asyncrl.store.checkpoints import Checkpoints
-
-    run_dir = find_run(runs, given)
-    place = read_summary(run_dir).get("checkpoints") or run_dir / "checkpoints"
-    checkpoints = Checkpoints(place)
-    steps = checkpoints.steps()
-    if not steps or not checkpoints.local:
-        raise ConfigError(f"{place}: no checkpoint in a directory; give the directory of a model")
-    return Target(_export(Path(checkpoints.path(steps[0]))), run_dir)
-
-
-def _export(checkpoint: Path) -> str:
-    if not (checkpoint / "hf" / "config.json").is_file():
-        raise ConfigError(f"{checkpoint}: has no folder hf with the model; asyncrl merge writes one")
-    return str(checkpoint / "hf")
+    checkpoints, step, run_dir = find_checkpoint(given, runs)
+    export = Path(checkpoints.path(step)) / "hf"
+    if not (export / "config.json").is_file():
+        raise ConfigError(f"{export}: is no directory with a model; write one with asyncrl merge {given} OUT")
+    return Target(str(export), run_dir)
 
 
 def configuration(target: Target, options: argparse.Namespace, composers: Composers) -> RunConfig:

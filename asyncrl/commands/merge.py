@@ -1,0 +1,99 @@
+"""`asyncrl merge CHECKPOINT OUT`: a model directory of a checkpoint, or its adapters by themselves."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from asyncrl.commands.runs import find_run
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.store.checkpoints import Checkpoints
+
+HELP = """\
+Write a Hugging Face directory of a checkpoint, with adapters merged: for transformers, SGLang, vLLM.
+
+  asyncrl merge demo model                                    the newest checkpoint of a run
+  asyncrl merge runs/demo/checkpoints/step-200 model          or this one; s3://… where checkpoints are there
+  asyncrl merge demo adapters --adapters apart                adapters alone, in PEFT's format
+
+All files are compared with the checksums of the checkpoint."""
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments and write the directory."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl merge", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="a checkpoint, or a run")
+    parser.add_argument("out", type=Path, help="the directory to write, which is not there yet")
+    parser.add_argument("--adapters", choices=("merged", "apart"), default="merged")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    options = parser.parse_args(argv)
+    if options.out.exists():
+        raise ConfigError(f"{options.out}: exists; choose another directory, or delete it")
+    checkpoints, step, run_dir = find_checkpoint(options.checkpoint, options.run_dir)
+    if damage := checkpoints.damage(step):
+        raise ConfigError(f"{checkpoints.path(step)}: cannot be used: {damage}")
+    work = options.out.with_name(f"{options.out.name}.writing")
+    shutil.rmtree(work, ignore_errors=True)  # of a command that was killed
+    work.mkdir(parents=True)
+    try:
+        if options.adapters == "apart":
+            _write_adapters(checkpoints, step, run_dir, work)
+        else:
+            _copy_export(checkpoints, step, work)
+        work.rename(options.out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(f"{options.out}: the {'adapters' if options.adapters == 'apart' else 'model'} of step {step}")
+    return 0
+
+
+def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | None]:
+    """The place, the step, and the run's directory if it is known: of a checkpoint by its path or URL, or of
+    the newest one of a run. ConfigError where there is none."""
+    from asyncrl.store.checkpoints import Checkpoints, checkpoints_of
+
+    parent, _, last = given.rstrip("/").rpartition("/")
+    number = last.removeprefix("step-")
+    if last.startswith("step-") and number.isdigit():
+        beside = Path(parent).resolve().parent
+        checkpoints, steps = Checkpoints(parent or "."), [int(number)]
+        run_dir = beside if (beside / "config.yaml").is_file() else None
+    else:
+        run_dir = find_run(runs, given)
+        checkpoints = checkpoints_of(_config(run_dir), run_dir)
+        steps = checkpoints.steps()
+    if not steps:
+        raise ConfigError(f"{checkpoints.root}: no checkpoint; asyncrl runs list shows the runs")
+    return checkpoints, steps[0], run_dir
+
+
+def _config(run_dir: Path) -> RunConfig:
+    return msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
+
+
+def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
+    """Each checkpoint has the merged model; see trainer/export.py."""
+    folder = "hf/"
+    names = [name for name in checkpoints.manifest(step).files if name.startswith(folder)]
+    if not names:
+        raise ConfigError(f"{checkpoints.path(step)}: has no model in its folder {folder}")
+    for name in names:
+        with checkpoints.open(step, name) as source, (out / name.removeprefix(folder)).open("wb") as target:
+            shutil.copyfileobj(source, target)
+
+
+def _write_adapters(checkpoints: Checkpoints, step: int, run_dir: Path | None, out: Path) -> None:
+    if run_dir is None:
+        raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
+    from asyncrl.trainer.peft import write_adapters
+
+    write_adapters(checkpoints, step, _config(run_dir).model, out)
