@@ -1,23 +1,26 @@
 """The tutorials do what they say: their files are written and their commands run in an empty directory.
 
-A block that begins with `# NAME` and a suffix is a file. A block of commands after `<!-- test -->` is run,
-one after `<!-- test: long -->` in `make long` only.
+A block that begins with `# NAME` and a suffix is a file; Hydra wants `# @package` above that. A block of
+commands after `<!-- test -->` is run, one after `<!-- test: long -->` in `make long` only.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import compose
+
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>test(?:: long)?) -->\n)?^```\w*\n(?P<text>.*?)^```", re.M | re.S)
-FILE = re.compile(r"# (?P<name>[\w/]+\.\w+)\n")
+FILE = re.compile(r"(?:# @package _global_\n)?# (?P<name>[\w/]+\.\w+)\n")
 
 
 def follow(page: Path, here: Path, long: bool) -> int:
@@ -45,8 +48,15 @@ def follow(page: Path, here: Path, long: bool) -> int:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_quick_commands_work(page: Path, tmp_path: Path) -> None:
+def test_quick_commands_work_and_runs_are_configurations(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert follow(page, tmp_path, long=False)
+    monkeypatch.chdir(tmp_path)
+    runs = re.findall(r"^asyncrl train (experiment=.*)$", page.read_text().replace("\\\n", " "), re.M)
+    assert runs
+    for run in runs:
+        assert compose([word for word in shlex.split(run) if word != "--dry-run"])
 
 
 @pytest.mark.long
