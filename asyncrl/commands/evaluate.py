@@ -258,8 +258,10 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
         msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
     )
     table = Table("", "mean", "95%", "samples", *(["minus baseline", "95%"] if baseline else []))
+    single = len({one.source for one in result.episodes}) == 1  # then `all` would say the same again
     for name, numbers in found.items():
-        if name.startswith("val-core/"):
+        twice = name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in found
+        if name.startswith("val-core/") and not (twice or (single and name.startswith("val-core/all/"))):
             table.add_row(name.removeprefix("val-core/"), *_cells(numbers))
     for name, value in losses(result.episodes).items():
         table.add_row(name.removeprefix("val-core/"), f"{value:.4f}")

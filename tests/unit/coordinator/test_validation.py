@@ -13,7 +13,7 @@ from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.wire.messages.shared import Loaded, LoadWeights
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
 from asyncrl.wire.messages.worker_control import Assign, Heartbeat
 from tests.unit.coordinator.test_workers import SAMPLE, A, WorkerSetup
 from tests.unit.weights.test_delta import Training
@@ -246,3 +246,38 @@ def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> No
     after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
     after.resume(0.0, over=True)
     assert not after.busy
+
+
+def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    """By a coordinator that is started again; under other settings it begins anew."""
+    setup, worker, validation = validating(tmp_path, SAMPLE, SAMPLE, SAMPLE)
+    validation.tick(0.0, exclusive=True)
+    first = {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
+    assert len(first) == 6
+    for uid in ("val1/sampled/0", "val1/greedy/2"):
+        turn = Generated(0, first[uid].attempt, 0, tokens=3, model_tokens=2, oldest=4, newest=5)
+        validation.record(worker, turn)
+        validation.record(worker, Finished(0, first[uid].attempt, EpisodeResult(1.0), EpisodeStats(1)))
+    setup.state.persist()
+
+    def again() -> tuple[Validation, dict[str, Assign]]:
+        other = Validation(setup.state, setup.handler, setup.engines, [SAMPLE] * 3)
+        worker.eval_running = 0
+        other.resume(now=0.0, over=False)
+        other.tick(0.0, exclusive=True)
+        return other, {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
+
+    resumed, left = again()
+    assert left.keys() == first.keys() - {"val1/sampled/0", "val1/greedy/2"}
+    assert all(message.key == first[uid].key for uid, message in left.items())
+    for message in left.values():
+        resumed.record(worker, Finished(0, message.attempt, EpisodeResult(0.0), EpisodeStats(1)))
+    resumed.tick(0.0, exclusive=True)
+    ((_, metrics),) = resumed.results
+    assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/greedy/success"] == 1 / 3
+    assert (metrics["val-aux/policy_version_min"], metrics["val-aux/policy_version"]) == (4.0, 5.0)
+
+    setup.state.store.rollback()  # the end was not written
+    limits = ValidationConfig(success=0.5)
+    setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
+    assert again()[1].keys() == first.keys()
