@@ -20,7 +20,20 @@ from typing import Any
 import msgspec
 
 import asyncrl
-from asyncrl.commands import data, evaluate, generate, merge, regrade, replay, runs, sft, status, tools, train
+from asyncrl.commands import (
+    data,
+    evaluate,
+    generate,
+    merge,
+    regrade,
+    replay,
+    report,
+    runs,
+    sft,
+    status,
+    tools,
+    train,
+)
 from asyncrl.config import Plugin, RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
@@ -32,6 +45,7 @@ COMMANDS = (
     "sft",
     "data",
     "runs",
+    "report",
     "status",
     "replay",
     "regrade",
@@ -50,6 +64,7 @@ HELP = """\
   asyncrl data gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
   asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
+  asyncrl report [NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag
   asyncrl status [NAME]                 a run under way: who waits for what; after its end, why it ended
   asyncrl replay NAME --step N          a recorded step again, as it was or with other keys
   asyncrl regrade NAME --reward SPEC    recorded episodes, scored by another reward
@@ -104,6 +119,8 @@ def _dispatch(argv: list[str]) -> int:
             return data.main(options.arguments)
         case "runs":
             return runs.main(options.arguments)
+        case "report":
+            return report.main(options.arguments)
         case "status":
             return status.main(options.arguments)
         case "replay":

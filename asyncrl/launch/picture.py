@@ -15,7 +15,7 @@ EVERY = 30.0  # seconds between two drawings, at least
 END = 5.0  # seconds for one that was killed to be gone
 
 
-class Picture:
+class LivePicture:
     """Keeps a picture of the run in its directory. One drawing at a time; what fails is tried again with a
     later step, and the launcher draws the last one itself."""
 
@@ -52,8 +52,8 @@ class Picture:
 
 
 @contextmanager
-def open_picture(run_dir: Path) -> Iterator[Picture]:
-    picture = Picture(run_dir)
+def open_picture(run_dir: Path) -> Iterator[LivePicture]:
+    picture = LivePicture(run_dir)
     try:
         yield picture
     finally:

@@ -26,6 +26,7 @@ from asyncrl.launch.run_directory import check_run_directory, locked, run_direct
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
+from asyncrl.observe.machine import record_machine
 from asyncrl.observe.table import print_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
@@ -59,6 +60,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     with ExitStack() as stack:
         stack.enter_context(locked(config))
         data.save(run_dir)
+        record_machine(run_dir)
         _remove_outside_weights(config)  # of a launcher that was killed
         stack.callback(_remove_outside_weights, config)
         trackers = stack.enter_context(Trackers.open(config, run_dir))

@@ -74,6 +74,13 @@ def figure(runs: Mapping[str, Sequence[Row]]) -> Any:
     """A matplotlib figure of the rows of runs, by name. The x axis counts steps. A validation is at the step
     whose weights it judged, not where its row was written. With one run the upper axis says when its steps
     were committed; with several, a colour is a run."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # names of runs may have dollar signs
+        return _figure(runs)
+
+
+def _figure(runs: Mapping[str, Sequence[Row]]) -> Any:
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(12, 15), layout="constrained")

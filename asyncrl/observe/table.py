@@ -13,6 +13,30 @@ from rich.table import Table
 
 from asyncrl.observe.summary import failures_line, identity_line, success_line
 
+NUMBERS = (  # label, key of the summary, format
+    ("steps", "steps", "d"),
+    ("optimizer steps skipped", "skipped_steps", "d"),
+    ("seconds", "seconds", ".1f"),
+    ("tokens trained", "tokens_trained", ",d"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+    ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
+    ("lag mean", "lag_mean", ".2f"),
+    ("lag max", "lag_max", ".0f"),
+    ("tokens masked", "masked_token_frac", ".2%"),
+    ("trajectories of several versions", "trajectories_multi_version", ".1%"),
+    ("trainer idle", "trainer_idle_frac", ".0%"),
+    ("rollout idle", "rollout_idle_frac", ".0%"),
+    ("trainer and all workers busy at once", "busy_at_once", ".0%"),
+    ("weights: the trainer's wait, mean s", "weights_stall_s_mean", ".4f"),
+    ("weights: the trainer's wait, share of time", "weights_stall_frac", ".2%"),
+    ("log-prob gap of one version, max", "logprob_diff_max_same_version", ".1e"),
+    ("engine mismatch of one version, k3", "k3_same_version", ".1e"),
+    ("tokens compared for these", "logprob_tokens_compared", ",d"),
+    ("log-prob gap of the fixed probe, max", "probe_logprob_diff_max", ".1e"),
+    ("tokens compared for that", "probe_tokens_compared", ",d"),
+    ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
+)
+
 
 class PipeSafeTerminal(Terminal):
     """A terminal for `asyncrl train | head`, and one that may be closed: rich would end the program."""
@@ -30,30 +54,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     """The table before and after, the numbers that are known, the conservation identity, and where model and
     run are."""
     terminal = terminal or PipeSafeTerminal()
-    terminal.print(_before_and_after(summary, run_dir.name))
-    for label, key, form in (
-        ("steps", "steps", "d"),
-        ("optimizer steps skipped", "skipped_steps", "d"),
-        ("seconds", "seconds", ".1f"),
-        ("tokens trained", "tokens_trained", ",d"),
-        ("tokens/s", "tokens_per_s", ",.0f"),
-        ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
-        ("lag mean", "lag_mean", ".2f"),
-        ("lag max", "lag_max", ".0f"),
-        ("tokens masked", "masked_token_frac", ".2%"),
-        ("trajectories of several versions", "trajectories_multi_version", ".1%"),
-        ("trainer idle", "trainer_idle_frac", ".0%"),
-        ("rollout idle", "rollout_idle_frac", ".0%"),
-        ("trainer and all workers busy at once", "busy_at_once", ".0%"),
-        ("weights: the trainer's wait, mean s", "weights_stall_s_mean", ".4f"),
-        ("weights: the trainer's wait, share of time", "weights_stall_frac", ".2%"),
-        ("log-prob gap of one version, max", "logprob_diff_max_same_version", ".1e"),
-        ("engine mismatch of one version, k3", "k3_same_version", ".1e"),
-        ("tokens compared for these", "logprob_tokens_compared", ",d"),
-        ("log-prob gap of the fixed probe, max", "probe_logprob_diff_max", ".1e"),
-        ("tokens compared for that", "probe_tokens_compared", ",d"),
-        ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
-    ):
+    terminal.print(_table(summary, run_dir.name))
+    for label, key, form in NUMBERS:
         if summary.get(key) is not None:
             terminal.print(f"  {label}: {shown(summary[key], form)}", highlight=False)
     for line in (
@@ -70,32 +72,33 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
 
 
-def _before_and_after(summary: Mapping[str, Any], name: str) -> Table:
-    """Training reward, and what validations found; `≥`: the threshold that makes an episode a success."""
-    threshold = shown(summary.get("success_threshold"), "g")
+def _table(summary: Mapping[str, Any], name: str) -> Table:
     table = Table("", "before", "after", title=f"{name}: {summary.get('outcome', '')}")
-    if summary.get("nll_first") is None:
-        table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
-    else:
-        table.add_row("loss per token (training)", *_pair(summary, "nll_first", "nll_last", ".4f"))
-    if summary.get("nll_held_out_before") is not None or summary.get("nll_held_out_after") is not None:
-        pair = _pair(summary, "nll_held_out_before", "nll_held_out_after", ".4f")
-        table.add_row("loss per token (held out)", *pair)
-    for mode, success, score in (
-        ("sampled", "success", "score"),
-        ("greedy", "greedy", "greedy_score"),
-    ):
-        if summary.get(f"{success}_before") is None and summary.get(f"{success}_after") is None:
-            continue
-        pair = _pair(summary, f"{success}_before", f"{success}_after", ".1%")
-        table.add_row(f"success, {mode} (held out, ≥ {threshold})", *pair)
-        pair = _pair(summary, f"{score}_before", f"{score}_after", ".3f")
-        table.add_row(f"score, {mode} (held out)", *pair)
+    for row in before_and_after(summary):
+        table.add_row(*row)
     return table
 
 
-def _pair(summary: Mapping[str, Any], before: str, after: str, form: str) -> tuple[str, str]:
-    return shown(summary.get(before), form), shown(summary.get(after), form)
+def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(label, before, after) of the training reward and of what validations found; `≥`: the threshold that
+    makes an episode a success."""
+    supervised = summary.get("nll_first") is not None
+    train = ("reward (training)", "reward_first", "reward_last", ".3f")
+    held_out = f"held out, ≥ {shown(summary.get('success_threshold'), 'g')}"
+    rows = [("loss per token (training)", "nll_first", "nll_last", ".4f") if supervised else train]
+    for label, key, form in (
+        ("loss per token (held out)", "nll_held_out", ".4f"),
+        (f"success, sampled ({held_out})", "success", ".1%"),
+        ("score, sampled (held out)", "score", ".3f"),
+        (f"success, greedy ({held_out})", "greedy", ".1%"),
+        ("score, greedy (held out)", "greedy_score", ".3f"),
+    ):
+        if summary.get(f"{key}_before") is not None or summary.get(f"{key}_after") is not None:
+            rows.append((label, f"{key}_before", f"{key}_after", form))
+    return [
+        (label, shown(summary.get(before), form), shown(summary.get(after), form))
+        for label, before, after, form in rows
+    ]
 
 
 def shown(value: float | None, form: str) -> str:

@@ -1,0 +1,50 @@
+"""`asyncrl report [RUN…]`: one self-contained HTML file about a run, or several, and the same as Markdown."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from asyncrl.commands.runs import find_run
+from asyncrl.errors import ConfigError
+
+HELP = """\
+Write a report: results, curves, configuration, transcripts before and after, flow, lag, time and machine.
+
+  asyncrl report                       of the newest run, as runs/NAME/report.html and report.md
+  asyncrl report a b --out ab.html     two runs side by side, as ab.html and ab.md
+
+The HTML file needs no other file and no network. The Markdown shows the .png beside it.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments, write the files, and print their paths."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl report", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="names of runs, or directories; else the newest"
+    )
+    parser.add_argument("--out", type=Path, help="report.html in the directory of the first run by default")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    options = parser.parse_intermixed_args(argv)
+    found = [find_run(options.run_dir, name) for name in options.runs or [""]]
+    page: Path = options.out or found[0] / "report.html"
+    if page.suffix != ".html":
+        raise ConfigError(f"--out {page}: give a name that ends with .html; .md and .png go beside it")
+    from asyncrl.observe.document import Picture, as_html, as_markdown
+    from asyncrl.observe.report import RunFiles, report
+
+    names = [path.resolve().name for path in found]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in dict.fromkeys(found)]  # of one name, in several directories
+    blocks = report(list(map(RunFiles.read, dict.fromkeys(found), names)), page.with_suffix(".png").name)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(as_html(", ".join(names), blocks), "utf-8", "replace")
+    page.with_suffix(".md").write_text(as_markdown(blocks), "utf-8", "replace")
+    for block in blocks:
+        if isinstance(block, Picture):
+            page.with_name(block.name).write_bytes(block.png)
+    print(page, page.with_suffix(".md"), sep="\n")
+    return 0

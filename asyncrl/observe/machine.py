@@ -1,0 +1,71 @@
+"""The machine a run is launched on, in words, for whoever reads its report."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from asyncrl.errors import UNDECODABLE
+
+CPUINFO = Path("/proc/cpuinfo")
+LIST_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
+LIST_SECONDS = 10.0
+PACKAGES = ("torch", "transformers", "sglang")
+
+
+def describe_machine() -> dict[str, str]:
+    """Of the machine that calls: CPU, memory, GPUs, system and versions. Imports none of the packages."""
+    cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} threads"
+    found = {
+        "CPU": f"{_cpu()}, {cores}",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "GPUs": ", ".join(f"{count} × {name}" for name, count in Counter(_gpus()).items()) or "none found",
+        "system": platform.platform(),
+        "Python": platform.python_version(),
+    }
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def record_machine(run_dir: Path) -> None:
+    """Keep it with the run: of its newest launch. A full disk costs no more than that."""
+    with suppress(OSError):
+        (run_dir / "machine.json").write_bytes(msgspec.json.encode(describe_machine()))
+
+
+def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:
+    """None where a run has no record that can be read."""
+    try:
+        return msgspec.json.decode((run_dir / "machine.json").read_bytes(), type=dict[str, str])
+    except (OSError, *UNDECODABLE):
+        return None
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    """By NVIDIA's own tool: torch would take memory on each of them."""
+    if not shutil.which(LIST_GPUS[0]):
+        return []
+    try:
+        listed = subprocess.run(LIST_GPUS, capture_output=True, text=True, timeout=LIST_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ["GPUs that nvidia-smi could not list"]
+    return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
