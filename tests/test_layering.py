@@ -119,6 +119,7 @@ WALL_CLOCK = {
     "gateway/responses.py",
     "observe/files.py",
     "observe/timeline.py",
+    "runtime/activity.py",
     "runtime/busy_timer.py",
     "runtime/weight_loader.py",
 }

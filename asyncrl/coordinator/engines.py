@@ -106,7 +106,9 @@ class EngineHandler:
             return
         self.quarantined.discard(engine)
         self.refused.clear()
+        pushed_at = versions.engines[engine].pushed_at
         if versions.ack(engine, version):
+            self.state.timeline.past("push", now - pushed_at, version=version, engine=name)
             self.state.liveness.alive(now)
 
     def take_damage(self) -> str:

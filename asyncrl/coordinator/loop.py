@@ -388,6 +388,7 @@ class Coordinator:
 
     def close(self) -> None:
         self.state.store.close()
+        self.state.timeline.close()
         self.control.close()
         self.bulk.close()
         self._gate.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -54,6 +55,9 @@ class Reporter:
         self._busy = self._totals()
         self._settled: Counter[str] = Counter()
         self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
+        self._own: dict[
+            str, float
+        ] = {}  # likewise, the coordinator's own ones, by their name in the timeline
         self._last: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
     def begin(self) -> None:
@@ -174,8 +178,16 @@ class Reporter:
         own, now = dict.fromkeys(self.state.waits), time.monotonic()
         found = (*own, *(f"{name}: {waiting}" for name, waiting in named if waiting))
         self._since = {wait: self._since.get(wait, now) for wait in found}
+        self._record(now)
         seconds = {wait: now - since for wait, since in self._since.items()}
         return tuple(f"{wait} ({seconds[wait]:.0f} s)" if seconds[wait] >= 1 else wait for wait in found)
+
+    def _record(self, now: float) -> None:
+        """The coordinator's own waits go to the timeline when they are over; numbers in them change."""
+        names = {re.sub(r"\d+", "#", wait) for wait in self.state.waits}
+        for name in self._own.keys() - names:
+            self.state.timeline.past(name, now - self._own.pop(name))
+        self._own = dict.fromkeys(names, now) | self._own
 
     def _episodes(self) -> dict[str, float]:
         columns, landed = self.landed.columns, self.landed.ends.total()

@@ -24,6 +24,7 @@ from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError
@@ -95,6 +96,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.liveness = Liveness(self.config, time.monotonic())
+        self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
         self.failed = FailedAttempts.stored(self.store)
         self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))

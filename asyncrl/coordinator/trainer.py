@@ -148,6 +148,7 @@ class TrainerHandler:
         if first:
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
+            state.timeline.past("commit", 0.0, step=message.step)
             stepped = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
             state.skipped = 0 if stepped else state.skipped + 1
             self.on_commit(message)
@@ -220,6 +221,7 @@ class TrainerHandler:
         if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
             self.snapshot_s, self.write_s = message.snapshot_s, message.write_s
             state.store.put_version(ref.version, ref.path)
+            state.timeline.past("write_weights", message.write_s, version=ref.version)
             state.liveness.alive(now)
 
     def probed(self, message: Probed, now: float) -> None:
@@ -238,6 +240,7 @@ class TrainerHandler:
         if message.step == self.checkpoint_step:
             return  # sent again, as a restarted coordinator may have missed it
         state.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
+        state.timeline.past("checkpoint", 0.0, step=message.step)
         self.checkpoint_step = message.step
         at_end = message.step == state.batches.committed
         self.checkpoint_trained = message.trained_total if at_end else None

@@ -168,6 +168,7 @@ class Validation:
         seconds = self.state.config.rollout.episode_timeout * (2 if start.final else 1)
         self.session = ValidationSession(start, queue, math.inf if self._alone else now + seconds)
         self.session.scores = scores
+        self._held.enter_context(self.state.timeline.span("validation", step=start.step))
         self._keep(start)
         return True
 

@@ -26,6 +26,7 @@ from asyncrl.engines.sglang.process import ServerProcess, free_port, keys
 from asyncrl.engines.sglang.server import connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.activity import Activity
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.waits import Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
@@ -64,8 +65,9 @@ class Keeper:
         self.config, self.index, self.incarnation = config, index, incarnation
         self._endpoints = endpoints
         self._run_dir = Path(config.run_dir) / config.name
-        self._waits = Waits()
         self._timeline = Timeline(self._run_dir / "timeline" / f"engine-{index}.jsonl")
+        self._activity = Activity(self._timeline)
+        self._waits = Waits(activity=self._activity)
         self._server: ServerLoader | None = None
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
@@ -120,6 +122,7 @@ class Keeper:
             await self._process.stop()
         if self._server is not None:
             await self._server.close()
+        self._activity.flush()
         self._timeline.close()
         self._control.close()
 
@@ -245,6 +248,7 @@ class Keeper:
                     await self._hello()
                 case ContactState.GONE:
                     raise DeadlineError(f"no coordinator for {self._contact.give_up:g} s")
+            self._activity.tick()
             await asyncio.sleep(self._contact.interval)
 
     async def _beat(self) -> None:

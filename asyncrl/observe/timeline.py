@@ -1,16 +1,21 @@
 """What each process did when: spans on the wall clock, so that the processes of a machine line up.
 
-One append-only JSON-lines file per process, `timeline/<role>-<index>.jsonl`; `overlap` reads them all.
+One append-only JSON-lines file per process, `timeline/<role>-<index>.jsonl`; `overlap` reads them all. A line
+has a name, start and end in seconds of `time.time`, and details: which `version` (trainer epoch, step) was
+loaded, by which `engine`, of which `step`. Spans of many tasks at once are joined, see `runtime/activity.py`:
+`calls` is how many of them began, and `seconds` what they took together, so that on average
+seconds / (end - start) ran at once.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.observe.files import read_lines
 
@@ -30,24 +35,30 @@ class Timeline:
         self._flushed = clock()
         self._lock = threading.Lock()
 
-    def record(self, name: str, start: float, end: float) -> None:
+    def record(self, name: str, start: float, end: float, **details: object) -> None:
         """A span that is over, in seconds of `time.time`. On a full disk it is lost: the process goes on."""
+        line = {"name": name, "start": round(start, 6), "end": round(end, 6)} | details
         with self._lock, suppress(OSError):
             if self._file.closed:
                 return
-            self._file.write(f'{{"name": {json.dumps(name)}, "start": {start:.6f}, "end": {end:.6f}}}\n')
+            self._file.write(msgspec.json.encode(line).decode() + "\n")
             if self._clock() - self._flushed >= FLUSH_EVERY:
                 self._file.flush()
                 self._flushed = self._clock()
 
+    def past(self, name: str, seconds: float, **details: object) -> None:
+        """A span that ends now, and took so long; with 0 an event."""
+        now = self._clock()
+        self.record(name, now - seconds, now, **details)
+
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, **details: object) -> Iterator[None]:
         """The body is a span, also when it raises."""
         start = self._clock()
         try:
             yield
         finally:
-            self.record(name, start, self._clock())
+            self.record(name, start, self._clock(), **details)
 
     def close(self) -> None:
         """Write what is buffered. Later records are ignored."""

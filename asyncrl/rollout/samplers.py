@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from asyncrl.engines.base import Engine, EngineRefused, Request
 from asyncrl.errors import EngineError
-from asyncrl.runtime.busy_timer import BusyTimer, Recorder
-from asyncrl.runtime.waits import Notifier, Waits
+from asyncrl.runtime.activity import Recorder
+from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.waits import FRESHER, Notifier, Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation
 from asyncrl.wire.messages.shared import Loaded
@@ -79,7 +80,7 @@ class LocalSampler:
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait until the weights are not older than `oldest()`. With `pinned` they stay as they are."""
         while not self.pinned and self.version < oldest():
-            with self.waits.named(f"weights v{oldest()}: engine has v{self.version}"):
+            with self.waits.named(f"weights v{oldest()}: engine has v{self.version}", span=FRESHER):
                 await self.changed.wait()
 
     async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:

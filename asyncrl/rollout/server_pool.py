@@ -30,7 +30,7 @@ from asyncrl.engines.base import EngineBusy, EngineLost, Request
 from asyncrl.engines.continuation import NOTHING, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.busy_timer import BusyTimer
-from asyncrl.runtime.waits import Notifier, Waits
+from asyncrl.runtime.waits import FRESHER, Notifier, Waits
 from asyncrl.types import Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
@@ -144,7 +144,7 @@ class ServerPool:
         while True:
             server = await self._acquire(turn)
             try:
-                with self._meter.turn():
+                with self._meter.turn(server.entry.name):
                     return await server.client.score(request.ids)
             except EngineBusy:
                 turn.full.add(server)
@@ -156,7 +156,7 @@ class ServerPool:
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""
         while self.version < oldest():
-            with self._waits.named(self._waits_for(oldest())):
+            with self._waits.named(self._waits_for(oldest()), span=FRESHER):
                 await self.changed.wait()
 
     def release(self, session: str) -> None:
@@ -174,7 +174,7 @@ class ServerPool:
         """Have one server sample what is left of the turn, or as much of that as it can."""
         server = await self._acquire(turn)
         try:
-            with self._meter.turn():
+            with self._meter.turn(server.entry.name):
                 part = await server.client.generate(rest(turn.request, turn.sampled))
         except EngineBusy:
             server.use.busy += 1
@@ -214,7 +214,8 @@ class ServerPool:
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        with self._waits.named(self._waits_for(turn.oldest(), len(turn.full)), self._patience):
+        span = "room on an engine" if turn.full else FRESHER
+        with self._waits.named(self._waits_for(turn.oldest(), len(turn.full)), self._patience, span):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()

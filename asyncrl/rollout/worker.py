@@ -39,6 +39,7 @@ from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.server_pool import Connect, ServerPool
 from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.rollout.turn_player import TurnPlayer
+from asyncrl.runtime.activity import Activity
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.signals import at_ending
@@ -108,7 +109,8 @@ class RolloutWorker:
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
-        self.waits, self.busy_timer = Waits(), BusyTimer(self.timeline)
+        self.activity = Activity(self.timeline)
+        self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
         self._local = self._local_samplers(parts.build, engine) if parts.build is not None else {}
         self._servers: dict[str, EngineEntry] = {}  # by name
         self._uses: dict[str, EngineUse] = {}  # by the server's name
@@ -196,6 +198,7 @@ class RolloutWorker:
             await self.agents.close()
         await asyncio.gather(self._parts.toolbox.close(), self._parts.scorer.close())
         self.busy_timer.flush()
+        self.activity.flush()
         self.timeline.close()
         self._control.close()
         self._bulk.close()
@@ -262,7 +265,8 @@ class RolloutWorker:
                 case ContactState.GONE:
                     raise DeadlineError(f"no coordinator for {self.contact.give_up:g} s")
             self.outbox.check()
-            self.busy_timer.flush()
+            self.busy_timer.tick()
+            self.activity.tick()
             await asyncio.sleep(self.contact.interval)
 
     async def _hello(self) -> None:

@@ -1,4 +1,4 @@
-"""Waiting by name: what a worker's tasks wait for and until when, so that a heartbeat can say it."""
+"""Waiting by name: what a worker's tasks wait for and until when, for the heartbeat and for the timeline."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from asyncrl.runtime.activity import Activity
+
+FRESHER = "fresher weights"  # how the timeline calls a turn's wait for an engine that it may use
 MIN_REPORTED = 1.0  # seconds; shorter waits are normal and not reported
 
 
@@ -26,22 +29,26 @@ class Notifier:
 
 
 class Waits:
-    """The waits under way in one process, oldest first."""
+    """The waits under way in one process, oldest first; `activity` records them."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, activity: Activity | None = None) -> None:
+        self._clock, self._activity = clock, activity
         self._open: dict[int, tuple[float, str, float]] = {}  # since when, for what, until when
         self._numbers = itertools.count()
 
     @contextmanager
-    def named(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """The body waits for what `name` says; `seconds`: the deadline that this has of its own."""
+    def named(self, name: str, seconds: float = 0.0, span: str = "") -> Iterator[None]:
+        """The body waits for what `name` says; `seconds`: the deadline that this has of its own; `span`: its
+        name in the timeline, where `name` has numbers that change."""
         number, now = next(self._numbers), self._clock()
         self._open[number] = (now, name, now + seconds)
+        begun = self._activity.begin(span or name) if self._activity else ""
         try:
             yield
         finally:
             del self._open[number]
+            if self._activity:
+                self._activity.end(begun)
 
     def longest(self) -> str:
         """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""

@@ -14,12 +14,13 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from asyncrl.errors import recorded
-from asyncrl.runtime.busy_timer import Recorder
+from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.waits import Notifier
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import Manifest, Probe, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
+LOAD = "load_weights"  # a span of the timeline
 LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, after which an engine is given up
 
 
@@ -103,7 +104,8 @@ class WeightLoader:
             except TimeoutError:
                 what = "loaded" if self._last is None else "probed"
                 raise WeightsError(f"{ref.label} was not {what} within {self._deadline:g} s") from None
-        self._timeline.record("load_weights", wall, time.time())
+        details = {"error": failure.line} if failure.line else {}
+        self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
         superseded = isinstance(failure.error, Superseded)
         unproven = not self._proven

@@ -158,7 +158,8 @@ class TrainerRank:
     def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
         uids = [planned.uid for planned in plan.trajectories]
         self.mesh.check_shared(uids, list[str])  # a payload may have become unreadable in between
-        with self.timeline.span("train"), self.watch.phase("update_actor"):
+        at = {"step": plan.step + 1, "micro": plan.micro}
+        with self.timeline.span("train", **at), self.watch.phase("update_actor"):
             self.learner.accumulate(with_turns(plan.trajectories, frames))
         self._batch += uids
 
@@ -166,7 +167,7 @@ class TrainerRank:
         """The optimizer step, its commit, and what follows only after the ack."""
         # What was committed once is not left out.
         self.learner.on_spike = "skip" if self.repeating else self.config.trainer.on_spike
-        with self.timeline.span("step"), self.watch.phase("update_actor"):
+        with self.timeline.span("step", step=plan.step + 1), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
             heap.trim()
         everyone = [uid for part in self.mesh.gather_data(self._batch, list[str]) for uid in part]
@@ -176,7 +177,8 @@ class TrainerRank:
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
         metrics |= performance(*self.watch.lap(), metrics, self.peak_flops, self.mesh.size)
-        with self.watch.phase("wait_commit", waiting=True):  # the other ranks: for the first one's ack
+        # The first rank waits for the ack, the others for it.
+        with self.timeline.span("wait_commit"), self.watch.phase("wait_commit", waiting=True):
             publish = self._commit(plan, everyone, metrics) if self.first else True
             publish = self.mesh.gather(publish, bool)[0]
         self.committed = self.learner.step
@@ -188,7 +190,7 @@ class TrainerRank:
     # -- talking to the coordinator --------------------------------------------------------------------
 
     def _hello(self) -> Welcome:
-        with self.watch.phase("wait_welcome", waiting=True):
+        with self.timeline.span("wait_welcome"), self.watch.phase("wait_welcome", waiting=True):
             welcome, _ = self._ask(self.control, self._greeting(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
         self.learner.budget = welcome.micro_tokens or self.learner.budget
@@ -201,7 +203,7 @@ class TrainerRank:
     def _take(self, micro: int) -> tuple[WorkPlan, list[bytes]]:
         """The next plan; with several ranks, only when all of them hold theirs."""
         step = self.learner.step
-        with self.watch.phase("wait_data", waiting=True):
+        with self.timeline.span("wait_data"), self.watch.phase("wait_data", waiting=True):
             request = PlanRequest(self.trainer_epoch, step, micro, self.rank)
             plan, frames = self._ask(self.bulk, request, f"trajectories of step {step}", patient=True)
             if self.mesh.size > 1:
@@ -285,7 +287,7 @@ class TrainerRank:
 
     def _await_stop(self, kind: str) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
-        with self.watch.phase("wait_stop", waiting=True):
+        with self.timeline.span("wait_stop"), self.watch.phase("wait_stop", waiting=True):
             self._ask(
                 self.control, self._checkpointed(), f"the coordinator's stop after {kind}", patient=True
             )
@@ -329,8 +331,9 @@ class TrainerRank:
 
     def _publish(self) -> None:
         self.published_step = self.learner.step
-        with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
-            self.publishing.publish(PolicyVersion(self.trainer_epoch, self.learner.step))
+        version = PolicyVersion(self.trainer_epoch, self.learner.step)
+        with self.timeline.span("snapshot", version=version), self.watch.phase("update_weights"):
+            self.publishing.publish(version)
 
     def _probe(self) -> None:
         """Score the probe, for the engines to compare, with a version that is published (now, if it was not).

@@ -29,5 +29,5 @@ class Intervals:
     def __init__(self) -> None:
         self.records: list[tuple[str, float, float]] = []
 
-    def record(self, name: str, start: float, end: float) -> None:
+    def record(self, name: str, start: float, end: float, **details: object) -> None:
         self.records.append((name, start, end))

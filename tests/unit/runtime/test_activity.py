@@ -1,0 +1,81 @@
+"""Spans of many tasks, joined by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.runtime.activity import GAP, NAMES, OTHER, PERIOD, Activity
+from asyncrl.runtime.waits import Waits
+
+AHEAD = 1024.0  # of the wall clock, in seconds
+
+
+class Written:
+    def __init__(self) -> None:
+        self.now, self.lines = 0.0, list[tuple[str, float, float, int, float]]()
+        self.activity = Activity(self, clock=lambda: self.now, wall=lambda: self.now + AHEAD)
+
+    def record(self, name: str, start: float, end: float, **details: Any) -> None:
+        self.lines.append((name, start - AHEAD, end - AHEAD, details["calls"], details["seconds"]))
+
+    def run(self, name: str, start: float, end: float) -> None:
+        self.now = start
+        begun = self.activity.begin(name)
+        self.now = end
+        self.activity.end(begun)
+
+
+def test_calls_that_overlap_or_follow_soon_are_one_span() -> None:
+    written = Written()
+    outer = written.activity.begin("tool")
+    written.run("tool", 0.25, 1.0)
+    written.activity.end(outer)
+    written.run("tool", 1.0 + GAP, 1.5)
+    written.run("tool", 1.5 + GAP + 0.25, 2.25)  # not so soon
+    written.now = 10.0
+    written.activity.flush()
+    assert written.lines == [("tool", 0.0, 1.5, 3, 2.0), ("tool", 2.0, 2.25, 1, 0.25)]
+
+
+def test_what_goes_on_is_cut_every_period() -> None:
+    written = Written()
+    begun = written.activity.begin("tool")
+    for step in range(1, 5):
+        written.now = step * PERIOD / 2
+        written.activity.tick()
+    written.now += 1.0
+    written.activity.end(begun)
+    written.activity.flush()
+    written.activity.flush()
+    cuts = (0.0, PERIOD, 2 * PERIOD, 2 * PERIOD + 1)
+    pieces = zip(cuts, cuts[1:], (1, 0, 0), strict=False)
+    assert written.lines == [("tool", start, end, calls, end - start) for start, end, calls in pieces]
+
+
+def test_a_worker_of_many_slots_writes_little() -> None:
+    """64 tasks at once, 50 times a second, under 1000 names in turn, for five periods."""
+    written, calls = Written(), 0
+    for tick in range(int(5 * PERIOD * 50)):
+        written.now = tick / 50
+        begun = [written.activity.begin(f"tool {(tick * 64 + task) % 1000}") for task in range(64)]
+        written.now += 0.015
+        for name in begun:
+            written.activity.end(name)
+            calls += 1
+        written.activity.tick()
+    written.activity.flush()
+    assert len(written.lines) <= (NAMES + 1) * (1 / PERIOD + 1 / GAP) * 5 * PERIOD
+    assert sum(line[3] for line in written.lines) == calls
+    assert OTHER in {line[0] for line in written.lines}
+
+
+def test_waits_are_recorded_by_the_name_of_their_kind() -> None:
+    written = Written()
+    waits = Waits(activity=written.activity)
+    for version in (7, 8):
+        with waits.named(f"weights v{version}", span="fresher weights"):
+            written.now += 0.125
+    with waits.named("acks"):
+        pass  # at once: left out
+    written.activity.flush()
+    assert written.lines == [("fresher weights", 0.0, 0.25, 2, 0.25)]
