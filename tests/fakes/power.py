@@ -31,6 +31,9 @@ class DurableFiles:
     def _note(self, path: Path) -> None:
         if path.is_dir():
             self.names[path] = {child.name for child in path.iterdir()}
+            for child in path.iterdir():
+                if child.is_dir():  # new ones are there, empty
+                    self.names.setdefault(child, set())
         elif path.is_file():
             self.data[path] = path.read_bytes()
 
