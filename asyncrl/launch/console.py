@@ -2,70 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
+import termios
 import time
-from collections.abc import Iterator, Mapping
+import tty
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from msgspec.structs import replace
 from rich.console import Console as Terminal
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
-from asyncrl.observe.progress import BATCH, Progress
+from asyncrl.launch.console_view import ConsoleState, plain_line, render
+from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
     GREEDY_SCORE,
     HIGHEST,
-    NLL,
     NLL_HELD_OUT,
-    REWARD,
     SAMPLED,
     SAMPLED_SCORE,
     VALIDATED,
     ZERO_ADVANTAGE,
     success_line,
 )
-from asyncrl.observe.table import PipeSafeTerminal, shown
+from asyncrl.observe.table import PipeSafeTerminal
+from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.observer import Status
 
-LINE_EVERY = 5.0  # seconds between plain lines
+LINE_EVERY = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
 IDLE_SHARE = 0.25  # of a step's episodes without advantage, from which on it is worth a line
-
-
-@dataclass
-class ConsoleState:
-    """What was last reported of a run."""
-
-    title: str
-    status: Status
-    metrics: dict[str, float] = field(default_factory=dict)
-    validation: dict[str, float] = field(default_factory=dict)
-    progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
-
-    @property
-    def times(self) -> str:
-        return self.progress.line(self.status.total_steps, time.monotonic())
-
-    @property
-    def steps(self) -> str:
-        """Of the first batch, its share: until it is done, that is all that moves."""
-        step, share = self.status.step, self.status.gauges.get(BATCH, 0.0)
-        first = f" ({share:.0%} of the first batch)" if not step and share else ""
-        return f"step {step}/{self.status.total_steps}{first}"
-
-    def get(self, name: str) -> float | None:
-        """A gauge or a metric, whichever is newer."""
-        for source in (self.status.gauges, self.metrics, self.validation):
-            if name in source:
-                return source[name]
-        return None
 
 
 class Console:
@@ -92,9 +63,9 @@ class Console:
         self.state.progress.update(done, status.phase == "running", now)
         for line in news:
             self._line(line)
-        late = now - self._line_at > (6 * LINE_EVERY if status.step else LINE_EVERY)
-        if not news and (late or status.phase in ("starting", "stopping")):
-            self._progress_line()
+        often = not status.step or status.phase in ("starting", "stopping")
+        if not news and now - self._line_at > (LINE_EVERY if often else 6 * LINE_EVERY):
+            self._line(plain_line(self.state))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """The metrics row of a committed step, or of a validation."""
@@ -103,8 +74,7 @@ class Console:
             self._line(f"validation at step {step}: {_validation(metrics)}")
             self._advise("success", success_line(metrics.get(HIGHEST), self.threshold))
             return
-        self.state.status, self.state.metrics = replace(self.state.status, step=step), metrics
-        self.state.progress.update(step, True, time.monotonic())
+        self.state.committed(step, metrics)
         if (share := metrics.get(ZERO_ADVANTAGE, 0.0)) >= IDLE_SHARE:
             self._advise(
                 "idle",
@@ -112,8 +82,7 @@ class Console:
                 "their group are equal): use easier or harder samples or a larger buffer.episodes_per_group; "
                 "buffer.filter_zero_variance draws others in their place, buffer.max_refill at most",
             )
-        if step in (1, self.state.status.total_steps) or time.monotonic() - self._line_at > LINE_EVERY:
-            self._progress_line(force=True)
+        self._line(plain_line(self.state))
 
     def _advise(self, about: str, text: str) -> None:
         """Once in a launch."""
@@ -131,10 +100,6 @@ class Console:
         with suppress(OSError):
             print(f"asyncrl: {text}", file=sys.stderr, flush=True)
 
-    def _progress_line(self, force: bool = False) -> None:
-        if force or time.monotonic() - self._line_at > LINE_EVERY:
-            self._line(plain_line(self.state))
-
     def _line(self, text: str) -> None:
         if self.mode == "plain":
             self._line_at = time.monotonic()
@@ -146,92 +111,83 @@ class Console:
 
 @contextmanager
 def open_console(
-    mode: Literal["auto", "live", "plain", "off"], title: str, total: int, threshold: float = 1.0
+    mode: Literal["auto", "live", "plain", "off"],
+    title: str,
+    total: int,
+    threshold: float = 1.0,
+    run_dir: Path | None = None,
 ) -> Iterator[Console]:
-    """A console; a live one gives the terminal back at the end."""
+    """A console; a live one gives the terminal back at the end. `run_dir`: where transcripts are, which keys
+    show."""
     terminal = PipeSafeTerminal()
     chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
     console = Console(chosen, ConsoleState(title, Status("starting", 0, total, {}, ())), terminal, threshold)
-    live = Live(
-        console=terminal, get_renderable=lambda: render(console.state), refresh_per_second=4, transient=True
-    )
-    if chosen == "live":
-        live.start()
+
+    def picture() -> RenderableType:
+        if run_dir is not None:
+            for key in pressed():
+                console.state.transcript = _chosen(key, run_dir, threshold)
+        width, height = terminal.size
+        return render(console.state, width, height - 1, keys=keys)
+
+    with _keyboard(chosen == "live" and run_dir is not None) as pressed:
+        keys = pressed is not _nothing
+        live = Live(console=terminal, get_renderable=picture, refresh_per_second=4, transient=True)
+        if chosen == "live":
+            live.start()
+        try:
+            yield console
+        finally:
+            with suppress(OSError):
+                live.stop()
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+def _chosen(key: str, run_dir: Path, threshold: float) -> Transcript | None:
+    """What a key shows; None: the figures again."""
+    if key not in "gb":
+        return None
+    found = newest(run_dir, key == "g", threshold)
+    return found or Transcript(f"no {'good' if key == 'g' else 'bad'} transcript yet", "")
+
+
+def _nothing() -> str:
+    return ""
+
+
+@contextmanager
+def _keyboard(wanted: bool) -> Iterator[Callable[[], str]]:
+    """A function that returns the keys pressed since its last call. Ctrl-C stays a signal. Without a terminal
+    of our own there are none: who reads one from the background is stopped by the kernel."""
     try:
-        yield console
-    finally:
+        file = sys.stdin.fileno()
+        before = termios.tcgetattr(file) if wanted and _in_front(file) else None
+        if before is not None:
+            tty.setcbreak(file, termios.TCSANOW)
+    except (OSError, ValueError, AttributeError, termios.error):
+        before = None
+    if before is None:
+        yield _nothing
+        return
+
+    def pressed() -> str:
         with suppress(OSError):
-            live.stop()
+            if _in_front(file) and select.select([file], [], [], 0)[0]:
+                return os.read(file, 64).decode(errors="replace")
+        return ""
+
+    try:
+        yield pressed
+    finally:
+        with suppress(OSError, termios.error):
+            if _in_front(file):
+                termios.tcsetattr(file, termios.TCSANOW, before)
 
 
-# -- what is shown ---------------------------------------------------------------------------------
-
-FIGURES = (
-    ("reward", REWARD, ".3f"),
-    ("loss per token", NLL, ".4f"),
-    ("loss per token (held out)", NLL_HELD_OUT, ".4f"),
-    ("success (sampled)", SAMPLED, ".1%"),
-    ("success (greedy)", GREEDY, ".1%"),
-    ("score (sampled)", SAMPLED_SCORE, ".3f"),
-    ("score (greedy)", GREEDY_SCORE, ".3f"),
-    ("advantage 0", ZERO_ADVANTAGE, ".0%"),
-    ("tool calls/episode", "tool_call_counts/mean", ".2f"),
-    ("tokens/s", "perf/throughput", ",.0f"),
-    ("trainer idle", "async/trainer_idle_frac", ".0%"),
-    ("rollout idle", "async/rollout_idle_frac", ".0%"),
-    ("lag p50", "staleness/lag/p50", ".0f"),
-    ("lag p95", "staleness/lag/p95", ".0f"),
-    ("lag max", "staleness/lag/max", ".0f"),
-    ("ready", "async/ready", ".0f"),
-    ("running", "async/running", ".0f"),
-    ("credits", "async/credits", ".0f"),
-    ("version pushed", "weights/pushed", ".0f"),
-    ("version acked", "weights/acked", ".0f"),
-    ("workers", "async/workers", ".0f"),
-)
-
-
-def render(state: ConsoleState) -> RenderableType:
-    """The live view: progress, figures, who waits on whom."""
-    status = state.status
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        Text(f"{state.title}  {status.phase}", style="bold"),
-        ProgressBar(total=max(1, status.total_steps), completed=state.progress.steps, width=40),
-        state.steps,
-        state.times,
-    )
-    figures = Table.grid(padding=(0, 3))
-    cells = [f"[dim]{label}[/] {shown(state.get(name), form)}" for label, name, form in _figures(state)]
-    for start in range(0, len(cells), 4):
-        figures.add_row(*cells[start : start + 4])
-    waits = [Text(f"  {wait}", style="yellow") for wait in status.waits[:6]]
-    failed = [Text(status.failed, style="red")] if status.failed else []
-    return Group(bar, figures, *failed, *([Text("waiting:"), *waits] if waits else []))
-
-
-def plain_line(state: ConsoleState) -> str:
-    """The same on one line; figures that are unknown are left out."""
-    status = state.status
-    known = [
-        f"{label} {shown(value, form)}"
-        for label, name, form in _figures(state)
-        if (value := state.get(name)) is not None and not name.startswith("val-core/")
-    ]
-    parts = [f"[{status.phase}] {state.steps}", state.times]
-    if known and status.phase != "starting":
-        parts.append(", ".join(known))
-    if status.failed:
-        parts.append(status.failed)
-    if status.waits:
-        parts.append(f"waits: {'; '.join(status.waits[:3])}")
-    return " | ".join(parts)
-
-
-def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:
-    """Those of this kind of run: a supervised one has a loss, all others rewards."""
-    other = (REWARD, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
-    return [figure for figure in FIGURES if figure[1] not in other]
+def _in_front(file: int) -> bool:
+    return os.tcgetpgrp(file) == os.getpgrp()
 
 
 def _validation(metrics: Mapping[str, float]) -> str:

@@ -65,7 +65,9 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         stack.callback(_remove_outside_weights, config)
         trackers = stack.enter_context(Trackers.open(config, run_dir))
         console = stack.enter_context(
-            open_console(config.observe.console, config.name, config.total_steps, config.validation.success)
+            open_console(
+                config.observe.console, config.name, config.total_steps, config.validation.success, run_dir
+            )
         )
         picture = stack.enter_context(open_picture(run_dir)) if config.observe.plot else None
 

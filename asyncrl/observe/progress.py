@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BATCH = "async/batch_share"  # of the step under way, 0 to 1: an estimate, see `Reporter.batch_share`
+LEVELS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass
@@ -37,3 +41,18 @@ def clock(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` characters, each the mean of as many values as the others (within one), between the
+    least and the largest of these means. Values that are not finite are left out."""
+    known = [value for value in values if math.isfinite(value)]
+    count = min(width, len(known))
+    edges = [len(known) * at // count for at in range(count + 1)] if count else []
+    means = [sum(known[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    least, most = min(means, default=0.0), max(means, default=0.0)
+    span = most - least
+    return "".join(
+        LEVELS[min(len(LEVELS) - 1, int((mean - least) / span * len(LEVELS)))] if span else LEVELS[0]
+        for mean in means
+    )

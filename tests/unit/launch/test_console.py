@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console as Terminal
 
 from asyncrl.launch import console as console_module
-from asyncrl.launch.console import Console, ConsoleState, open_console, plain_line, render
+from asyncrl.launch.console import Console, open_console
+from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
@@ -77,13 +78,13 @@ def test_the_final_table_names_failed_attempts(counts: dict[str, int]) -> None:
     assert (line in out.getvalue().splitlines()) == bool(counts)
 
 
-def test_lines_are_few_but_validations_and_ends_are_never_left_out() -> None:
+def test_there_is_a_line_for_each_step_and_each_validation() -> None:
     shown, out = console()
     for step in range(1, 11):
         shown.step(step, METRICS)
     shown.step(10, {VALIDATED: 10, SAMPLED: 0.5, SAMPLED_SCORE: -3.5, GREEDY: 0.25, GREEDY_SCORE: 200.0})
     lines = out.getvalue().splitlines()
-    assert [line.split()[2] for line in lines[:-1]] == ["1/10", "10/10"]
+    assert [line.split()[2] for line in lines[:-1]] == [f"{step}/10" for step in range(1, 11)]
     assert lines[-1] == (
         "validation at step 10: sampled: success 50.0%, score -3.500; greedy: success 25.0%, score 200.000"
     )

@@ -14,7 +14,8 @@ from rich.console import Console as Terminal
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, start
-from asyncrl.launch.console import Console, ConsoleState
+from asyncrl.launch.console import Console
+from asyncrl.launch.console_view import ConsoleState
 from asyncrl.launch.data import RunData
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.files import read_summary, write_summary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.observe.progress import Progress, clock
+from asyncrl.observe.progress import Progress, clock, sparkline
 
 
 def test_the_first_batch_under_way_gives_the_first_estimate() -> None:
@@ -32,3 +32,11 @@ def test_clock() -> None:
     assert [clock(0.9), clock(59.0), clock(3723.0), clock(100 * 3600.0)] == [
         *("0:00:00", "0:00:59", "1:02:03", "100:00:00")
     ]
+
+
+def test_a_sparkline_has_the_means_of_equal_parts() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 4, 4, 8, 8], 3) == "▁▅█"
+    assert sparkline([1, 1, float("nan"), float("inf")], 5) == "▁▁"
+    assert sparkline([], 5) == ""
+    assert len(sparkline(list(range(1000)), 37)) == 37

@@ -1,0 +1,149 @@
+"""The live view at the sizes that terminals have, and keys of a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console as Terminal
+
+from asyncrl.coordinator import transcripts
+from asyncrl.launch.console_view import ENTROPY, FIGURES, LAG, LENGTH, ConsoleState, render
+from asyncrl.observe.summary import NLL, NLL_HELD_OUT, REWARD
+from asyncrl.observe.transcripts import Transcript, newest
+from asyncrl.wire.messages.observer import Status
+
+FAILED = "attempts failed: 123,456 reward_error, 7,890 worker_lost; the newest: KeyError: 'b' (bad.py:41)"
+SIZES = [(60, 20), (200, 60)]
+
+
+def state(steps: int = 300) -> ConsoleState:
+    """Of a long run with large numbers, each of them recognisable."""
+    waits = tuple(f"rollout {index}: credits of the coordinator (1234{index} s)" for index in range(9))
+    made = ConsoleState("a-long-name-" * 5, Status("running", 0, 100_000, {}, waits, FAILED))
+    plain = (REWARD, LAG, ENTROPY, LENGTH, NLL, NLL_HELD_OUT)
+    figures = {name: 1234.0 + at for at, (_, name, _) in enumerate(FIGURES) if name not in plain}
+    for step in range(1, steps + 1):
+        row = {REWARD: step / 7, LAG: step % 5, ENTROPY: 12345.678, LENGTH: 98765.0}
+        made.committed(step, figures | row)
+    made.progress.began, made.progress.origin = time.monotonic() - 360_000, (time.monotonic() - 3000, 0)
+    return made
+
+
+def drawn(shown: ConsoleState, width: int, height: int) -> list[str]:
+    out = io.StringIO()
+    Terminal(file=out, width=width, height=height).print(render(shown, width, height, keys=True))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_no_line_is_wider_and_no_number_is_cut(
+    width: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1e6)
+    shown = state()
+    lines = drawn(shown, width, height)
+    assert len(lines) <= height and max(map(cell_len, lines)) <= width
+    known = [f"{shown.metrics[name]:{form}}" for _, name, form in FIGURES if name in shown.metrics]
+    known += [label for label, _, _ in FIGURES] + [shown.steps, shown.times, FAILED, *shown.status.waits]
+    assert numbers("\n".join(lines[1:])) <= numbers("\n".join(known))
+    text = "\n".join(lines)
+    for part in ("step 300/100000", "elapsed 100:00:00, ETA 276:", "reward  ▁", "123,456 reward_error"):
+        assert part in text
+    for label in ("lag", "entropy", "length"):
+        assert sum(line.startswith(f"{label:<8}") for line in lines) == 1
+    assert ("version acked" in text) == (width > 60)  # the least important figures go first
+    assert lines[-1] == "g: newest good transcript, b: newest bad one"
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d[\d,.:/]*\d|\d", text))
+
+
+@pytest.mark.parametrize(("width", "height"), [*SIZES, (20, 5), (1, 1)])
+def test_a_transcript_has_the_whole_room_and_shows_its_end(width: int, height: int) -> None:
+    shown = state(3)
+    shown.transcript = Transcript(
+        "newest good", "x" * 500 + "\n\x1b[2J 漢字" + "word " * 500 + "\n\nthe end 42"
+    )
+    lines = drawn(shown, width, height)
+    assert len(lines) <= height and max(map(cell_len, lines)) <= width and "\x1b" not in "".join(lines)
+    if width >= 60:
+        assert len(lines) == height or width == 200
+        assert lines[-2:] == ["the end 42", "any other key: back"]
+
+
+def test_the_newest_good_and_the_newest_bad_one(tmp_path: Path) -> None:
+    assert newest(tmp_path, True, 1.0) is None
+    entry = {"uid": "u", "end": "answered", "ground_truth": "4"}
+    transcripts.save(tmp_path, "training", 1, [entry | {"score": 3.0, "text": "a"}])
+    transcripts.save(tmp_path, "training", 2, [entry | {"score": 0.0, "text": "b"}, entry | {"failed": "x"}])
+    transcripts.save(tmp_path, "validation", 2, [entry | {"score": 0.5, "success": True, "text": "c"}])
+    for age, name in enumerate(("training/step-2", "validation/step-2", "training/step-1")):
+        os.utime(tmp_path / "transcripts" / f"{name}.jsonl", (1000 - age, 1000 - age))
+    good, bad = newest(tmp_path, True, 2.0), newest(tmp_path, False, 2.0)
+    assert good and bad and (good.text, bad.text) == ("c", "b")
+    assert good.title == (
+        "newest good transcript: validation, step 2, u, score 0.5, ground truth 4, end answered"
+    )
+
+
+CHILD = """
+import os, sys
+from pathlib import Path
+from asyncrl.launch.console import open_console
+with open_console("auto", "demo", 10, 1.0, Path(sys.argv[1])):
+    os.read(int(sys.argv[2]), 1)
+"""
+
+
+def test_keys_show_a_transcript_and_the_terminal_is_given_back(tmp_path: Path) -> None:
+    transcripts.save(tmp_path, "training", 1, [{"uid": "u", "score": 1.0, "text": "so it is 42"}])
+    end, begin = os.pipe()
+    os.set_inheritable(end, True)
+    child, terminal = pty.fork()
+    if not child:
+        os.environ |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        os.execv(sys.executable, [sys.executable, "-c", CHILD, str(tmp_path), str(end)])
+    try:
+        seen = until(terminal, b"b: newest bad one")
+        assert not termios.tcgetattr(terminal)[3] & (termios.ECHO | termios.ICANON)
+        for key, part in (
+            (b"g", b"so it is 42"),
+            (b"b", b"no bad transcript yet"),
+            (b"x", b"b: newest bad one"),
+        ):
+            os.write(terminal, key)
+            seen = until(terminal, part)
+        assert b"so it is 42" not in seen
+        os.write(begin, b".")
+        until(terminal, b"\x1b[?25h")  # the cursor is back
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        child = 0
+        assert termios.tcgetattr(terminal)[3] & termios.ECHO
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for file in (terminal, end, begin):
+            os.close(file)
+
+
+def until(terminal: int, part: bytes, seconds: float = 120.0) -> bytes:
+    """What is written up to `part`."""
+    deadline, seen = time.monotonic() + seconds, b""
+    while part not in seen:
+        left = deadline - time.monotonic()
+        assert left > 0 and select.select([terminal], [], [], left)[0], seen
+        seen += os.read(terminal, 65536)
+    return seen
