@@ -59,10 +59,11 @@ transcripts NAME. What the numbers mean: docs/evaluation.md."""
 
 ALL = "validation.samples=1000000000"
 ALIAS = "data="
+COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
 
 class Target(NamedTuple):
-    """What is to be evaluated: a model, and the run that it is of, if it is a checkpoint."""
+    """What is to be evaluated: a model, and the run whose configuration is taken, if it is a checkpoint."""
 
     model: str
     run_dir: Path | None
@@ -80,14 +81,15 @@ def main(argv: list[str], composers: Composers) -> int:
     parser = argument_parser("asyncrl eval", HELP)
     parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
     options = parser.parse_intermixed_args(argv)
-    code, run_dir = evaluate(options.model, options, composers)
+    target = find_target(options.model, options.run_dir)
+    code, run_dir = evaluate(target, options, composers)
     if code or run_dir is None:
         return code
     result = Result.read(run_dir)
     if not options.baseline:
         print_result(result)
         return 0
-    code, other = _baseline(options, composers)
+    code, other = _baseline(target, options, composers)
     if code or other is None:
         return code
     print_result(result, Result.read(other))
@@ -108,9 +110,9 @@ def argument_parser(prog: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def evaluate(model: str, options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
+def evaluate(target: Target, options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
     """Run the episodes that are not over yet: the exit code, and the run; None after a dry run."""
-    config = configuration(find_target(model, options.run_dir), options, composers)
+    config = configuration(target, options, composers)
     run_dir = Path(config.run_dir) / config.name
     check_same(run_dir, config)
     if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
@@ -152,10 +154,8 @@ def configuration(target: Target, options: argparse.Namespace, composers: Compos
 
     config = resolve_models(config)
     if not any(one.startswith("name=") for one in given):
-        stem = "-".join(
-            Path(target.model).parts[-4:] if target.run_dir else Path(config.model.path).parts[-1:]
-        )
-        stem = stem.replace("-checkpoints-", "-").removesuffix("-hf")
+        parts = Path(target.model).parts
+        stem = f"{parts[-4]}-{parts[-2]}" if parts[-1] == "hf" and len(parts) > 3 else parts[-1]
         config = replace(config, name=f"eval-{stem}-{fingerprint(config)}", resume="auto")
     return config
 
@@ -231,22 +231,20 @@ class Result(NamedTuple):
         return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, config.validation.success))
 
 
-def _baseline(options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
-    """The run to compare with: an evaluation that is there, or one that is run now."""
+def _baseline(target: Target, options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
+    """The run to compare with: an evaluation that is there, or one of that model that is run now, configured
+    as the one of `target`."""
     for path in (Path(options.baseline), options.run_dir / options.baseline):
         if (path / "config.yaml").is_file():
             config = msgspec.yaml.decode((path / "config.yaml").read_bytes(), type=RunConfig)
             if not config.total_steps:
                 return 0, path
-    return evaluate(options.baseline, options, composers)
+    other = find_target(options.baseline, options.run_dir)
+    return evaluate(other._replace(run_dir=target.run_dir), options, composers)
 
 
 def print_result(result: Result, baseline: Result | None = None) -> None:
     """The table, also as evaluation.json in the run's directory."""
-    from rich.table import Table
-
-    from asyncrl.observe.table import PipeSafeTerminal
-
     if baseline is not None and baseline.data != result.data:
         raise ConfigError(
             f"{baseline.run_dir}: is of other samples than {result.run_dir}; give the same data=…"
@@ -257,22 +255,20 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
     (result.run_dir / "evaluation.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
     )
-    table = Table("", "mean", "95%", "samples", *(["minus baseline", "95%"] if baseline else []))
-    single = len({one.source for one in result.episodes}) == 1  # then `all` would say the same again
-    for name, numbers in found.items():
-        twice = name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in found
-        if name.startswith("val-core/") and not (twice or (single and name.startswith("val-core/all/"))):
-            table.add_row(name.removeprefix("val-core/"), *_cells(numbers))
-    for name, value in losses(result.episodes).items():
-        table.add_row(name.removeprefix("val-core/"), f"{value:.4f}")
-    terminal = PipeSafeTerminal()
-    terminal.print(table)
-    failed = sum(one.result is None for one in result.episodes)
-    if failed:
-        terminal.print(
-            f"{failed} of {len(result.episodes)} episodes failed at every attempt", highlight=False
-        )
-    terminal.print(f"run: {result.run_dir.absolute()}", highlight=False, soft_wrap=True)
+    shown = [name for name in found if name.startswith("val-core/")]
+    if len({one.source for one in result.episodes}) == 1:  # `all` would say the same again
+        shown = [name for name in shown if not name.startswith("val-core/all/")]
+    lines: list[tuple[str, ...]] = [("", *COLUMNS[: 5 if baseline else 3])]
+    for name in shown:
+        if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in found):  # `mean@k` says it
+            lines.append((name.removeprefix("val-core/"), *_cells(found[name])))
+    lines += [(name.removeprefix("val-core/"), f"{v:.4f}") for name, v in losses(result.episodes).items()]
+    width = max(len(line[0]) for line in lines)
+    for first, *cells in lines:
+        print(f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))
+    if failed := sum(one.result is None for one in result.episodes):
+        print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
+    print(f"run: {result.run_dir.absolute()}")
 
 
 def summary(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]]:
@@ -291,12 +287,9 @@ def summary(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]
 
 
 def _cells(numbers: dict[str, Any]) -> Sequence[str]:
-    mean = [
-        f"{numbers['mean']:.4f}",
-        f"{numbers['low']:.4f} to {numbers['high']:.4f}",
-        str(numbers["samples"]),
-    ]
-    if "difference" not in numbers:
-        return mean
-    between = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
-    return [*mean, f"{numbers['difference']:+.4f}", between]
+    between = f"{numbers['low']:.4f} to {numbers['high']:.4f}"
+    cells = [f"{numbers['mean']:.4f}", between, str(numbers["samples"])]
+    if "difference" in numbers:
+        between = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
+        cells += [f"{numbers['difference']:+.4f}", between]
+    return cells

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.commands.evaluate import Composers, argument_parser, evaluate
+from asyncrl.commands.evaluate import Composers, argument_parser, evaluate, find_target
 from asyncrl.commands.regrade import write_rows
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
@@ -43,7 +43,7 @@ def main(argv: list[str], composers: Composers) -> int:
     options = parser.parse_intermixed_args(argv)
     out = _out(options)
     options.overrides.insert(0, "validation.greedy=false")
-    code, run_dir = evaluate(options.model, options, composers)
+    code, run_dir = evaluate(find_target(options.model, options.run_dir), options, composers)
     if code or run_dir is None:
         return code
     count = write_rows(out, _rows(run_dir))

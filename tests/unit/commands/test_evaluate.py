@@ -1,0 +1,86 @@
+"""What `asyncrl eval` makes of its arguments; tests/integration/test_evaluate.py runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl import cli
+from asyncrl.commands.evaluate import Composers, Target, argument_parser, configuration, find_target, summary
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.observe.held_out import interval
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = str(ROOT / "examples/multiturn/calculator/model")
+CALCULATOR = ("experiment=calculator", "rollout.temperature=0.5")
+
+
+def configured(target: Target, *overrides: str) -> RunConfig:
+    options = argument_parser("asyncrl eval", "").parse_intermixed_args([target.model, *overrides])
+    return configuration(target, options, Composers(cli.compose, cli.recompose))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with checkpoints of two steps, of which only manifests and exports are looked at."""
+    directory = tmp_path / "mine"
+    for step in (2, 10):
+        hf = directory / "checkpoints" / f"step-{step}" / "hf"
+        hf.mkdir(parents=True)
+        (hf.parent / "manifest.json").write_text("{}")
+        for file in Path(MODEL).iterdir():
+            (hf / file.name).symlink_to(file)
+    config = cli.compose([*CALCULATOR, "model.lora_rank=4", "algorithm=ppo_critic", "kl.where=loss"])
+    (directory / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    return directory
+
+
+def test_what_is_named_is_found(run_dir: Path) -> None:
+    newest, older = (str(run_dir / "checkpoints" / f"step-{step}" / "hf") for step in (10, 2))
+    assert find_target("mine", run_dir.parent) == Target(newest, run_dir)
+    assert find_target(str(run_dir), Path("elsewhere")) == Target(newest, run_dir)
+    assert find_target(str(Path(older).parent), Path("elsewhere")) == Target(older, run_dir)
+    assert find_target(older, run_dir.parent) == Target(older, None)
+    assert find_target("Qwen/Qwen3-0.6B", run_dir.parent) == Target("Qwen/Qwen3-0.6B", None)
+    (Path(older) / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"step-2/hf: .* asyncrl merge"):
+        find_target(str(Path(older).parent), run_dir.parent)
+
+
+def test_a_checkpoint_is_played_as_its_run_played(run_dir: Path) -> None:
+    """And nothing is loaded that only training needs."""
+    found = configured(find_target(str(run_dir), run_dir), "rollout.slots=3")
+    assert (found.total_steps, found.model.path) == (0, str(run_dir / "checkpoints" / "step-10" / "hf"))
+    assert (found.rollout.temperature, found.rollout.slots, found.rollout.tools) == (0.5, 3, ["calculator"])
+    assert (found.model.lora_rank, found.kl.where, found.algorithm.advantage) == (0, "none", "dr_grpo")
+    assert found.data.train == found.data.test and found.data.test
+    assert found.validation.samples > 10**6, "all of them"
+    assert found.name.startswith("eval-mine-step-10-") and found.resume == "auto"
+
+
+def test_the_same_command_names_the_same_run_and_another_another() -> None:
+    model = Target(MODEL, None)
+    name = configured(model, *CALCULATOR).name
+    assert (
+        name == configured(model, *CALCULATOR, "trainer.lr=1.0", "rollout.workers=2", "rollout.slots=7").name
+    )
+    others = ("rollout.temperature=0.6", "seed=1", "validation.episodes=2", "data=other.parquet")
+    assert len({name, *(configured(model, *CALCULATOR, other).name for other in others)}) == 5
+    own = configured(model, *CALCULATOR, "name=own", "data=a.parquet")
+    assert (own.name, own.resume, own.data.test) == ("own", "never", "a.parquet")
+
+
+def test_without_data_there_is_nothing_to_evaluate_on() -> None:
+    with pytest.raises(ConfigError, match=r"data\.test"):
+        configured(Target(MODEL, None))
+
+
+def test_a_comparison_is_of_the_samples_that_both_have() -> None:
+    numbers = {"val-core/all/sampled/success": {0: 1.0, 1: 0.5, 2: 0.0, 3: 1.0}}
+    baseline = {"val-core/all/sampled/success": {0: 0.0, 1: 0.5, 3: 0.5}}
+    (found,) = summary(numbers, baseline).values()
+    assert (found["mean"], found["samples"], found["difference"]) == (0.625, 4, 0.5)
+    assert (found["difference_low"], found["difference_high"]) == interval([1.0, 0.0, 0.5])
