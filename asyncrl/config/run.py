@@ -185,10 +185,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def held_out_settings(self) -> str:
-        """A fingerprint of what decides how held-out episodes are played and scored, beside the weights."""
-        rollout = msgspec.structs.replace(
-            self.rollout, workers=1, slots=1
-        )  # how many at once decides nothing
+        """A fingerprint of what decides how held-out episodes are played and scored, beside the weights: not
+        how many are played at once."""
+        rollout = msgspec.structs.replace(self.rollout, workers=1, slots=1)
         shared = (self.data, rollout, self.validation, self.model, self.engine.name, self.seed)
         return blake2s(msgspec.json.encode(shared), digest_size=8).hexdigest()
 
