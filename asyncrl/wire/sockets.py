@@ -280,6 +280,7 @@ class Dial:
         events = f"inproc://{secrets.token_hex(8)}"
         sock.monitor(events, self.EVENTS)
         self._monitor: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one, unread, would block the thread of all sockets
         self._monitor.connect(events)
         sock.connect(endpoint)
 

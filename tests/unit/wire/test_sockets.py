@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -282,4 +283,33 @@ def test_a_connection_that_damaged_bytes_ended_is_made_again(kind: type, towards
 
     asyncio.run(play())
     for one in (hub, gate, proxy):
+        one.close()
+
+
+def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a link that sends nothing while its coordinator is away: ZeroMQ queues 2,000 by default."""
+    endpoints, configure = choose_endpoints("127.0.0.1", 0), sockets._configure
+    gate = Gate(endpoints)
+    hub = Hub(endpoints.bulk, {"trainer": PlanReceived}, gate)
+
+    def impatient(sock: zmq.Socket) -> None:
+        configure(sock)
+        sock.setsockopt(zmq.RECONNECT_IVL, 1)
+
+    monkeypatch.setattr(sockets, "_configure", impatient)
+    both = (endpoints.control, endpoints.bulk)
+    idle, link = (Link(at, ToWorkerBulk, b"trainer/0/x", endpoints.keys) for at in both)
+    for port in range(1, 100):  # nobody is there either: more events in the same time
+        idle.socket.connect(f"tcp://127.0.0.1:{port}")
+    for seconds in (1, 4, 16):
+        until, events = time.monotonic() + seconds, 0
+        while time.monotonic() < until:
+            link.send(PlanReceived(1, 1, 1, 0))
+            assert hub.socket.poll(10_000) and hub.receive() is not None
+        while idle._dial._monitor.poll(0) and events <= 2100:
+            events += bool(recv_monitor_message(idle._dial._monitor))
+        if events > 2100:
+            break
+    assert events > 2100
+    for one in (idle, link, hub, gate):
         one.close()
