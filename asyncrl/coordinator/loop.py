@@ -107,10 +107,7 @@ class Coordinator:
         self._status_at, self._turned_at = 0.0, now
         self._more = False  # the last turn left what the next one can do at once
         self.writer = TurnWriter(self.state, self._keep_contact)
-        self._replaced = (
-            -1,
-            -math.inf,
-        )  # trainer epoch whose weights were damaged, and when: the next one starts
+        self._replaced = -1, -math.inf  # the trainer epoch whose weights were damaged, and when
         self._silent: list[str] = []  # waits for processes that are not heard of
         self.presence = Presence(config)
         self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
@@ -368,12 +365,13 @@ class Coordinator:
     def _watch(self, now: float) -> None:
         """In a run that has stalled, trainer ranks that are silent are replaced; else it ends, with a
         checkpoint. Either way it is said who waits for what. They are replaced, too, where they wait for what
-        engines would sample that cannot load their newest version."""
-        epoch, began = self._replaced
-        starting = epoch == self.state.trainer_epoch and now < began + self.state.liveness.start
+        engines would sample that cannot load their newest version; not those that have yet to publish one."""
+        epoch, (replaced, began) = self.state.trainer_epoch, self._replaced
+        starting = replaced == epoch and now < began + self.state.liveness.start
+        starting = starting or self.state.versions.newest.epoch < epoch
         waiting = self.lifecycle.training and self.trainer.ranks.requests and not starting
         if waiting and (damage := self.engines.take_damage()):
-            self._replaced = self.state.trainer_epoch, now
+            self._replaced = epoch, now
             self._replace(Replace("trainer", f"{damage}; the next trainer publishes it anew"))
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline

@@ -18,7 +18,8 @@ from asyncrl.coordinator.presence import Presence
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
-from asyncrl.types import FailReason
+from asyncrl.types import FailReason, PolicyVersion
+from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerBeat, TrainerHello
@@ -179,17 +180,19 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
 
 
 def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinator) -> None:
-    """The next one takes longer to start than the engines to refuse the version some more times."""
+    """To start, and to repeat steps, takes the next one longer than engines to refuse the version again."""
     state, replaced = coordinator.state, []
     for now in range(0, 60, 5):
-        if now in (0, 40):  # the first trainer; the next one, whose version is damaged, too
+        if now in (0, 30):  # the first trainer, and the next one
             coordinator._on_control(RANK, TrainerHello(0, 1, f"launch.{now}", 0), [], float(now))
             request = PlanRequest(state.trainer_epoch, 0, 0, 0)
             coordinator._on_bulk(RANK, request, [], float(now))
+        if now in (0, 45):  # both publish weights that are damaged
+            state.versions.publish(WeightsRef(PolicyVersion(state.trainer_epoch, 0), ""))
         coordinator.engines.refused["e", state.versions.newest] += 5
         tick(coordinator, float(now))
         replaced += [now for order in sent(coordinator, Replace) if order.role == "trainer"]
-    assert replaced == [0, 40]
+    assert replaced == [0, 45]
 
 
 @pytest.mark.parametrize("silent", [1, 2], ids=["one of two", "both"])
