@@ -32,6 +32,7 @@ from asyncrl.commands import (
     sft,
     status,
     tools,
+    trace,
     train,
 )
 from asyncrl.config import Plugin, RunConfig, parse
@@ -53,6 +54,7 @@ COMMANDS = (
     "generate",
     "merge",
     "tools",
+    "trace",
 )
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
@@ -66,6 +68,7 @@ HELP = """\
   asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
   asyncrl report [NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag
   asyncrl status [NAME]                 a run under way: who waits for what; after its end, why it ended
+  asyncrl trace [NAME]                  what each process did when, as a file for ui.perfetto.dev
   asyncrl replay NAME --step N          a recorded step again, as it was or with other keys
   asyncrl regrade NAME --reward SPEC    recorded episodes, scored by another reward
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
@@ -117,6 +120,8 @@ def _dispatch(argv: list[str]) -> int:
     match options.command:
         case "data":
             return data.main(options.arguments)
+        case "trace":
+            return trace.main(options.arguments)
         case "runs":
             return runs.main(options.arguments)
         case "report":

@@ -17,7 +17,7 @@ LEVELS = (
     ("engines", "data"),
     ("tools", "rewards", "environments", "gateway", "runtime"),
     ("coordinator", "rollout", "trainer", "keeper"),  # processes: none imports another
-    ("launch",),
+    ("launch", "viewer"),
     ("commands",),
     ("cli",),
 )

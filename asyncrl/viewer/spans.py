@@ -1,0 +1,174 @@
+"""The spans of a run's timeline in columns, read once, and then only what was added.
+
+    timeline/*.jsonl ──► (process, row) ──► columns: start, end, name, calls, seconds, step, micro, ...
+
+A row is a line of a picture, and belongs to a process. What a trainer rank does follows one after another and
+is one row; of other processes, where many tasks run at once, each name is a row of its own. Spans that say
+which engine they concern are in a row of that one: a push by the coordinator, the turns that a worker has
+sampled on a server.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl.observe.timeline import BUSY
+from asyncrl.runtime.busy_timer import DECODE
+from asyncrl.runtime.weight_loader import LOAD
+
+CHUNK = 1 << 24  # bytes read at a time
+MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
+OTHER = "others"
+WORK, HELD = "work", "version"  # rows: a trainer's, and the version that an engine holds
+PROCESS = {"rollout": "worker"}  # what people call it, by the role in a file's name
+NO_VERSION, NO_NUMBER, LARGEST = (-1, -1), -1, 1 << 53
+
+
+class Line(msgspec.Struct, frozen=True, gc=False):
+    """A line of a file, see `Timeline`."""
+
+    name: str
+    start: float
+    end: float
+    calls: int = 1
+    seconds: float = -1.0  # -1: end - start
+    step: int = NO_NUMBER
+    micro: int = NO_NUMBER
+    version: tuple[int, int] = NO_VERSION
+    engine: str = ""
+    error: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """False where the clock was set back meanwhile, or a number is none of a run."""
+        numbers = (self.calls, self.step, self.micro, *self.version)
+        return self.start <= self.end and all(-1 <= number < LARGEST for number in numbers)
+
+
+class Columns:
+    """The spans of one row, in the order in which they ended. `names` and `texts` number what is in them."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.texts: dict[str, int] = {"": 0}
+        self.start, self.end, self.seconds = array("d"), array("d"), array("d")
+        self.name, self.text, self.calls = array("i"), array("i"), array("q")
+        self.step, self.micro, self.epoch = array("q"), array("q"), array("q")
+
+    def append(self, line: Line, name: str, text: str) -> None:
+        epoch, version = line.version
+        self.start.append(line.start)
+        self.end.append(line.end)
+        self.seconds.append(line.end - line.start if line.seconds < 0 else line.seconds)
+        self.name.append(self.names.setdefault(name, len(self.names)))
+        self.text.append(self.texts.setdefault(text, len(self.texts)))
+        self.calls.append(line.calls)
+        self.step.append(line.step if epoch < 0 else version)
+        self.micro.append(line.micro)
+        self.epoch.append(epoch)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies: the columns may grow meanwhile."""
+        columns = ("start", "end", "seconds", "name", "text", "calls", "step", "micro", "epoch")
+        return {column: np.array(getattr(self, column)) for column in columns}
+
+
+class TimelineFile:
+    """One file, and how far it has been read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset = path, 0
+        role, _, index = path.stem.rpartition("-")
+        self.role = role
+        self.process = role if role == "coordinator" else f"{PROCESS.get(role, role)} {index}"
+
+    def added(self) -> Iterator[Line]:
+        """Whole lines that were added. One that cannot be read is left out."""
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            while chunk := file.read(CHUNK):
+                whole = chunk[: chunk.rfind(b"\n") + 1]
+                if not whole:
+                    return  # a line that is not complete yet
+                self._offset += len(whole)
+                file.seek(self._offset)
+                for line in whole.splitlines():
+                    try:
+                        span = _decode(line)
+                    except (msgspec.DecodeError, UnicodeDecodeError):
+                        continue
+                    if span.sound:
+                        yield span
+
+
+_decode = msgspec.json.Decoder(Line).decode
+
+
+class Spans:
+    """All spans of a run. For one thread at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = run_dir / "timeline"
+        self._files: dict[Path, TimelineFile] = {}
+        self.rows: dict[tuple[str, str], Columns] = {}  # by process and row
+        self._count: dict[str, int] = {}  # rows of each process
+
+    def update(self) -> None:
+        """Read what was added since the last call. Raises OSError."""
+        for path in sorted(self._directory.glob("*-*.jsonl")):
+            file = self._files.setdefault(path, TimelineFile(path))
+            for line in file.added():
+                self._add(file, line)
+
+    def arrays(self) -> dict[tuple[str, str], dict[str, np.ndarray]]:
+        """The columns of all rows. A version is held until the next one; the last, to the end of what its
+        process has recorded."""
+        found = {key: columns.arrays() for key, columns in self.rows.items()}
+        ends: dict[str, float] = {}
+        for (process, _), row in found.items():
+            ends[process] = max(ends.get(process, 0.0), float(row["end"].max()))
+        for (process, title), row in found.items():
+            if title.startswith(HELD):
+                order = np.argsort(row["start"], kind="stable")
+                row.update({name: column[order] for name, column in row.items()})
+                row["end"] = np.append(row["start"][1:], max(ends[process], row["start"][-1]))
+                row["seconds"] = row["end"] - row["start"]
+        return found
+
+    def _add(self, file: TimelineFile, line: Line) -> None:
+        process, row, text = file.process, line.name, line.error
+        decoding, on, server = line.name.partition(f"{DECODE} on ")
+        if on and not decoding:
+            process, row, text = server, DECODE, file.process
+        elif file.role in BUSY and DECODE not in BUSY[file.role]:
+            row = WORK
+        elif line.name == LOAD:
+            self._hold(process, line)
+            row = _of_lane(LOAD, line)
+        elif line.engine:
+            process = line.engine
+        name = DECODE if row == DECODE else line.name
+        self._row(process, row).append(line, name, text)
+
+    def _hold(self, process: str, line: Line) -> None:
+        """From here on the engine holds what it has loaded: an event, of which the next is the end."""
+        if not line.error:
+            at = msgspec.structs.replace(line, start=line.end)
+            self._row(process, _of_lane(HELD, line)).append(at, HELD, "")
+
+    def _row(self, process: str, row: str) -> Columns:
+        if (process, row) not in self.rows:
+            if self._count.get(process, 0) >= MOST_ROWS:
+                row = OTHER
+            self._count[process] = self._count.get(process, 0) + 1
+        return self.rows.setdefault((process, row), Columns())
+
+
+def _of_lane(row: str, line: Line) -> str:
+    """An embedded engine has a second one beside it for validation."""
+    return f"{row} (validation)" if line.engine == "eval" else row
