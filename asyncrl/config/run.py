@@ -115,8 +115,8 @@ class ObserveConfig(Section, frozen=True):
     """Console, trackers and plot."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
-    """Live view on a terminal, where `g` and `b` show the newest good and bad transcript; elsewhere a line for
-    each step."""
+    """Live view on a terminal, where `g` and `b` show the newest good and bad transcript; elsewhere a line
+    for each step."""
     trackers: list[Literal["wandb", "tensorboard", "swanlab"]] = []
     """Trackers beside metrics.jsonl; wandb and swanlab need a login, or e.g. `WANDB_MODE=offline`."""
     project: Text = "asyncrl"
