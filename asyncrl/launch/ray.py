@@ -134,7 +134,7 @@ class RaySpawner:
         if not ray.cluster_resources().get("GPU", 0):
             return 0
         wants = {
-            TRAINER: int(self._config.model.device != "cpu"),
+            TRAINER: int(self._config.model.device != "cpu" and self._config.total_steps > 0),
             ENGINE: place.gpus,
             ROLLOUT: int(self._config.model.device == "cuda" and not self._config.engine.remote),
         }
