@@ -34,6 +34,7 @@ from asyncrl.commands import (
     tools,
     trace,
     train,
+    view,
 )
 from asyncrl.config import Plugin, RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
@@ -48,6 +49,7 @@ COMMANDS = (
     "runs",
     "report",
     "status",
+    "view",
     "replay",
     "regrade",
     "eval",
@@ -69,6 +71,7 @@ HELP = """\
   asyncrl report [NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag
   asyncrl status [NAME]                 a run under way: who waits for what; after its end, why it ended
   asyncrl trace [NAME]                  what each process did when, as a file for ui.perfetto.dev
+  asyncrl view [NAME...]                a page in the browser: curves, and episodes token by token
   asyncrl replay NAME --step N          a recorded step again, as it was or with other keys
   asyncrl regrade NAME --reward SPEC    recorded episodes, scored by another reward
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
@@ -128,6 +131,8 @@ def _dispatch(argv: list[str]) -> int:
             return report.main(options.arguments)
         case "status":
             return status.main(options.arguments)
+        case "view":
+            return view.main(options.arguments)
         case "replay":
             return replay.main(options.arguments, recompose)
         case "regrade":

@@ -122,8 +122,7 @@ class RunReader:
 
     def baseline(self, group: int) -> Baseline:
         """The baseline of a settled group, from the records of its members."""
-        record = self._one(GroupRecord, "group", "SELECT record FROM groups WHERE id=?", group)
-        return Baseline.of(record, {episode.uid: episode for episode in self.members(group)})
+        return Baseline.of(self.group(group), {episode.uid: episode for episode in self.members(group)})
 
     def held_out(self, prefix: str) -> dict[str, bytes]:
         """What became of the validation episodes whose uid begins so."""
@@ -135,6 +134,38 @@ class RunReader:
 
     def members(self, group: int) -> list[EpisodeRecord]:
         return self._records(EpisodeRecord, "SELECT record FROM episodes WHERE group_id=?", group)
+
+    def select(
+        self,
+        kind: type[T],
+        *,
+        state: str | None = None,
+        group: int | None = None,
+        steps: tuple[int, int] | None = None,
+        rewards: tuple[float, float] | None = None,
+    ) -> list[T]:
+        """Episodes, newest group first, as a struct `kind` of some fields of EpisodeRecord: what it leaves
+        out is not decoded. `steps` (0-based, of their batches) and `rewards` are inclusive."""
+        wanted: dict[str, tuple[object, ...]] = {}
+        if state is not None:
+            wanted["state = ?"] = (state,)
+        if group is not None:
+            wanted["group_id = ?"] = (group,)
+        if steps is not None:
+            wanted["step BETWEEN ? AND ?"] = steps
+        if rewards is not None:
+            wanted["reward BETWEEN ? AND ?"] = rewards
+        where = f"WHERE {' AND '.join(wanted)} " if wanted else ""
+        values = (value for some in wanted.values() for value in some)
+        return self._records(kind, f"SELECT record FROM episodes {where}ORDER BY group_id DESC, uid", *values)
+
+    def reasons(self) -> dict[tuple[str, str], int]:
+        """Episodes that the index still has, by state and reason."""
+        rows = self._rows("SELECT state, reason, count(*) FROM episodes GROUP BY state, reason")
+        return {(state, reason): count for state, reason, count in rows}
+
+    def group(self, number: int) -> GroupRecord:
+        return self._one(GroupRecord, "group", "SELECT record FROM groups WHERE id=?", number)
 
     def load(self) -> StoredRun:
         """Everything a coordinator needs to go on from here."""

@@ -19,7 +19,7 @@ from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
 from asyncrl.trainer import checkpoint, world
-from asyncrl.trainer.batch import example, with_turns
+from asyncrl.trainer.batch import Example, example, with_turns
 from asyncrl.trainer.credit import credit
 from asyncrl.trainer.step import Learner, Work
 from asyncrl.types import Turn
@@ -77,16 +77,22 @@ def recorded(config: RunConfig, reader: RunReader, step: int) -> Iterator[Work]:
             yield _micro_batch(config, reader, uids)
 
 
+def credited(
+    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
+) -> Example:
+    """Its tokens as training saw them: lags, rewards, what is over the bound; and advantages before the batch
+    scales them, unless they also read what models compute."""
+    planned = PlannedTrajectory.of(episode, baseline, len(turns), config.rollout.temperature)
+    given = example(planned, turns, max(0, episode.step), config.buffer.max_staleness, recipe.aggregate)
+    return given if recipe.critic or recipe.advantage.whole_group else credit(given, recipe)
+
+
 def advantage(
     config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
 ) -> float | None:
     """The mean of its tokens' advantages, before the batch scales them. None where the advantage also reads
     what models compute, or the episode has no token of the model's."""
-    if recipe.critic or recipe.advantage.whole_group:
-        return None
-    planned = PlannedTrajectory.of(episode, baseline, len(turns), config.rollout.temperature)
-    given = example(planned, turns, max(0, episode.step), config.buffer.max_staleness, recipe.aggregate)
-    found = credit(given, recipe).advantage
+    found = credited(config, recipe, episode, baseline, turns).advantage
     return float(found.mean()) if found is not None and len(found) else None
 
 

@@ -1,0 +1,71 @@
+"""`asyncrl view [RUN…]`: a page over runs, also while they go on; or that page in a file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.commands.runs import find_run
+from asyncrl.commands.status import ending
+from asyncrl.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from asyncrl.viewer.views import Views
+
+HELP = """\
+Curves, and episodes token by token, in the browser:
+
+  asyncrl view                      the newest run in runs/
+  asyncrl view demo other           two runs, their curves in the same charts
+  asyncrl view demo --html run.html one file that opens without a server
+
+The page is served on 127.0.0.1 until Ctrl-C, read-only, to whoever has the address with its random token.
+From another machine: ssh -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments; write the page, or serve it until Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl view", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="names or directories; else the newest one")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file instead")
+    parser.add_argument("--port", type=int, default=0, help="a free one by default")
+    parser.add_argument("--open", action="store_true", help="open the browser, too")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    options = parser.parse_intermixed_args(argv)
+    if not 0 <= options.port < 1 << 16:
+        raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")
+    paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
+    from asyncrl.viewer.page import write
+    from asyncrl.viewer.views import Views
+
+    views = Views(paths, ending)
+    if options.html is not None:
+        write(options.html, views)
+        print(options.html)
+        return 0
+    asyncio.run(_serve(views, options.port, options.open))
+    return 0
+
+
+async def _serve(views: Views, port: int, show: bool) -> None:
+    """Until it is interrupted."""
+    from asyncrl.viewer.server import ViewServer
+
+    server = ViewServer(views, port)
+    try:
+        await server.start()
+    except OSError as error:
+        await server.close()
+        raise ConfigError(f"--port {port}: cannot be used ({one_line(error)}); leave it out") from None
+    print(f"{server.url}\nCtrl-C ends it", flush=True)
+    try:
+        if show:
+            await asyncio.to_thread(webbrowser.open, server.url)
+        await asyncio.Event().wait()
+    finally:
+        await server.close()

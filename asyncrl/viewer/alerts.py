@@ -1,0 +1,152 @@
+"""What goes wrong in a run, from its metrics: each alert with what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from asyncrl.observe.summary import Row
+
+WINDOW = 10  # steps that an alert looks back on; with fewer there is none
+MOST = 0.9  # the share from which on it is "nearly all"
+COLLAPSED = 0.05  # nats a token, and a tenth of what it was at the beginning
+GAP, GROWN = 0.02, 3.0  # nats a token, and times what it was at the beginning
+MASKED = 0.2
+LOWEST, HIGHEST = "rollout/score/min", "rollout/score/max"
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """`step`: the last one that was looked at."""
+
+    name: str
+    step: int
+    what: str
+    do: str
+
+
+class _Rule(NamedTuple):
+    """`found` says what is wrong in the first and the last rows of a run, '' if nothing is."""
+
+    name: str
+    found: Callable[[Sequence[Row], Sequence[Row]], str]
+    do: str
+
+
+def alerts(rows: Sequence[Row]) -> list[Alert]:
+    """Those of the last WINDOW steps; `rows` are metrics in their order."""
+    steps = [row for row in rows if "timing_s/step" in row]
+    if len(steps) < WINDOW:
+        return []
+    first, last, step = steps[:WINDOW], steps[-WINDOW:], int(steps[-1]["training/step"])
+    found = ((rule, rule.found(first, last)) for rule in RULES)
+    return [Alert(rule.name, step, what, rule.do) for rule, what in found if what]
+
+
+def _constant_reward(first: Sequence[Row], last: Sequence[Row]) -> str:
+    known = [row for row in last if LOWEST in row and HIGHEST in row]
+    values = {row[name] for row in known for name in (LOWEST, HIGHEST)}
+    return f"every episode scored {values.pop():g}" if len(values) == 1 else ""
+
+
+def _filtered(first: Sequence[Row], last: Sequence[Row]) -> str:
+    share = _mean(last, "rollout/discarded_group_frac")
+    return (
+        f"{share:.0%} of the groups were filtered or dropped" if share is not None and share >= MOST else ""
+    )
+
+
+def _nothing_taught(first: Sequence[Row], last: Sequence[Row]) -> str:
+    share = _mean(last, "critic/zero_advantage_frac")
+    return (
+        f"{share:.0%} of the trained episodes have advantage 0" if share is not None and share >= MOST else ""
+    )
+
+
+def _collapse(first: Sequence[Row], last: Sequence[Row]) -> str:
+    before, now = (_mean(rows, "actor/entropy") for rows in (first, last))
+    if before is None or now is None or now > min(COLLAPSED, before / 10):
+        return ""
+    return f"entropy fell from {before:.3g} to {now:.3g} nats a token"
+
+
+def _gap(first: Sequence[Row], last: Sequence[Row]) -> str:
+    name = "rollout_corr/logprob_diff_mean"  # of tokens that one version sampled and trains
+    before, now = _mean(first, name), _mean(last, name)
+    if before is None or now is None or now < max(GAP, GROWN * before):
+        return ""
+    return f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning"
+
+
+def _truncated(first: Sequence[Row], last: Sequence[Row]) -> str:
+    share = _mean(last, "response_length/clip_ratio")
+    return (
+        f"{share:.0%} of the episodes were cut off by a limit" if share is not None and share >= MOST else ""
+    )
+
+
+def _skipped(first: Sequence[Row], last: Sequence[Row]) -> str:
+    count = int(sum(row.get("actor/skipped_steps", 0.0) for row in last))
+    return f"{count} of the last {len(last)} optimizer steps were skipped" if count else ""
+
+
+def _masked(first: Sequence[Row], last: Sequence[Row]) -> str:
+    share = _mean(last, "staleness/masked_token_frac")
+    return (
+        f"{share:.0%} of the tokens were too old to be trained"
+        if share is not None and share >= MASKED
+        else ""
+    )
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if name in row]
+    return fmean(values) if values else None
+
+
+RULES = (
+    _Rule(
+        "constant reward",
+        _constant_reward,
+        "look at transcripts: the task is too easy or too hard, or the reward reads no answer; "
+        "`asyncrl regrade` tries another reward on the same episodes",
+    ),
+    _Rule(
+        "all groups filtered",
+        _filtered,
+        "use samples that are sometimes solved, or a larger buffer.episodes_per_group",
+    ),
+    _Rule(
+        "nothing to learn",
+        _nothing_taught,
+        "rewards are equal within groups: use other samples, or a larger buffer.episodes_per_group",
+    ),
+    _Rule(
+        "entropy collapse",
+        _collapse,
+        "lower trainer.lr, raise algorithm.entropy_coef, or stop here if held-out success is what you want",
+    ),
+    _Rule(
+        "growing log-prob gap",
+        _gap,
+        "compare dtypes of engine and trainer (model.dtype, model.fp32_head), and look at weights/acked_lag; "
+        "for a mixture of experts set trainer.router_replay",
+    ),
+    _Rule(
+        "everything truncated",
+        _truncated,
+        "raise rollout.max_new_tokens or rollout.max_tokens, or shape length (algorithm.shaping)",
+    ),
+    _Rule(
+        "skipped optimizer steps",
+        _skipped,
+        "gradients spike or are not finite: `asyncrl replay --step` repeats one; lower trainer.lr",
+    ),
+    _Rule(
+        "much is masked",
+        _masked,
+        "lower buffer.target_staleness, or raise buffer.max_staleness",
+    ),
+)

@@ -1,0 +1,163 @@
+"""The episodes of a run's store: a page of those that fit a filter, and the members of a group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.records import State
+from asyncrl.errors import ConfigError
+from asyncrl.store.reader import RunReader
+from asyncrl.store.schema import StoreError
+from asyncrl.types import TurnReply
+
+PAGE = 100  # episodes
+LOOKED_AT = 5000  # episodes of which one search for a tool reads the replies
+LAST = 1 << 60
+
+
+class Earned(msgspec.Struct, gc=False):
+    """Of an EpisodeResult."""
+
+    reward: float
+    tokens: int = 0
+    end: str = "answered"
+
+
+class Size(msgspec.Struct, gc=False):
+    """Of an EpisodeStats."""
+
+    turns: int
+    tool_calls: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+
+
+class Listed(msgspec.Struct, gc=False):
+    """What the list shows of an EpisodeRecord. `step`: 0-based, -1: it was not taken."""
+
+    uid: str
+    group: int
+    member: int
+    state: State
+    reason: str
+    turns: int
+    oldest: int
+    newest: int
+    step: int
+    greedy: bool
+    result: Earned
+    stats: Size
+
+
+ORDERS: dict[str, Callable[[Listed], Any]] = {
+    "newest": lambda e: (-e.group, e.member),
+    "reward": lambda e: e.result.reward,
+    "-reward": lambda e: -e.result.reward,
+    "length": lambda e: e.result.tokens,
+    "-length": lambda e: -e.result.tokens,
+    "-lag": lambda e: -(e.step - e.oldest) if e.step >= 0 and e.oldest >= 0 else 1,
+}
+
+
+class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What of a list is wanted; the defaults let all through. Steps are counted from 1, lengths are model
+    tokens; `tool`: its name, as the model called it."""
+
+    state: str = ""
+    reason: str = ""
+    end: str = ""
+    group: int | None = None
+    tool: str = ""
+    step_from: int | None = None
+    step_to: int | None = None
+    reward_from: float = -math.inf
+    reward_to: float = math.inf
+    length_from: int = 0
+    length_to: int = LAST
+    order: str = "newest"
+    start: int = 0
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Filter:
+        """Of the parameters of an address; empty ones do not count. ConfigError."""
+        try:
+            found = msgspec.convert({k: v for k, v in query.items() if v}, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"episodes: {error}; correct the address") from None
+        if found.order not in ORDERS or found.start < 0:
+            raise ConfigError(f"episodes: order is one of {', '.join(ORDERS)}, and start 0 or more")
+        return found
+
+
+def page(reader: RunReader, wanted: Filter) -> dict[str, Any]:
+    """The PAGE episodes from `start` on, and how many fit (`total`). A filter by tool reads replies, of the
+    first LOOKED_AT others that fit: `searched` says of how many."""
+    bounded = wanted.step_from is not None or wanted.step_to is not None
+    steps = ((wanted.step_from or 1) - 1, (wanted.step_to or LAST) - 1)
+    rewarded = (wanted.reward_from, wanted.reward_to) != (-math.inf, math.inf)
+    found = reader.select(
+        Listed,
+        state=wanted.state or None,
+        group=wanted.group,
+        steps=steps if bounded else None,
+        rewards=(wanted.reward_from, wanted.reward_to) if rewarded else None,
+    )
+    fitting = [e for e in found if _fits(e, wanted)]
+    fitting.sort(key=ORDERS[wanted.order])
+    searched = None
+    if wanted.tool:
+        searched = min(len(fitting), LOOKED_AT)
+        fitting = [e for e in fitting[:LOOKED_AT] if e.stats.tool_calls and wanted.tool in tools(reader, e)]
+    rows = [shown(e) for e in islice(fitting, wanted.start, wanted.start + PAGE)]
+    return {"episodes": rows, "total": len(fitting), "start": wanted.start, "searched": searched}
+
+
+def _fits(episode: Listed, wanted: Filter) -> bool:
+    return (
+        wanted.reason in ("", episode.reason)
+        and (not wanted.end or (episode.stats.turns > 0 and episode.result.end == wanted.end))
+        and wanted.length_from <= episode.result.tokens <= wanted.length_to
+    )
+
+
+def tools(reader: RunReader, episode: Listed) -> set[str]:
+    """Names of the tools that it called, as far as its replies are kept."""
+    try:
+        frames: Iterable[bytes] = list(reader.frames(episode.uid, episode.turns))[1::2]
+    except StoreError:  # deleted since the index was read
+        return set()
+    replies = (msgspec.msgpack.decode(frame, type=TurnReply).replies for frame in frames if frame)
+    return {reply.call.name for some in replies for reply in some}
+
+
+def shown(episode: Listed) -> dict[str, Any]:
+    """A row of the list. `lag`: the largest of its tokens, where a batch took it."""
+    landed, taken = episode.stats.turns > 0, episode.step >= 0
+    return {
+        "uid": episode.uid,
+        "group": episode.group,
+        "member": episode.member,
+        "state": episode.state,
+        "reason": episode.reason,
+        "step": episode.step + 1 if taken else None,
+        "reward": episode.result.reward if landed else None,
+        "end": episode.result.end if landed else "",
+        "tokens": episode.result.tokens,
+        "turns": episode.turns,
+        "calls": episode.stats.tool_calls,
+        "failed_calls": episode.stats.failed,
+        "seconds": episode.stats.seconds,
+        "lag": abs(episode.step - episode.oldest) if taken and episode.oldest >= 0 else None,
+        "greedy": episode.greedy,
+    }
+
+
+def counts(reader: RunReader) -> list[dict[str, Any]]:
+    """Episodes that the index still has, by state and reason: what was filtered or dropped, and why."""
+    found = reader.reasons()
+    return [{"state": s, "reason": r, "count": n} for (s, r), n in sorted(found.items())]

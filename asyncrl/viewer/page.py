@@ -1,0 +1,81 @@
+"""The page: one HTML file with its scripts inside, served or written to disk with its answers.
+
+The scripts are modules that import each other as `view/NAME.js`; an import map says where each one is: here,
+as data. So nothing is built, and a page in a file works as one that is served.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.viewer.views import Views
+
+STATIC = files("asyncrl.viewer") / "static"
+SHOWN = 40  # episodes of each run that a page in a file can open
+
+# Nothing is fetched but the answers of the page's own server; text of models and tools is never run.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'"
+)
+
+
+def page(recorded: Mapping[str, Any] | None = None) -> str:
+    """`recorded`: answers by their address, of a page without a server."""
+    modules = {
+        f"view/{file.name}": "data:text/javascript;base64," + base64.b64encode(file.read_bytes()).decode()
+        for file in sorted(STATIC.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".js")
+    }
+    parts = {
+        "POLICY": POLICY,
+        "STYLE": _text("vendor/uPlot.min.css") + _text("style.css"),
+        "UPLOT": _text("vendor/uPlot.iife.min.js"),
+        "IMPORTS": json.dumps({"imports": modules}),
+        "RECORDED": _inside(recorded),
+    }
+    html = _text("page.html")
+    for name, part in parts.items():
+        html = html.replace(f"{{{{{name}}}}}", part, 1)
+    return html
+
+
+def write(path: Path, views: Views) -> None:
+    """A page that opens without a server: the curves of all runs, and the newest episodes of each. What
+    cannot be read is said there."""
+    found = {"runs": _answer(views, "runs")}
+    for number in range(len(found["runs"].get("runs", []))):
+        for name in ("rows", "episodes"):
+            found[address(name, run=number)] = _answer(views, name, run=number)
+        listed = found[address("episodes", run=number)].get("episodes", [])
+        landed = [episode["uid"] for episode in listed if episode["end"]]
+        for uid in landed[:SHOWN]:
+            found[address("episode", run=number, uid=uid)] = _answer(views, "episode", run=number, uid=uid)
+    path.write_text(page(found), "utf-8")
+
+
+def address(name: str, **query: object) -> str:
+    return f"{name}?{urlencode(query)}"
+
+
+def _answer(views: Views, name: str, **query: object) -> Any:
+    try:
+        return views.answer(name, {key: str(value) for key, value in query.items()})
+    except AsyncrlError as error:
+        return {"error": str(error)}
+
+
+def _inside(recorded: Mapping[str, Any] | None) -> str:
+    """As JSON inside of a script element, which no text in it can end."""
+    return json.dumps(recorded).replace("<", "\\u003c")
+
+
+def _text(name: str) -> str:
+    return (STATIC / name).read_text("utf-8")

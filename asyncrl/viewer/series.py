@@ -1,0 +1,98 @@
+"""The metrics of a run as columns for charts, and how the configurations of runs differ. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncrl.observe.summary import GREEDY, SAMPLED, Row
+
+POINTS = 2000  # rows that a page is sent; a longer run is thinned
+LAG_TOKENS = "staleness/lag_tokens/"  # + lag: tokens that were taken at that lag
+Z = 1.96  # of a 95% interval
+
+
+def series(rows: Sequence[Row]) -> dict[str, Any]:
+    """`columns`: of each metric a value or None for each step; `step`, `seconds` and `tokens` (trained so
+    far) are what charts have as x. `lags`: tokens taken by lag, of all steps."""
+    merged = _by_step(rows)
+    tokens, so_far = [], 0.0
+    for row in merged:
+        so_far += row.get("trainer/model_tokens", 0.0)
+        tokens.append(so_far)
+    kept = _thinned(merged)
+    names = sorted({name for index in kept for name in merged[index]})
+    columns: dict[str, list[float | None]] = {
+        name: [merged[index].get(name) for index in kept] for name in names if not name.startswith(LAG_TOKENS)
+    }
+    for name in (SAMPLED, GREEDY):
+        if name in columns:
+            pairs = [wilson(merged[index].get(name), _episodes(merged[index])) for index in kept]
+            columns[f"{name}/low"], columns[f"{name}/high"] = ([pair[at] for pair in pairs] for at in (0, 1))
+    return {
+        "step": [merged[index]["training/step"] for index in kept],
+        "seconds": [merged[index].get("time_s", 0.0) for index in kept],
+        "tokens": [tokens[index] for index in kept],
+        "columns": columns,
+        "lags": _lags(merged),
+    }
+
+
+def _by_step(rows: Sequence[Row]) -> list[dict[str, float]]:
+    """One row a step: a step that was repeated after a crash counts as it was last, with the validation that
+    judged it."""
+    merged: dict[float, dict[str, float]] = {}
+    for row in rows:
+        old = merged.get(row["training/step"], {})
+        merged[row["training/step"]] = {**old, **row} if "timing_s/step" in row else {**row, **old}
+    return [merged[step] for step in sorted(merged)]
+
+
+def _thinned(rows: Sequence[Row]) -> list[int]:
+    """Every n-th row, the last one, and all that have a validation."""
+    every = math.ceil(len(rows) / POINTS) or 1
+    last = len(rows) - 1
+    return [at for at, row in enumerate(rows) if at % every == 0 or at == last or SAMPLED in row]
+
+
+def _episodes(row: Row) -> float:
+    """Held-out episodes of each way of sampling."""
+    return row.get("val-aux/episodes", 0.0) / max(1, (SAMPLED in row) + (GREEDY in row))
+
+
+def wilson(share: float | None, count: float) -> tuple[float | None, float | None]:
+    """Wilson's 95% interval of a share of `count` episodes: 5 of 10 lie between 0.24 and 0.76."""
+    if share is None or count <= 0:
+        return None, None
+    centre = share + Z * Z / (2 * count)
+    width = Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
+    whole = 1 + Z * Z / count
+    return (centre - width) / whole, (centre + width) / whole
+
+
+def _lags(rows: Sequence[Row]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for row in rows:
+        for name, tokens in row.items():
+            if name.startswith(LAG_TOKENS):
+                lag = int(name.removeprefix(LAG_TOKENS))
+                found[lag] = found.get(lag, 0.0) + tokens
+    return dict(sorted(found.items()))
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Keys of which the configurations have different values, with the value of each; None: it has no such
+    key."""
+    flat = [dict(_keys(config)) for config in configs]
+    names = sorted({name for one in flat for name in one} - {"name", "run_dir"})
+    values = {name: [one.get(name) for one in flat] for name in names}
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,98 @@
+"""The page's server: on 127.0.0.1, read-only, for whoever knows the token in its address.
+
+GET /TOKEN/ ──► the page        GET /TOKEN/api/NAME?… ──► an answer of `Views`, as JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.viewer.page import POLICY, page
+from asyncrl.viewer.views import Views
+
+log = logging.getLogger("asyncrl.viewer")
+
+HOST = "127.0.0.1"
+DEADLINE = 60.0  # seconds for an answer
+STOP_SECONDS = 1.0
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ViewServer:
+    """`start`, then `url` is what to open."""
+
+    def __init__(self, views: Views, port: int = 0) -> None:
+        self._views, self._port = views, port
+        self._token = secrets.token_urlsafe(32)
+        self._hosts: frozenset[str] = frozenset()
+        self.url = ""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/{token}/", self._page)
+        app.router.add_get("/{token}/api/{name}", self._api)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_SECONDS)
+
+    async def start(self) -> None:
+        """Listen. OSError where the port is taken."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, self._port).start()
+        port = self._runner.addresses[0][1]
+        self._hosts = frozenset({f"{HOST}:{port}", f"localhost:{port}"})
+        self.url = f"http://{HOST}:{port}/{self._token}/"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Only GET; only under the server's own name, or a page of another site could ask by a name that it
+        has pointed here; only with the token."""
+        if request.method != "GET":
+            return _error(405, "only GET")
+        if request.headers.get("Host", "") not in self._hosts:
+            return _error(403, "unknown Host")
+        token = request.path.split("/")[1]
+        if not secrets.compare_digest(token.encode(), self._token.encode()):
+            return _error(403, "open the address that `asyncrl view` has printed")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _error(error.status, error.reason)
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=page(), content_type="text/html", headers=HEADERS)
+
+    async def _api(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in self._views.names:
+            return _error(404, f"no view {name!r}")
+        try:
+            async with asyncio.timeout(DEADLINE):
+                found = await asyncio.to_thread(self._views.answer, name, dict(request.query))
+        except AsyncrlError as error:
+            return _error(400, str(error))
+        except TimeoutError:
+            return _error(504, f"not read within {DEADLINE:g} s")
+        response = web.Response(
+            body=msgspec.json.encode(found), content_type="application/json", headers=HEADERS
+        )
+        response.enable_compression()
+        return response
+
+
+def _error(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status, headers=HEADERS)

@@ -1,0 +1,74 @@
+// The tab of curves: what a run earns, how old its tokens are, who waits, what the loss does.
+import { bars, lines } from "view/charts.js";
+import { PALETTE, fold, make, number } from "view/dom.js";
+import { ask } from "view/source.js";
+
+const CHARTS = [
+  ["Reward, before shaping", { "rollout/score/mean": "mean of landed", "critic/score/mean": "of trained" }],
+  ["Success, held out", { "val-core/all/sampled/success": "sampled", "val-core/all/greedy/success": "greedy" }],
+  ["Loss per token (supervised)", { "actor/nll": "training", "val-core/all/nll": "held out" }],
+  ["Lag, in steps", { "staleness/lag/mean": "mean", "staleness/lag/p95": "p95", "staleness/lag/max": "max" }],
+  ["Masked tokens, share", { "staleness/masked_token_frac": "too old", "rollout_corr/rollout_rs_masked_fraction": "by the correction" }],
+  ["Idle, share of time", { "async/trainer_idle_frac": "trainer", "async/rollout_idle_frac": "rollout" }],
+  ["Flow, episodes", { "flow/issued": "issued", "flow/trained": "trained", "flow/filtered": "filtered", "flow/dropped": "dropped", "flow/failed": "failed" }],
+  ["Not over, episodes", { "flow/in_flight": "in flight", "flow/ready": "ready", "flow/taken": "taken" }],
+  ["Tokens trained per second", { "perf/throughput": "tokens/s" }],
+  ["Seconds per step", { "timing_s/step": "step", "timing_s/wait_data": "waiting for data", "timing_s/update_actor": "training", "timing_s/update_weights": "new version" }],
+  ["Policy loss", { "actor/pg_loss": "loss" }],
+  ["Gradient norm", { "actor/grad_norm": "norm" }],
+  ["Entropy, nats per token", { "actor/entropy": "entropy" }],
+  ["KL, nats per token", { "rollout_corr/kl": "engine to policy", "actor/ppo_kl": "of the step", "actor/kl_loss": "to the reference" }],
+  ["Effective sample size, share", { "rollout_corr/rho_eff_sample_size": "tokens", "rollout_corr/rho_seq_eff_sample_size": "episodes" }],
+  ["Log-prob gap of one version", { "rollout_corr/logprob_diff_mean": "mean", "rollout_corr/logprob_diff_max": "max" }],
+  ["Response, tokens", { "rollout/response_length/mean": "mean", "rollout/response_length/max": "max" }],
+  ["Ends, share", { "rollout/end/answered": "answered", "rollout/end/length": "length", "rollout/end/max_turns": "turns", "rollout/end/bad_calls": "bad calls", "rollout/end/timeout": "timeout" }],
+];
+const X = { step: "step", tokens: "tokens trained", seconds: "seconds" };
+
+let shownBy = "step";
+let extra = [];
+let last = null; // what was drawn: an answer that is the same is not drawn again
+
+export async function refresh(state) {
+  const answers = await Promise.all(state.runs.map((_, run) => ask("rows", { run })));
+  const found = JSON.stringify([answers, state.differences]);
+  if (found === last) return;
+  last = found;
+  draw(state, answers);
+}
+
+function draw(state, answers) {
+  const place = document.getElementById("run");
+  const names = state.runs.map((run) => run.name);
+  const tables = answers.map((answer) => ({ x: answer[shownBy], columns: answer.columns }));
+  const again = () => draw(state, answers);
+  const select = make("select", { title: "x axis", onchange: (event) => ((shownBy = event.target.value), again()) });
+  select.append(...Object.entries(X).map(([key, label]) => make("option", { value: key, selected: key === shownBy || null }, label)));
+  const all = [...new Set(answers.flatMap((answer) => Object.keys(answer.columns)))].sort();
+  const add = make("input", { list: "metrics", placeholder: "add a metric…", id: "add-metric", style: { width: "18rem" } });
+  add.addEventListener("change", () => {
+    if (all.includes(add.value)) ((extra = [add.value, ...extra.filter((name) => name !== add.value)]), again());
+  });
+  const own = extra.map((name) => [name, { [name]: name.split("/").at(-1) }]);
+  const legend = names.length > 1 ? names.map((name, at) => make("span", {}, make("span", { class: "key", style: { background: PALETTE[at % PALETTE.length] } }), name)) : [];
+  const charts = [...own, ...CHARTS].map(([title, metrics]) => lines(title, metrics, tables, names, { label: X[shownBy] }));
+  const lags = answers.map((answer, at) => bars(names.length > 1 ? `Tokens by lag: ${names[at]}` : "Tokens by lag, all steps", "lag", answer.lags));
+  place.replaceChildren(
+    ...answers.flatMap((answer, at) => answer.alerts.map((alert) => warning(names[at], alert))),
+    make("div", { class: "bar" }, "x:", select, add, make("datalist", { id: "metrics" }, ...all.map((name) => make("option", { value: name }))), ...legend),
+    make("div", { class: "charts" }, ...[...charts, ...lags].filter(Boolean)),
+    ...differences(names, state.differences),
+  );
+  if (!answers.some((answer) => answer.step.length)) place.append(make("p", {}, "No step is over yet."));
+}
+
+function warning(run, alert) {
+  return make("div", { class: "alert" }, make("b", {}, `${run}: ${alert.name}`), ` (step ${number(alert.step)}): ${alert.what}. `, make("span", { class: "dim" }, alert.do));
+}
+
+function differences(names, found) {
+  if (names.length < 2) return [];
+  const rows = Object.entries(found).map(([key, values]) => make("tr", {}, make("td", {}, make("code", {}, key)), ...values.map((value) => make("td", {}, JSON.stringify(value)))));
+  const head = make("tr", {}, make("th", {}, "key"), ...names.map((name) => make("th", {}, name)));
+  return [fold(`${rows.length} keys of the configurations differ`, true, make("table", { id: "differences" }, head, ...rows))];
+}

@@ -1,0 +1,154 @@
+"""One episode, token by token, with what training made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.config import RunConfig
+from asyncrl.conversation.watch import GrowingText
+from asyncrl.data import Samples, samples_path
+from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.rollout.context import turns_of
+from asyncrl.store.reader import RunReader
+from asyncrl.types import Sample, Turn
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.batch import Example
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def decoder(model: str) -> Decode:
+    """The text of ids, by the tokenizer of a model directory; takes a second or two. ConfigError."""
+    from asyncrl.conversation.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return lambda ids: tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """The text of each token. Of several tokens that are one character the last one has it."""
+    growing, read, found = GrowingText(decode), list[int](), list[str]()
+    for token in ids:
+        read.append(token)
+        before = len(growing.text)
+        growing.grow(read)
+        found.append(growing.text[before:])
+    return found
+
+
+def transcript(
+    run_dir: Path, config: RunConfig, reader: RunReader, uid: str, decode: Decode
+) -> dict[str, Any]:
+    """As JSON. `turns` are those that are kept; `missing` says why there are fewer than the episode had,
+    `no_advantage` why there are none. StoreError, ConfigError."""
+    episode = reader.episode(uid)
+    group = reader.group(episode.group)
+    turns, missing = _kept_turns(reader, episode)
+    seen, why = (None, missing) if missing else _as_trained(config, reader, episode, turns)
+    return {
+        **msgspec.to_builtins(episode),
+        "step": episode.step + 1 if episode.step >= 0 else None,
+        "landed": episode.stats.turns > 0,
+        "bound": config.buffer.max_staleness,
+        "sample": _sample(run_dir, group.sample),
+        "turns": list(_turns(turns, decode, seen, episode.step >= 0)),
+        "missing": missing,
+        "no_advantage": why,
+    }
+
+
+def _sample(run_dir: Path, index: int) -> dict[str, Any]:
+    sample: Sample = Samples.open(samples_path(run_dir, "train"))[index]
+    return {
+        "row": sample.row,
+        "source": sample.data_source,
+        "prompt": [message.openai() for message in sample.prompt],
+        "truth": sample.ground_truth,
+    }
+
+
+def _kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
+    """The turns, and why some are missing."""
+    try:
+        frames = list(reader.frames(episode.uid, episode.turns))
+        kept = next((at for at, frame in enumerate(frames[::2]) if not frame), episode.turns)
+        why = (
+            "" if kept == episode.turns else "its turns are not kept any more: set a larger store.keep_bytes"
+        )
+        return turns_of(frames[: 2 * kept]), why
+    except AsyncrlError as error:
+        return [], str(error)
+
+
+def _as_trained(
+    config: RunConfig, reader: RunReader, episode: EpisodeRecord, turns: Sequence[Turn]
+) -> tuple[Example | None, str]:
+    """What training made of an episode that landed, by the trainer's own code, and why it has no advantages.
+    Functions that the configuration names are code of the run's: it is not run here."""
+    if not turns or not episode.stats.turns:
+        return None, "it has not landed"
+    if any(":" in text for text in _texts(msgspec.to_builtins(config.algorithm))):
+        return None, "algorithm names a function of the user's, which a viewer does not run"
+    from asyncrl.algorithms.recipe import compose
+    from asyncrl.trainer.repeat import credited
+
+    try:
+        baseline = reader.baseline(episode.group)
+        if episode.greedy or not baseline.results:
+            return None, "it is compared with nothing: " + (
+                "it is the greedy one" if episode.greedy else "its group is not settled"
+            )
+        found = credited(config, compose(config), episode, baseline, turns)
+    except (AsyncrlError, ValueError) as error:
+        return None, one_line(error)
+    return found, "" if found.advantage is not None else "the advantage reads what models compute"
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """All keys and texts of it."""
+    match tree:
+        case str():
+            yield tree
+        case dict():
+            for key, value in tree.items():
+                yield from (key, *_texts(value))
+        case list():
+            for value in tree:
+                yield from _texts(value)
+
+
+def _turns(
+    turns: Sequence[Turn], decode: Decode, seen: Example | None, taken: bool
+) -> Iterator[dict[str, Any]]:
+    """Per-token lists are aligned with `ids`; None: not known."""
+    start = 0
+    for turn in turns:
+        own = slice(start, start := start + len(turn.ids))
+        spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
+        yield {
+            "index": turn.index,
+            "row": turn.row,
+            "agent": turn.agent,
+            "stop": turn.stop,
+            "seconds": turn.seconds,
+            "context": {"ids": turn.context, "texts": pieces(decode, turn.context)},
+            "ids": turn.ids,
+            "texts": pieces(decode, turn.ids),
+            "logprobs": turn.logprobs,
+            "versions": [version for version, _ in spans],
+            "kv_versions": [version for _, version in spans],
+            "lags": seen.lag[own].tolist() if seen is not None and taken else None,
+            "stale": seen.stale[own].tolist() if seen is not None and taken else None,
+            "rewards": seen.rewards[own].tolist() if seen is not None else None,
+            "advantages": None if seen is None or seen.advantage is None else seen.advantage[own].tolist(),
+            "replies": msgspec.to_builtins(turn.replies),
+            "observation": msgspec.to_builtins(turn.observation),
+        }

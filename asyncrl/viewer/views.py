@@ -1,0 +1,120 @@
+"""Every answer that the page asks for, from the files of runs. Nothing is written, and no state is kept but
+tokenizers: a run may be under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.records import Flow
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.observe.files import read_rows, read_status
+from asyncrl.observe.summary import identity_line
+from asyncrl.store.reader import RunReader
+from asyncrl.viewer import episodes
+from asyncrl.viewer.alerts import alerts
+from asyncrl.viewer.series import differences, series
+from asyncrl.viewer.transcript import Decode, decoder, transcript
+
+FLOW = "flow/"
+Query = Mapping[str, str]
+
+
+class Views:
+    """Of several runs, which a query names by number: `run=0`. `ended` says how a run ended, '' while it goes
+    on. Methods may be called from several threads."""
+
+    def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
+        self._runs, self._ended = runs, ended
+        self._decoders: dict[str, Decode] = {}
+        self._loading = threading.Lock()
+        self._views: dict[str, Callable[[Query], Any]] = {
+            "runs": self._list,
+            "rows": self._rows,
+            "episodes": self._episodes,
+            "episode": self._episode,
+        }
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._views)
+
+    def answer(self, name: str, query: Query) -> Any:
+        """As JSON. AsyncrlError says why there is none."""
+        return self._views[name](query)
+
+    def _list(self, query: Query) -> dict[str, Any]:
+        """What the runs are doing, and how their configurations differ."""
+        return {
+            "runs": [self._run(path) for path in self._runs],
+            "differences": differences([_config_file(path) for path in self._runs]),
+        }
+
+    def _run(self, path: Path) -> dict[str, Any]:
+        status, ended = read_status(path), self._ended(path)
+        gauges = status.get("gauges", {})
+        flow = {name.removeprefix(FLOW): int(n) for name, n in gauges.items() if name.startswith(FLOW)}
+        done, total, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
+        return {
+            "name": path.name,
+            "path": str(path),
+            "ended": ended,
+            "phase": status.get("phase", "starting"),
+            "step": done,
+            "total_steps": total,
+            "seconds": seconds,
+            "eta": (total - done) * seconds / done if done and not ended else None,
+            "flow": identity_line(flow, Flow(**flow).conserved) if flow else "",
+            "waits": status.get("waits", []) if not ended else [],
+            "failed": status.get("failed", ""),
+        }
+
+    def _rows(self, query: Query) -> dict[str, Any]:
+        rows = read_rows(self._path(query))
+        return {**series(rows), "alerts": msgspec.to_builtins(alerts(rows))}
+
+    def _episodes(self, query: Query) -> dict[str, Any]:
+        wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})
+        with self._reader(query) as reader:
+            return {**episodes.page(reader, wanted), "counts": episodes.counts(reader)}
+
+    def _episode(self, query: Query) -> dict[str, Any]:
+        path = self._path(query)
+        config = _config(path)
+        with self._reader(query) as reader:
+            return transcript(path, config, reader, query.get("uid", ""), self._decoder(config.model.path))
+
+    def _decoder(self, model: str) -> Decode:
+        with self._loading:
+            if model not in self._decoders:
+                self._decoders[model] = decoder(model)
+            return self._decoders[model]
+
+    def _path(self, query: Query) -> Path:
+        number = query.get("run", "0")
+        if not number.isdecimal() or int(number) >= len(self._runs):
+            raise ConfigError(f"run={number}: there are {len(self._runs)} runs, counted from 0")
+        return self._runs[int(number)]
+
+    @contextmanager
+    def _reader(self, query: Query) -> Iterator[RunReader]:
+        with closing(RunReader.open(self._path(query))) as reader:
+            yield reader
+
+
+def _config_file(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.yaml.decode((path / "config.yaml").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path / 'config.yaml'}: cannot be read ({one_line(error)})") from None
+
+
+def _config(path: Path) -> RunConfig:
+    """Of a run. ConfigError, where another version of asyncrl wrote it."""
+    return parse(_config_file(path))

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from asyncrl.viewer.server import ViewServer
+from asyncrl.viewer.views import Views
+from tests.fakes.viewed import ended, save_run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(tmp_path_factory.mktemp("runs") / "a")
+
+
+def served(run_dir: Path, test: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = ViewServer(Views([run_dir], ended))
+        await server.start()
+        try:
+            async with aiohttp.ClientSession() as client:
+                await test(client, server.url)
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_page_and_its_answers(run_dir: Path) -> None:
+    async def test(client: aiohttp.ClientSession, url: str) -> None:
+        page = await client.get(url)
+        assert page.status == 200 and "view/main.js" in await page.text()
+        assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+        assert page.headers["Referrer-Policy"] == "no-referrer"  # the address has the token
+        found = await (await client.get(f"{url}api/episodes?state=trained")).json()
+        assert found["total"] == 4
+        assert (await (await client.get(f"{url}api/rows")).json())["step"][-1] == 12
+        for address, status, why in (
+            ("api/episodes?order=x", 400, "order is one of"),
+            ("api/nothing", 404, "no view"),
+            ("nothing/at/all", 404, "Not Found"),
+        ):
+            answer = await client.get(url + address)
+            assert answer.status == status and why in (await answer.json())["error"]
+
+    served(run_dir, test)
+
+
+def test_who_may_ask(run_dir: Path) -> None:
+    async def test(client: aiohttp.ClientSession, url: str) -> None:
+        parts = urlsplit(url)
+        host, token = parts.netloc, parts.path.strip("/")
+        assert parts.hostname == "127.0.0.1" and len(token) >= 40
+        for path in ("/", "//", f"/{token[:-1]}/", f"/{token}x/", "/%C3%A9/", "/api/runs", "/x/api/runs"):
+            assert (await client.get(f"http://{host}{path}")).status == 403, path
+        for name in ("evil.example", f"evil.example:{parts.port}", "127.0.0.1", ""):
+            answer = await client.get(f"{url}api/runs", headers={"Host": name})
+            assert answer.status in (400, 403) and "runs" not in await answer.text(), name
+        assert (await client.get(f"{url}api/runs", headers={"Host": f"localhost:{parts.port}"})).status == 200
+        for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+            assert (await client.request(method, f"{url}api/runs")).status == 405, method
+
+    served(run_dir, test)
+
+
+def test_a_token_is_of_one_server(run_dir: Path) -> None:
+    views = Views([run_dir], ended)
+    assert ViewServer(views)._token != ViewServer(views)._token
