@@ -1,0 +1,100 @@
+"""Headless Chromium, driven by its DevTools protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DEADLINE = 90.0  # seconds for whatever is waited for
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--remote-debugging-port=0",
+    "--window-size=1400,1000",
+)
+
+
+class Tab:
+    """One page. `complaints`: what its console says of errors, and exceptions that nobody caught."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket, self._numbers, self._session = socket, itertools.count(1), ""
+        self.complaints: list[str] = []
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """The result of a command. TimeoutError."""
+        number = next(self._numbers)
+        session = {"sessionId": self._session} if self._session else {}
+        await self._socket.send_json({"id": number, "method": method, "params": parameters, **session})
+        async with asyncio.timeout(DEADLINE):
+            while True:
+                message = await self._socket.receive_json()
+                if message.get("id") == number:
+                    assert "error" not in message, message
+                    return message["result"]
+                self._hear(message)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        told = message.get("params", {})
+        match message.get("method"):
+            case "Runtime.exceptionThrown":
+                self.complaints.append(str(told["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning"):
+                self.complaints.append(str(told["args"]))
+            case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(str(told["entry"]))
+
+    async def open(self, url: str) -> None:
+        target = await self.call("Target.createTarget", url="about:blank")
+        found = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = found["sessionId"]
+        for domain in ("Runtime", "Log", "Page"):
+            await self.call(f"{domain}.enable")
+        await self.call("Page.navigate", url=url)
+
+    async def run(self, script: str) -> Any:
+        """The value of an expression; a promise is waited for."""
+        found = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    async def until(self, condition: str) -> None:
+        """The page itself looks again each frame."""
+        look = f"() => {{ let ok = false; try {{ ok = {condition} }} catch {{}} return ok }}"
+        frame = "requestAnimationFrame(again)"
+        await self.run(
+            f"new Promise(r => {{ const look = {look}, again = () => look() ? r(1) : {frame}; again() }})"
+        )
+
+    async def press(self, key: str) -> None:
+        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+
+@asynccontextmanager
+async def browser(profile: Path) -> AsyncIterator[Tab]:
+    """Killed at the end of the body."""
+    assert CHROMIUM
+    process = await asyncio.create_subprocess_exec(
+        CHROMIUM, *FLAGS, f"--user-data-dir={profile}", stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(DEADLINE):
+            while b"DevTools listening on" not in (line := await process.stderr.readline()):
+                assert line, "Chromium ended"
+        address = line.decode().split()[-1]
+        async with aiohttp.ClientSession() as client, client.ws_connect(address, max_msg_size=0) as socket:
+            yield Tab(socket)
+    finally:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncrl.viewer.page import write
+from asyncrl.viewer.server import ViewServer
+from asyncrl.viewer.views import Views
+from tests.fakes.browser import CHROMIUM, Tab, browser
+from tests.fakes.viewed import MARKUP, ended, save_run
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+ROWS = 'document.querySelectorAll("#list tbody tr").length'
+
+
+def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: Path) -> None:
+    views = Views([save_run(tmp_path / "a"), save_run(tmp_path / "b", lr=0.5)], ended)
+    write(tmp_path / "page.html", views)
+
+    async def test() -> None:
+        server = ViewServer(views)
+        await server.start()
+        try:
+            async with browser(tmp_path / "profile") as tab:
+                await tab.open(server.url)
+                await looked_at(tab)
+                await tab.call("Page.navigate", url=(tmp_path / "page.html").as_uri())
+                await looked_at(tab)
+                assert tab.complaints == []
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(test(), 280))
+
+
+async def looked_at(tab: Tab) -> None:
+    """Curves, alerts and differences; by keys the list, a filter, an episode, its neighbour and its group."""
+    await tab.until('document.querySelectorAll("canvas").length >= 2')
+    assert "skipped optimizer steps" in await tab.run("document.body.innerText")
+    assert "trainer.lr" in await tab.run('document.getElementById("differences").innerText')
+    await tab.press("2")
+    await tab.until(f"{ROWS} === 8")
+    change = 's.value = "trained"; s.dispatchEvent(new Event("change"))'
+    await tab.run(f"""(s => {{ {change} }})(document.querySelector('[data-key="state"]'))""")
+    await tab.until(f"{ROWS} === 4")
+    for key, uid in (("j", "1.0"), ("j", "1.1"), ("k", "1.0")):
+        await tab.press(key)
+        await tab.until(f'document.querySelector("article").dataset.uid === "{uid}"')
+    assert await tab.run('document.querySelectorAll(".model span").length') == 10
+    assert MARKUP in await tab.run('document.querySelector("article").textContent')
+    await tab.press("g")
+    await tab.until('document.querySelectorAll("article").length === 2')
+    await tab.press("/")
+    assert await tab.run('document.activeElement.tagName === "INPUT"')
+    assert await tab.run('document.querySelectorAll("img").length') == 0, "a text was read as HTML"
