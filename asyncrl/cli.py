@@ -71,7 +71,7 @@ HELP = """\
   asyncrl report [NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag
   asyncrl status [NAME]                 a run under way: who waits for what; after its end, why it ended
   asyncrl trace [NAME]                  what each process did when, as a file for ui.perfetto.dev
-  asyncrl view [NAME...]                a page in the browser: curves, and episodes token by token
+  asyncrl view [NAME...]                a page in the browser: curves, episodes token by token, time
   asyncrl replay NAME --step N          a recorded step again, as it was or with other keys
   asyncrl regrade NAME --reward SPEC    recorded episodes, scored by another reward
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder

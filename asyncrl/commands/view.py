@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asyncrl.viewer.views import Views
 
 HELP = """\
-Curves, and episodes token by token, in the browser:
+Curves, episodes token by token, and what each process did when, in the browser:
 
   asyncrl view                      the newest run in runs/
   asyncrl view demo other           two runs, their curves in the same charts

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
+
 from asyncrl.errors import AsyncrlError
 from asyncrl.viewer.views import Views
 
@@ -52,7 +54,7 @@ def write(path: Path, views: Views) -> None:
     cannot be read is said there."""
     found = {"runs": _answer(views, "runs")}
     for number in range(len(found["runs"].get("runs", []))):
-        for name in ("rows", "episodes"):
+        for name in ("rows", "episodes", "lanes"):
             found[address(name, run=number)] = _answer(views, name, run=number)
         listed = found[address("episodes", run=number)].get("episodes", [])
         landed = [episode["uid"] for episode in listed if episode["end"]]
@@ -67,7 +69,7 @@ def address(name: str, **query: object) -> str:
 
 def _answer(views: Views, name: str, **query: object) -> Any:
     try:
-        return views.answer(name, {key: str(value) for key, value in query.items()})
+        return msgspec.to_builtins(views.answer(name, {key: str(value) for key, value in query.items()}))
     except AsyncrlError as error:
         return {"error": str(error)}
 

@@ -19,6 +19,7 @@ from asyncrl.observe.summary import identity_line
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
 from asyncrl.viewer.alerts import alerts
+from asyncrl.viewer.lanes import LaneReader, LaneWindow
 from asyncrl.viewer.series import differences, series
 from asyncrl.viewer.transcript import Decode, decoder, transcript
 
@@ -39,6 +40,7 @@ class Views:
             "rows": self._rows,
             "episodes": self._episodes,
             "episode": self._episode,
+            "lanes": self._lanes,
         }
 
     @property
@@ -89,6 +91,17 @@ class Views:
         config = _config(path)
         with self._reader(query) as reader:
             return transcript(path, config, reader, query.get("uid", ""), self._decoder(config.model.path))
+
+    def _lanes(self, query: Query) -> LaneWindow:
+        """Of a window, in seconds since the start of the run."""
+        path = self._path(query)
+        try:
+            since, until = (float(query[key]) if key in query else None for key in ("from", "to"))
+        except ValueError as error:
+            raise ConfigError(f"lanes: {error}; give from and to in seconds since the start") from None
+        lanes = LaneReader(path)
+        start = lanes.window().start if (since, until) != (None, None) else 0.0
+        return lanes.window(*(None if at is None else start + at for at in (since, until)))
 
     def _decoder(self, model: str) -> Decode:
         with self._loading:

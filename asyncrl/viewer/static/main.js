@@ -3,9 +3,10 @@ import { clock } from "view/dom.js";
 import * as episodes from "view/episodes.js";
 import * as run from "view/run.js";
 import { ask, isFile } from "view/source.js";
+import * as time from "view/time.js";
 
 const EVERY = 3000; // milliseconds between two looks at a run that goes on
-const TABS = ["run", "episodes"];
+const TABS = ["run", "episodes", "time"];
 
 let state = null;
 let tab = "run";
@@ -27,6 +28,7 @@ async function refresh() {
       if (!document.getElementById("filters")) episodes.setup(state);
       await episodes.refresh();
     }
+    if (tab === "time") await time.refresh(state);
     document.body.dataset.ready = tab;
   } catch (error) {
     const place = document.getElementById("error");
@@ -53,6 +55,7 @@ function help() {
 const KEYS = {
   1: () => open("run"),
   2: () => open("episodes"),
+  3: () => open("time"),
   j: () => tab === "episodes" && episodes.next(1),
   k: () => tab === "episodes" && episodes.next(-1),
   g: () => tab === "episodes" && episodes.group(),

@@ -55,4 +55,7 @@ async def looked_at(tab: Tab) -> None:
     await tab.until('document.querySelectorAll("article").length === 2')
     await tab.press("/")
     assert await tab.run('document.activeElement.tagName === "INPUT"')
+    await tab.run("document.activeElement.blur()")
+    await tab.press("3")
+    await tab.until('document.querySelector("#lanes canvas")')
     assert await tab.run('document.querySelectorAll("img").length') == 0, "a text was read as HTML"
