@@ -55,6 +55,7 @@ class Ranks:
     confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     beats: dict[int, TrainerBeat] = field(default_factory=dict)
     heard: dict[int, float] = field(default_factory=dict)  # when each rank sent its last beat
+    committed: int = 0  # the newest step that they have committed
 
 
 class TrainerHandler:
@@ -152,6 +153,7 @@ class TrainerHandler:
             stepped = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
             state.skipped = 0 if stepped else state.skipped + 1
             self.on_commit(message)
+        self.ranks.committed = max(self.ranks.committed, message.step)
         state.liveness.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
         state.outbox.to_control(
@@ -297,8 +299,11 @@ class TrainerHandler:
     # -- bulk ----------------------------------------------------------------------------------------
 
     def plan_requested(self, peer: bytes, message: PlanRequest) -> None:
-        """Remember the request; `serve` answers it when there is something to train."""
-        if message.trainer_epoch == self.state.trainer_epoch and message.rank < self.ranks.size:
+        """Remember the request; `serve` answers it when there is something to train. One that comes late, for
+        a step that they have committed, is not answered: what cannot be read by now was trained."""
+        if message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed:
+            return
+        if message.rank < self.ranks.size:
             self.ranks.requests[message.rank] = (peer, message)
 
     def plan_received(self, peer: bytes, message: PlanReceived) -> None:

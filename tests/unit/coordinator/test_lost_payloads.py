@@ -214,6 +214,21 @@ def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, r
     audit(again)
 
 
+def test_a_late_request_for_a_committed_step_loses_nothing(tmp_path: Path) -> None:
+    """It was sent again before the answer came, and the payload was damaged since."""
+    state = build(tmp_path)
+    admit(state.buffer, 1)
+    for uid in ("0.0", "0.1"):
+        play(state, uid, 1, end=True)
+    trainer = Training(state, "a")
+    assert trainer.train() == ["0.0", "0.1"]
+    damage(state, "0.1")
+    trainer.handler.plan_requested(PEER, PlanRequest(state.trainer_epoch, 0, 0, 0))
+    trainer.handler.serve()
+    state.persist()
+    audit(state)
+
+
 def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     state = build(tmp_path)
     admit(state.buffer, 1)
