@@ -324,7 +324,7 @@ class Coordinator:
         row = self.reporter.step_row(message.step, message.metrics)
         engines, validating = self.state.versions.engines, self.validation.busy
         self.state.live_limit.committed(row, engines, validating)
-        self._to_observers(StepReport(message.step, row))
+        self._to_observers(StepReport(message.step, row, self.reporter.values))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:
             self.validation.begin(message.step, False, time.monotonic())

@@ -22,6 +22,9 @@ from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.wire.messages.observer import Status
 
+SINGLE = ("rollout/score", "rollout/response_length")  # of single episodes, for the histograms of trackers
+MOST_VALUES = 4096  # of each, in a report
+
 
 @dataclass
 class Landed:
@@ -58,6 +61,7 @@ class Reporter:
         self._own: dict[
             str, float
         ] = {}  # likewise, the coordinator's own ones, by their name in the timeline
+        self.values: dict[str, list[float]] = {}  # of the episodes of the last row
         self._last: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
     def begin(self) -> None:
@@ -103,6 +107,7 @@ class Reporter:
         )
         self.row_at, self.longest_turn = now, 0.0
         self._last = {name: row[name] for name in OF_STEP if name in row}
+        self.values = {name: self.landed.columns[name][:MOST_VALUES] for name in SINGLE}
         self.landed = Landed()
         self.write(row)
         return row

@@ -48,7 +48,7 @@ class SessionView(Protocol):
 
 
 class Session:
-    """`run` once. `on_step` also gets every metrics row (trackers, run.png)."""
+    """`run` once. `on_step` also gets every report (trackers, run.png)."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Session:
         endpoints: Endpoints,
         supervisor: Supervisor,
         view: SessionView,
-        on_step: Callable[[int, dict[str, float]], None],
+        on_step: Callable[[StepReport], None],
     ) -> None:
         self._config, self._run_dir = config, run_dir
         self._supervisor, self._view, self._on_step = supervisor, view, on_step
@@ -149,7 +149,7 @@ class Session:
             case StepReport():
                 self._running = True
                 self._view.step(message.step, message.metrics)
-                self._on_step(message.step, message.metrics)
+                self._on_step(message)
             case Replace():
                 self._view.note(f"{message.reason}: replacing it")
                 self._supervisor.kill_role(message.role, message.incarnation)

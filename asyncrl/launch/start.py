@@ -32,6 +32,7 @@ from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
 from asyncrl.runtime.imports import quick_imports
 from asyncrl.store.schema import check_schema
+from asyncrl.wire.messages.observer import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
 Rendezvous = Callable[[placement.Unit, str], str]
@@ -71,8 +72,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         )
         picture = stack.enter_context(open_picture(run_dir)) if config.observe.plot else None
 
-        def on_row(step: int, metrics: dict[str, float]) -> None:
-            trackers.log(step, metrics)
+        def on_row(report: StepReport) -> None:
+            trackers.log(report.step, report.metrics, report.values)
             if picture:
                 picture.update()
 
@@ -85,6 +86,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
         ending = session.run()
+        trackers.summarize(read_summary(run_dir))
     return conclude(config, run_dir, ending.code, ending.error, console)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,18 +13,36 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
-from asyncrl.observe.files import run_id
+from asyncrl.observe.document import Texts, as_markdown
+from asyncrl.observe.files import read_lines, run_id
+from asyncrl.observe.summary import VALIDATED
 
 WANDB_URL = "https://api.wandb.ai"  # under which its login is kept, also where the service has moved
+STEP, LAG = "training/step", "staleness/lag_tokens/"  # the latter + lag: tokens taken at that lag
+TRANSCRIPTS = "transcripts/validation"
+COLUMNS = ("sample", "mode", "score", "success", "end", "turns", "ground_truth", "text")
 NAME_LIMIT = 128  # characters of a run's name, in wandb
 
 log = logging.getLogger("asyncrl.trackers")
 
 
-class Tracker(Protocol):
-    """Where metrics are sent."""
+Entry = Mapping[str, Any]  # of a file of transcripts
+Values = Mapping[str, Sequence[float]]  # of single episodes, by metric
+EMPTY: Values = {}
 
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+class Tracker(Protocol):
+    """Where a run is sent. What a tracker has no place for, it leaves out."""
+
+    def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
+        """A row, with the values of single episodes, and tokens by lag from 0 on, for histograms."""
+        ...
+
+    def transcripts(self, step: int, entries: Sequence[Entry]) -> None:
+        """Those that a validation has kept."""
+        ...
+
+    def summarize(self, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -32,8 +50,8 @@ class Tracker(Protocol):
 class Trackers:
     """All trackers of a run. One that fails is logged once and left out: it does not end the run."""
 
-    def __init__(self, trackers: dict[str, Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(self, trackers: dict[str, Tracker], run_dir: Path) -> None:
+        self._trackers, self._run_dir = trackers, run_dir
 
     @classmethod
     @contextmanager
@@ -49,40 +67,135 @@ class Trackers:
                 except Exception as error:
                     raise ConfigError(_not_started(name, error)) from error
                 stack.callback(trackers[name].close)
-            yield cls(trackers)
+            yield cls(trackers, run_dir)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, float], values: Values = EMPTY) -> None:
+        """A row; after that of a validation the transcripts that it has kept."""
+        lags = [int(metrics.get(f"{LAG}{lag}", 0)) for lag in range(_highest_lag(metrics) + 1)]
+        self._each(lambda tracker: tracker.log(step, metrics, values, lags))
+        if self._trackers and VALIDATED in metrics:
+            path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
+            if entries := list(read_lines(path)):
+                self._each(lambda tracker: tracker.transcripts(step, entries))
+
+    def summarize(self, summary: Mapping[str, Any]) -> None:
+        """Of the whole run, once it is over."""
+        if summary:
+            self._each(lambda tracker: tracker.summarize(summary))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             with recorded() as failure:
-                tracker.log(step, metrics)
+                call(tracker)
             if failure:
                 log.warning("tracker %s is left out from here on: %s", name, failure.line)
                 del self._trackers[name]
 
 
-class _RunTracker:
-    """A tracker whose run object has `log(metrics, step=…)` and `finish()`: wandb and swanlab."""
+def _highest_lag(metrics: Mapping[str, float]) -> int:
+    return max((int(name.removeprefix(LAG)) for name in metrics if name.startswith(LAG)), default=-1)
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
+def _texts(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
+    """(caption, text) of each."""
+    for entry in entries:
+        yield ", ".join(f"{name} {entry.get(name)}" for name in COLUMNS[:-1]), str(entry.get("text", ""))
+
+
+class _WandbTracker:
+    """By the step in the row: a validation may be over when later steps were logged, and wandb's own steps
+    never go back."""
+
+    def __init__(self, module: Any, run: Any) -> None:
+        self._module, self._run = module, run
+        run.define_metric("*", step_metric=STEP)
+
+    def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
+        more = {
+            f"{name}/histogram": self._module.Histogram(list(found))
+            for name, found in values.items()
+            if found
+        }
+        if lags:
+            edges = [lag - 0.5 for lag in range(len(lags) + 1)]
+            more["staleness/lag/histogram"] = self._module.Histogram(np_histogram=(list(lags), edges))
+        self._run.log({STEP: step} | metrics | more)
+
+    def transcripts(self, step: int, entries: Sequence[Entry]) -> None:
+        rows = [[_cell(entry.get(name)) for name in COLUMNS] for entry in entries]
+        self._run.log({STEP: step, TRANSCRIPTS: self._module.Table(columns=list(COLUMNS), data=rows)})
+
+    def summarize(self, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(summary))
 
     def close(self) -> None:
         self._run.finish()
 
 
-class _TensorBoardTracker:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+class _SwanlabTracker:
+    """It has texts, but neither histograms nor a summary."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
+        self._module.log(metrics, step=step)
+
+    def transcripts(self, step: int, entries: Sequence[Entry]) -> None:
+        texts = [self._module.Text(text, caption=caption) for caption, text in _texts(entries)]
+        self._module.log({TRANSCRIPTS: texts}, step=step)
+
+    def summarize(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class _TensorBoardTracker:
+    """Its texts are Markdown."""
+
+    def __init__(self, writer: Any, config: RunConfig) -> None:
+        self._writer = writer
+        self._text("config", "config.yaml", [("", msgspec.yaml.encode(config).decode())], 0)
+
+    def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
+        import numpy as np
+
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+        for name, found in values.items():
+            if found:
+                self._writer.add_histogram(f"{name}/histogram", np.array(found), step)
+        if tokens := sum(lags):
+            self._writer.add_histogram_raw(
+                "staleness/lag/histogram",
+                min=0,
+                max=len(lags) - 1,
+                num=tokens,
+                sum=sum(lag * count for lag, count in enumerate(lags)),
+                sum_squares=sum(lag * lag * count for lag, count in enumerate(lags)),
+                bucket_limits=[lag + 0.5 for lag in range(len(lags))],
+                bucket_counts=list(lags),
+                global_step=step,
+            )
+
+    def transcripts(self, step: int, entries: Sequence[Entry]) -> None:
+        self._text(TRANSCRIPTS, f"step {step}", list(_texts(entries)), step)
+
+    def summarize(self, summary: Mapping[str, Any]) -> None:
+        shown = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
+        self._text("summary", "summary.json", [("", shown)], int(summary.get("steps", 0)))
+
+    def _text(self, tag: str, title: str, texts: list[tuple[str, str]], step: int) -> None:
+        self._writer.add_text(tag, as_markdown([Texts(title, texts)]), step)
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _cell(value: Any) -> Any:
+    """A table's columns have one type each."""
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -122,20 +235,20 @@ def _not_started(name: str, error: Exception) -> str:
 
 
 def _wandb(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
-    return _RunTracker(
-        module.init(**_described(config), dir=str(run_dir), resume="allow", id=run_id(run_dir))
-    )
+    described = _described(config)
+    run = module.init(**described, dir=str(run_dir), resume="allow", id=run_id(run_dir))
+    return _WandbTracker(module, run)
 
 
 def _swanlab(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     described = _described(config)
     described["experiment_name"] = described.pop("name")
     module.init(**described, logdir=str(run_dir / "swanlab"), resume="allow", id=run_id(run_dir))
-    return _RunTracker(module)
+    return _SwanlabTracker(module)
 
 
 def _tensorboard(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
-    return _TensorBoardTracker(module.SummaryWriter(str(run_dir / "tensorboard")))
+    return _TensorBoardTracker(module.SummaryWriter(str(run_dir / "tensorboard")), config)
 
 
 def _described(config: RunConfig) -> dict[str, Any]:

@@ -66,8 +66,8 @@ class Play:
     def note(self, text: str) -> None:
         self.shown.append(("note", text))
 
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        self.tracked.append(step)
+    def on_step(self, report: StepReport) -> None:
+        self.tracked.append(report.step)
         self._stepped.set()
 
     # -- the coordinator's side, in a thread -----------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import mark_start
+from asyncrl.observe.summary import VALIDATED
 from asyncrl.observe.trackers import MODULES, OPEN, Trackers, check_trackers
 
 
@@ -31,25 +33,65 @@ def test_an_uninstalled_one_names_its_extra(name: str, monkeypatch: pytest.Monke
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
+    mark_start(tmp_path)
     with Trackers.open(config("tensorboard"), tmp_path) as trackers:
-        trackers.log(3, {"critic/score/mean": 0.5})
+        play(trackers, tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (point,) = events.Scalars("critic/score/mean")
     assert (point.step, point.value) == (3, 0.5)
+    (lags,) = events.Histograms("staleness/lag/histogram")
+    assert (lags.step, lags.histogram_value.bucket_limit, lags.histogram_value.bucket) == (
+        *(3, [0.5, 1.5, 2.5]),
+        [30.0, 0.0, 10.0],
+    )
+    (scores,) = events.Histograms("rollout/score/histogram")
+    assert (scores.histogram_value.num, scores.histogram_value.sum) == (3, 2)
+    texts = {
+        tag.removesuffix("/text_summary"): events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
+    assert texts.keys() == {"config", "summary", "transcripts/validation"}
+    assert "    path: m" in texts["config"] or "  path: m" in texts["config"]
+    assert "so it is 4" in texts["transcripts/validation"] and "score 1.0" in texts["transcripts/validation"]
+    assert '"steps": 3' in texts["summary"]
+
+
+def play(trackers: Trackers, run_dir: Path) -> None:
+    """A step, the validation of an earlier one with its transcripts, and the end."""
+    lags = {"staleness/lag_tokens/0": 30.0, "staleness/lag_tokens/2": 10.0}
+    values = {"rollout/score": [0.0, 1.0, 1.0], "rollout/response_length": []}
+    trackers.log(3, {"training/step": 3.0, "critic/score/mean": 0.5} | lags, values)
+    folder = run_dir / "transcripts" / "validation"
+    folder.mkdir(parents=True)
+    entries = [{"sample": 7, "mode": "greedy", "score": 1.0, "text": "so it is 4"}, {"failed": "deadline"}]
+    (folder / "step-0.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    trackers.log(0, {"training/step": 0.0, VALIDATED: 0.0})
+    trackers.summarize({"steps": 3, "flow": {"issued": 8}})
 
 
 @pytest.mark.long
-def test_wandb_gets_the_metrics_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+def test_wandb_gets_rows_tables_histograms_and_the_summary_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its file, which is not compressed, holds them."""
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     mark_start(tmp_path)
     with Trackers.open(config("wandb"), tmp_path) as trackers:
-        trackers.log(3, {"critic/score/mean": 0.5})
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+        play(trackers, tmp_path)
+        assert list(trackers._trackers) == ["wandb"]  # it has refused nothing
+    wandb.teardown()  # its process, which writes the file
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    written = path.read_bytes().replace(b", ", b",")
+    for part in (b"[30,0,10]", b"rollout/score/histogram", b"staleness/lag/histogram", b"nrows", b"flow"):
+        assert part in written, part
+    assert b"response_length/histogram" not in written
+    (table,) = path.parent.glob("files/media/table/transcripts/*.table.json")
+    assert json.loads(table.read_text())["data"][0][-1] == "so it is 4"
 
 
 @pytest.mark.slow
@@ -83,6 +125,7 @@ class Service:
         self.settings = SimpleNamespace(mode=mode, api_key=key, base_url="https://wandb.example")
         self.calls: list[tuple[Any, ...]] = []
         self.described: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
 
     def setup(self) -> Service:
         return self
@@ -94,8 +137,14 @@ class Service:
         self.described.append(described)
         return self
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.calls.append(("define", name, step_metric))
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.calls.append(("log", step, metrics))
+
+    def Text(self, text: str, caption: str) -> tuple[str, str]:
+        return text, caption
 
     def finish(self) -> None:
         self.calls.append(("finish",))
@@ -153,7 +202,29 @@ def test_a_service_is_called_as_it_wants(name: str, tmp_path: Path, monkeypatch:
     (described,) = service.described
     shown = described["name" if name == "wandb" else "experiment_name"]
     assert (described["project"], shown) == ("asyncrl", "x" * 128)
-    assert service.calls == [("log", 1, {"a": 1.0}), ("finish",)]
+    assert (
+        service.calls
+        == {
+            # a validation of step 0 is over after later steps, and wandb's own steps never go back
+            "wandb": [
+                ("define", "*", "training/step"),
+                ("log", None, {"training/step": 1, "a": 1.0}),
+                ("finish",),
+            ],
+            "swanlab": [("log", 1, {"a": 1.0}), ("finish",)],
+        }[name]
+    )
+
+
+def test_swanlab_gets_transcripts_as_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, "swanlab", service)  # type: ignore[arg-type]
+    mark_start(tmp_path)
+    with Trackers.open(config("swanlab"), tmp_path) as trackers:
+        play(trackers, tmp_path)
+    _, step, sent = service.calls[-2]
+    (first, _) = sent["transcripts/validation"]
+    assert step == 0 and first[0] == "so it is 4" and first[1].startswith("sample 7, mode greedy, score 1.0")
 
 
 def test_one_that_does_not_start_says_so_in_one_line(
@@ -175,18 +246,22 @@ def test_one_that_fails_is_left_out_and_the_others_go_on() -> None:
         def __init__(self) -> None:
             self.steps: list[int] = []
 
-        def log(self, step: int, metrics: dict[str, float]) -> None:
+        def log(self, step: int, *_: Any) -> None:
             self.steps.append(step)
+
+        def transcripts(self, step: int, entries: Any) -> None: ...
+
+        def summarize(self, summary: Any) -> None: ...
 
         def close(self) -> None: ...
 
     class Bad(Good):
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            super().log(step, metrics)
+        def log(self, step: int, *_: Any) -> None:
+            super().log(step)
             raise ConnectionError("gone")
 
     good, bad = Good(), Bad()
-    trackers = Trackers({"bad": bad, "good": good})
+    trackers = Trackers({"bad": bad, "good": good}, Path())
     trackers.log(1, {})
     trackers.log(2, {})
     assert (bad.steps, good.steps) == ([1], [1, 2])
