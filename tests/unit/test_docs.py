@@ -73,3 +73,26 @@ def test_defaults_for_users_of_other_trainers_are_ours(name: str, least: int) ->
     for key, value in told:
         if key != "kl.where":  # off by default
             assert json.dumps(attrgetter(key)(RUN)).strip('"') == value, key
+
+
+def test_metrics_that_the_page_for_users_of_verl_names_are_those_of_a_real_run() -> None:
+    """The fixture: all names of `asyncrl train experiment=calculator`."""
+    written = set((ROOT / "tests" / "fixtures" / "metric_names.txt").read_text().split())
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    same, other, own = (part.partition("\n## ")[0] for part in page.split("\n## ")[1:])
+    columns = [row.split("|")[1] for row in (same + own).splitlines() if row.startswith("| `")]
+    columns += [row.split("|")[2] for row in other.splitlines() if row.startswith("| `")]
+    named = {name for column in columns for text in re.findall(r"`([^`]+)`", column) for name in spread(text)}
+    assert len(named) > 60 and not {name for name in named if name not in written}
+
+
+def spread(text: str) -> list[str]:
+    """a/{b,c}/* as all names that it stands for."""
+    if found := re.search(r"\{([^}]*)\}", text):
+        return [
+            name
+            for part in found[1].split(",")
+            for name in spread(text[: found.start()] + part + text[found.end() :])
+        ]
+    text = text.replace("SOURCE", "all")
+    return [text.replace("*", part) for part in ("mean", "max", "min")] if "*" in text else [text]
