@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -191,19 +192,27 @@ def locked(config: RunConfig) -> Iterator[None]:
             raise
 
 
+def _taken(file: IO[str], after: float = 0.0) -> bool:
+    """Lock it, after so many seconds; False while another process has a lock."""
+    time.sleep(after)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def _lock(directory: Path, key: str) -> Iterator[None]:
     """Makes the directory, too. `key`: by which it was chosen, beside the run's name."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not (_taken(file) or _taken(file, after=0.1)):  # asyncrl status holds it for a moment
             file.seek(0)
             raise ConfigError(
                 f"{key}: another run with this name is using {directory} (process {file.read() or '?'}); "
                 f"stop it, or change name or {key}"
-            ) from None
+            )
         file.truncate(0)
         file.write(f"{os.getpid()} on {platform.node()}")
         file.flush()

@@ -114,8 +114,11 @@ class RunReader:
         return self._records(Batch, "SELECT record FROM plans WHERE step>=? ORDER BY step", first)
 
     def trained_in_plans(self) -> int:
-        """Trajectories in committed batches, from the plans still kept plus the count of those forgotten."""
-        return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in self.committed_plans())
+        """Trajectories in committed batches, from the plans still kept plus the count of those forgotten.
+        What is lost to a step that is repeated counts until that is committed again."""
+        plans = self.committed_plans()
+        before = sum(self.episode(uid).state is State.TRAINED for batch in plans for uid in batch.lost)
+        return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in plans) + before
 
     def episode(self, uid: str) -> EpisodeRecord:
         return self._one(EpisodeRecord, "episode", "SELECT record FROM episodes WHERE uid=?", uid)

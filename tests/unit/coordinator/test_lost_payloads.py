@@ -241,3 +241,19 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     audit(state)
     state.batches.retain(1)
     assert not state.batches.taken
+
+
+def test_the_counts_agree_while_a_step_is_repeated(tmp_path: Path) -> None:
+    """What it has lost since it was trained first was trained, until the repeated step is committed."""
+    state = build(tmp_path)
+    admit(state.buffer, 1)
+    for uid in ("0.0", "0.1"):
+        play(state, uid, 1, end=True)
+    assert Training(state, "a").train() == ["0.0", "0.1"]
+    damage(state, "0.1")
+    trainer = Training(state, "b")
+    trainer.handler.plan_requested(PEER, PlanRequest(state.trainer_epoch, 0, 0, 0))
+    trainer.handler.serve()
+    state.persist()
+    assert state.batches.batches[0].lost == {"0.1"} and state.buffer.flow().trained == 2
+    audit(state)
