@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 EVERY = 30.0  # seconds between two drawings, at least
-END = 5.0  # seconds for one that was killed to be gone
+END = 20.0  # seconds for one that was killed to be gone
 
 
 class LivePicture:
@@ -48,7 +48,8 @@ class LivePicture:
         """End the one under way."""
         if self._process and self._process.poll() is None:
             self._process.kill()
-            self._process.wait(END)
+            with suppress(subprocess.TimeoutExpired):  # of low priority, on a busy machine
+                self._process.wait(END)
 
 
 @contextmanager
