@@ -22,7 +22,6 @@ import msgspec
 import asyncrl
 from asyncrl.commands import (
     data,
-    doctor,
     evaluate,
     generate,
     merge,
@@ -47,7 +46,6 @@ COMMANDS = (
     "train",
     "sft",
     "data",
-    "doctor",
     "runs",
     "report",
     "status",
@@ -67,7 +65,6 @@ HELP = """\
   asyncrl eval MODEL data=FILE          mean@k, pass@k, maj@k of a model, a checkpoint or a run
   asyncrl generate MODEL data=FILE out=FILE.parquet      its answers, with rewards, as a data set
   asyncrl merge CHECKPOINT OUT          a Hugging Face directory of it; or adapters alone
-  asyncrl doctor [OVERRIDES]            what a run would find here: machine, model, data, memory
   asyncrl data gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
   asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
@@ -128,8 +125,6 @@ def _dispatch(argv: list[str]) -> int:
             return data.main(options.arguments)
         case "trace":
             return trace.main(options.arguments)
-        case "doctor":
-            return doctor.main(options.arguments, compose)
         case "runs":
             return runs.main(options.arguments)
         case "report":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
@@ -12,25 +13,36 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.devices import sees_gpu
-from asyncrl.launch.estimates import cost_warnings, sized
-from asyncrl.launch.model_directory import chat_template
-from asyncrl.launch.run_directory import creatable, run_directory
+from asyncrl.launch.estimates import cost_warnings
+from asyncrl.launch.memory import check_memory
+from asyncrl.launch.model_directory import chat_template, check_model
+from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
+from asyncrl.launch.servers import check_servers
+from asyncrl.observe.trackers import check_trackers
 from asyncrl.store.schema import DATABASE
-from asyncrl.tools import Tool, Toolbox
-from asyncrl.types import Sample
+from asyncrl.tools import Tool
 from asyncrl.weights.model_files import weight_bytes
 
 
-def check_ray(config: RunConfig) -> None:
-    """Ray is installed, where it is asked for."""
+def check(config: RunConfig) -> RunData:
+    """Raise the first ConfigError, cheap checks first. Nothing is written and nothing started. The data, with
+    all warnings about what is valid, but probably a mistake, one line each."""
+    check_resumed(config)
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
-
-
-def load_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
-    """`check_data`, without the logs of libraries."""
+    check_trackers(config)
+    check_model(config)
+    tools = check_names(config)
     with _quiet():
-        return check_data(config, tools)
+        data = check_data(config, tools)
+    check_device(config)
+    if config.total_steps:
+        check_memory(config, sees_gpu(config))
+    check_weights_directory(config)
+    check_checkpoint_directory(config)
+    check_servers(config)
+    found = [*warnings(config), *check_template(config, tools, data), *data.warnings]
+    return data._replace(warnings=found)
 
 
 def check_names(config: RunConfig) -> Mapping[str, Tool]:
@@ -72,30 +84,15 @@ def check_template(config: RunConfig, tools: Mapping[str, Tool], data: RunData) 
         return check_chat(config, tools, data.train[0].prompt)
 
 
-def describe_chat(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> Iterator[str]:
-    """How turns end, and the first prompt exactly as the model reads it, for a person to read."""
-    from asyncrl.conversation.tokenizer import load_tokenizer
-    from asyncrl.rollout.components import load_chat
-
-    with _quiet():
-        tokenizer, chat = load_tokenizer(config.model.path), load_chat(config)
-    names = zip(tokenizer.convert_ids_to_tokens(chat.stop_ids), chat.stop_ids, strict=True)
-    stops = ", ".join(f"{name} ({number})" for name, number in names)
-    yield f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}"
-    if not (config.rollout.environment or config.rollout.agent):  # which write more, or all of it
-        ids = chat.prompt_ids(sample.prompt, Toolbox(tools).schemas(sample))
-        yield f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}:\n{chat.decode(ids)}"
-
-
 def check_device(config: RunConfig) -> None:
     """A GPU that is asked for exists."""
     if config.model.device == "cuda" and sees_gpu(config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
 
 
-def check_weights_directory(config: RunConfig) -> str:
+def check_weights_directory(config: RunConfig) -> None:
     """Versions can be written where the configuration says; where it insists on /dev/shm, there is room for
-    as many as are kept. Returns where, and how much they take, for a person to read."""
+    as many as are kept."""
     from asyncrl.weights.disk import bytes_needed, weights_directory
 
     needed = bytes_needed(
@@ -103,7 +100,6 @@ def check_weights_directory(config: RunConfig) -> str:
     )
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
-    return f"{where}, at most {sized(needed)} at once"
 
 
 def check_checkpoint_directory(config: RunConfig) -> None:
