@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.loader import ServerLoader
-from asyncrl.engines.sglang.process import ServerProcess, free_port, keys
+from asyncrl.engines.sglang.process import ServerProcess, keys
 from asyncrl.engines.sglang.server import connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline
@@ -155,10 +155,9 @@ class Keeper:
 
     async def _spawn(self) -> ServerLoader:
         host = local_address(self._endpoints.control)
-        port = free_port(host)
-        self._process = await ServerProcess.start(self.config, self.index, host, port, self._run_dir)
-        server = await first(self._connect(f"http://{host}:{port}"), self._fail_at_end(self._process))
-        self._process.forget_keys()
+        process = self._process = await ServerProcess.start(self.config, self.index, host, self._run_dir)
+        server = await first(self._connect(process.url), self._fail_at_end(process))
+        process.ready()
         return server
 
     async def _connect(self, url: str) -> ServerLoader:

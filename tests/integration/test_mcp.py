@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools
 from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
@@ -340,25 +340,20 @@ def serving(port: int) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(DEADLINE)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_over_http() -> None:
-    port = free_port()
-    with serving(port) as server:
-        tools = load_tools(["mcp"], {"mcp": {"url": f"http://127.0.0.1:{port}/mcp"}})
-        assert ask(tools, "add", '{"a": 2, "b": 3}').content == "5"
-        assert "out of ink" in (ask(tools, "fail", '{"why": "out of ink"}').error or "")
-        assert ask(tools, "pid", '{"delay": 100}', timeout=0.3).error == "no reply within 0.3 s"
-        assert "lost during the call" in (ask(tools, "huge", '{"size": 30000000}').error or "")
-        assert ask(tools, "pid").content == str(server.pid)
-    down = ask(tools, "pid")
-    assert "MCP server" in (down.error or "")
-    with serving(port) as server:
-        assert ask(tools, "pid").content == str(server.pid)
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        with serving(port) as server:
+            tools = load_tools(["mcp"], {"mcp": {"url": f"http://127.0.0.1:{port}/mcp"}})
+            assert ask(tools, "add", '{"a": 2, "b": 3}').content == "5"
+            assert "out of ink" in (ask(tools, "fail", '{"why": "out of ink"}').error or "")
+            assert ask(tools, "pid", '{"delay": 100}', timeout=0.3).error == "no reply within 0.3 s"
+            assert "lost during the call" in (ask(tools, "huge", '{"size": 30000000}').error or "")
+            assert ask(tools, "pid").content == str(server.pid)
+        down = ask(tools, "pid")
+        assert "MCP server" in (down.error or "")
+        with serving(port) as server:
+            assert ask(tools, "pid").content == str(server.pid)
 
 
 class Guarded(BaseHTTPRequestHandler):

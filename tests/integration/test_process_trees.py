@@ -60,7 +60,7 @@ config = parse({
     "engine": {"server_command": [sys.executable, FILE, PIDS]},
 })
 async def serve():
-    server = await ServerProcess.start(config, 0, "h", 1, Path(FILE).parent)
+    server = await ServerProcess.start(config, 0, "127.0.0.1", Path(FILE).parent)
     await server.ended()
 work = serve()
 """,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.launch.process import log_tail
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,18 +37,13 @@ def command(model: Path, port: int, *arguments: str) -> list[str]:
     return [*paths, *STREAMING, *arguments]
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 class SGLangServer:
     """One server and all its processes. RuntimeError, with the end of its log, if it does not get ready."""
 
     def __init__(self, model: Path, log: Path, *arguments: str, wait: bool = True) -> None:
         self.log, self.model = log, model
-        port = free_port()
+        self._port = reserve_port("127.0.0.1")
+        port = int(self._port.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
         self._family: dict[int, psutil.Process] = {}
         self._started = time.monotonic()
@@ -81,6 +76,7 @@ class SGLangServer:
                 raise RuntimeError(f"server {self.url} {ended}; the end of {self.log}:\n{self.tail()}")
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)  # its end is an event; that it is ready can only be asked
+        self._port.close()
         self.processes()
         return time.monotonic() - self._started
 
@@ -114,6 +110,7 @@ class SGLangServer:
 
     def kill(self) -> None:
         """SIGKILL to every process of the server."""
+        self._port.close()
         for process in self.processes():
             try:
                 process.kill()

@@ -16,7 +16,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.rollout.server_pool import PooledServer, choose
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
@@ -173,21 +173,18 @@ def save_model(directory: Path, hidden: int, layers: int) -> None:
 @contextmanager
 def servers(count: int, model: Path) -> Iterator[list[str]]:
     """URLs of servers that end with the context."""
-    started = [start(model, free_port()) for _ in range(count)]
+    reserved = [reserve_port("127.0.0.1") for _ in range(count)]
+    started = [start(model, port.getsockname()[1]) for port in reserved]
     try:
         for url, process in started:
             asyncio.run(until_ready(url, process, model))
         yield [url for url, _ in started]
     finally:
+        for port in reserved:
+            port.close()
         for _, process in started:
             os.killpg(process.pid, signal.SIGKILL)  # a session of its own: all of its processes
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def start(model: Path, port: int) -> tuple[str, subprocess.Popen[bytes]]:

@@ -70,25 +70,35 @@ def keys(engine: EngineConfig) -> tuple[str, str]:
     return os.environ.get(engine.api_key_env, ""), os.environ.get(engine.admin_key_env, "")
 
 
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def reserve_port(host: str) -> socket.socket:
+    """A bound socket that does not listen: until it is closed, its port is given to nobody who asks for any
+    free one, and whoever asks for this one with SO_REUSEADDR, as servers do, may listen on it.
+
+    A server takes a minute to start, long enough for another process to be given a port that is only free.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 class ServerProcess:
-    """A started server."""
+    """A started server. It will listen at `url`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, key_file: Path | None) -> None:
-        self._process, self._key_file = process, key_file
+    def __init__(
+        self, process: asyncio.subprocess.Process, url: str, port: socket.socket, key_file: Path | None
+    ) -> None:
+        self.url = url
+        self._process, self._port, self._key_file = process, port, key_file
 
     @classmethod
-    async def start(
-        cls, config: RunConfig, index: int, host: str, port: int, directory: Path
-    ) -> ServerProcess:
-        """Start one; it will listen at host:port. EngineError when there is no such command."""
+    async def start(cls, config: RunConfig, index: int, host: str, directory: Path) -> ServerProcess:
+        """Start one on `host`. EngineError when there is no such command."""
+        reserved = reserve_port(host)
+        port = int(reserved.getsockname()[1])
         command = arguments(config, index, host, port, torch.cuda.device_count())
         if shutil.which(command[0]) is None:
+            reserved.close()
             raise EngineError(
                 f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
             )
@@ -98,7 +108,7 @@ class ServerProcess:
         process = await asyncio.create_subprocess_exec(
             *wrapped(command, STOP_SECONDS), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
-        return cls(process, key_file)
+        return cls(process, f"http://{host}:{port}", reserved, key_file)
 
     @property
     def code(self) -> int | None:
@@ -108,14 +118,15 @@ class ServerProcess:
     async def ended(self) -> int:
         return await self._process.wait()
 
-    def forget_keys(self) -> None:
-        """Delete the file: the server has read the keys."""
+    def ready(self) -> None:
+        """The server answers: it has read its keys, whose file goes, and holds its port itself."""
+        self._port.close()
         if self._key_file is not None:
             self._key_file.unlink(missing_ok=True)
 
     async def stop(self) -> None:
         """Terminate it; what is left of it and its children after STOP_SECONDS is killed."""
-        self.forget_keys()
+        self.ready()
         if self.code is None:
             self._process.terminate()
             await self.ended()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang.process import ServerProcess, arguments, base_gpu
+from asyncrl.engines.sglang.process import ServerProcess, arguments, base_gpu, reserve_port
 from asyncrl.errors import EngineError
 
 SLEEP = "import time; time.sleep(600)"
@@ -43,6 +44,17 @@ def test_the_command_line_says_what_the_configuration_says() -> None:
     assert found["--tp-size"] == "2" and found["--mem-fraction-static"] == "0.85"
     assert found["--model-path"] == str(Path("m").resolve()) and found["--dtype"] == "bfloat16"
     assert arguments(config, 0, "h", 1, 8)[:3] == [sys.executable, "-m", "sglang.launch_server"]
+
+
+def test_a_reserved_port_is_given_to_nobody_else_and_the_server_may_listen_on_it() -> None:
+    with reserve_port("127.0.0.1") as reserved, socket.socket() as stranger, socket.socket() as server:
+        address = reserved.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(address)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen()
+        socket.create_connection(address, 5).close()
 
 
 def test_further_arguments_win_and_switches_can_be_turned_off() -> None:
@@ -81,7 +93,7 @@ def test_keys_are_in_a_private_file_and_not_on_the_command_line(
     config = configured(server_command=[sys.executable, "-c", show], api_key_env="KEY", admin_key_env="ADMIN")
 
     async def main() -> None:
-        process = await ServerProcess.start(config, 0, "h", 1, tmp_path / "run")
+        process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path / "run")
         (path,) = (tmp_path / "run").iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
         assert await asyncio.wait_for(process.ended(), 60) == 0
@@ -97,7 +109,7 @@ def test_keys_are_in_a_private_file_and_not_on_the_command_line(
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     config = configured(server_command=["/no/such/program"])
     with pytest.raises(EngineError, match="correct engine"):
-        asyncio.run(ServerProcess.start(config, 0, "h", 1, tmp_path))
+        asyncio.run(ServerProcess.start(config, 0, "127.0.0.1", tmp_path))
 
 
 def test_a_server_that_ignores_the_word_to_end_is_killed(
@@ -108,7 +120,7 @@ def test_a_server_that_ignores_the_word_to_end_is_killed(
     config = configured(server_command=[sys.executable, "-c", deaf])
 
     async def main() -> int | None:
-        process = await ServerProcess.start(config, 0, "h", 1, tmp_path)
+        process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path)
         async with asyncio.timeout(60):
             while not (tmp_path / "up").exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -125,7 +137,7 @@ def test_children_of_a_server_that_died_are_ended(tmp_path: Path) -> None:
     )
 
     async def main() -> None:
-        process = await ServerProcess.start(config, 0, "h", 1, tmp_path)
+        process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path)
         assert await asyncio.wait_for(process.ended(), 60) == 0
         assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
