@@ -171,7 +171,7 @@ def evaluate(
             break
     scores = defaultdict(list)
     for chain, answer in zip(chains, answers, strict=True):
-        scores[len(chain.values)].append(final_number("chain_math", answer, str(chain.values[-1])))
+        scores[len(chain.values)].append(final_number("chain_math", answer, str(chain.values[-1]))["score"])
     return {length: sum(found) / len(found) for length, found in sorted(scores.items())}
 
 

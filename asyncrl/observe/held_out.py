@@ -51,8 +51,7 @@ def uid_prefix(step: int) -> str:
 
 
 class Judged(NamedTuple):
-    """A held-out episode that is over. `result` None: it failed at every attempt. `answer`: `pred` of verl's
-    rewards, '' where the reward reports none."""
+    """A held-out episode that is over. `result` None: it failed at every attempt."""
 
     which: HeldOut
     source: str
@@ -62,34 +61,40 @@ class Judged(NamedTuple):
 
 
 def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
-    """What the reward function says that the answer was."""
-    number = result.components.get("pred")
-    return notes.get("pred", "") if number is None else f"{number:g}"
+    """What the reward function says that the answer was: verl's `pred`, of several functions the first one's
+    (`NAME/pred`); '' where none says so."""
+    for reported in (result.components, notes):
+        for name, value in reported.items():
+            if name.rpartition("/")[2] == "pred":
+                return str(value)
+    return ""
 
 
 def per_sample(episodes: Iterable[Judged], threshold: float) -> PerSample:
     """`val-core/<source>/<mode>/…` of each sample, for its source and for `all`: `success`, `mean@1`, with
-    more than one episode `mean@k`, `pass@k` and, where the reward reports answers, `maj@k`; and
+    more than one episode `mean@k`, `pass@k` and, where rewards of that source report answers, `maj@k`; and
     `val-aux/<source>/<mode>/<component>/mean@1`. An episode that failed at every attempt is no success and
     has the lowest score of all, at most 0, so that a policy which makes its episodes fail gains nothing."""
     played = [one for one in episodes if not one.which.scored]
     lowest = min([0.0, *(one.result.score for one in played if one.result)])
+    answered = {one.source for one in played if one.answer}
     groups = defaultdict[tuple[str, int], list[Judged]](list)
     for one in played:
         groups[one.which.mode, one.which.row].append(one)
     found = defaultdict[str, dict[int, float]](dict)
     for (mode, row), members in groups.items():
         members.sort(key=lambda one: one.which.draw)
+        core = _core(members, lowest, threshold, members[0].source in answered)
         for source in (members[0].source, "all"):
-            for name, value in _core(members, lowest, threshold).items():
+            for name, value in core.items():
                 found[f"val-core/{source}/{mode}/{name}"][row] = value
             for name, values in _parts(members).items():
                 found[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = _mean(values)
     return dict(found)
 
 
-def _core(members: Sequence[Judged], lowest: float, threshold: float) -> dict[str, float]:
-    """The numbers of one sample in one mode, from its episodes in order."""
+def _core(members: Sequence[Judged], lowest: float, threshold: float, votes: bool) -> dict[str, float]:
+    """The numbers of one sample in one mode, from its episodes in order. `votes`: with `maj@k`."""
     scores = [one.result.score if one.result else lowest for one in members]
     right = [succeeds(one.result, threshold) for one in members]
     count, solved = len(members), sum(right)
@@ -99,8 +104,8 @@ def _core(members: Sequence[Judged], lowest: float, threshold: float) -> dict[st
     core[f"mean@{count}"] = core["mean@1"]
     for k in sorted({count, *(1 << power for power in range(1, count.bit_length()))}):
         core[f"pass@{k}"] = pass_at(k, count, solved)
-    if any(one.answer for one in members):
-        core[f"maj@{count}"] = float(right[_majority([one.answer for one in members])])
+    if votes:
+        core[f"maj@{count}"] = float(_majority([one.answer for one in members], right))
     return core
 
 
@@ -110,10 +115,11 @@ def pass_at(k: int, count: int, solved: int) -> float:
     return 1.0 - math.comb(count - solved, k) / math.comb(count, k)
 
 
-def _majority(answers: Sequence[str]) -> int:
-    """Index of the first episode with the most frequent answer; of equally frequent ones the earliest."""
+def _majority(answers: Sequence[str], right: Sequence[bool]) -> bool:
+    """Whether the most frequent answer is right, as it was judged first; of equally frequent ones the
+    earliest. No answer at all is wrong."""
     counts = Counter(filter(None, answers))
-    return answers.index(max(counts, key=lambda answer: counts[answer]))
+    return bool(counts) and right[answers.index(counts.most_common(1)[0][0])]
 
 
 def succeeds(result: EpisodeResult | None, threshold: float) -> bool:

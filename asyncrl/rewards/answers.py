@@ -1,6 +1,7 @@
 """Rewards that compare the answer's text with the ground truth, and that look at the episode's form.
 
 `tag`: only what stands in the last `<tag>…</tag>` of the answer counts; without one, the reward is 0.
+Those that find an answer in the text report it as `pred`, as verl's do: `maj@k` counts them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 TAIL = 300  # characters of an answer that gsm8k looks at, as verl does
 
 
+Scored = dict[str, Any]  # `score`, and the answer as `pred` where one was found
+
+
 def is_number(ground_truth: Any) -> bool:
     """Whether it is one number and nothing else, as a reward that compares numbers needs it."""
     return _NUMBER.fullmatch(str(ground_truth).strip()) is not None
@@ -31,13 +35,13 @@ def is_number(ground_truth: Any) -> bool:
 @runs("loop")
 def final_number(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
+) -> Scored:
     """1.0 if the last number in the answer equals the ground truth, else 0.0."""
     found = _NUMBER.findall(solution_str)
-    expected = _NUMBER.fullmatch(str(ground_truth).strip())
-    if not found or not expected:
-        return 0.0
-    return float(_value(found[-1]) == _value(expected[0]))
+    if not found:
+        return _scored(False, None)
+    expected, value = _NUMBER.fullmatch(str(ground_truth).strip()), _value(found[-1])
+    return _scored(expected is not None and value == _value(expected[0]), repr(value).removesuffix(".0"))
 
 
 @rewards.register("gsm8k")
@@ -50,14 +54,14 @@ def gsm8k(
     *,
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
-) -> float:
+) -> Scored:
     """1.0 if the number after the last `#### ` (`flexible`: the last number) is the ground truth;
     `format_score` for another number; 0.0 for none."""
     pattern = _MARKED if method == "strict" else _LOOSE
     found = [number for text in pattern.findall(solution_str[-TAIL:]) if (number := _plain(text)) is not None]
     if not found:
-        return 0.0
-    return 1.0 if found[-1] == _plain(str(ground_truth)) else format_score
+        return _scored(False, None)
+    return _scored(1.0 if found[-1] == _plain(str(ground_truth)) else format_score, found[-1])
 
 
 @rewards.register("exact")
@@ -70,13 +74,14 @@ def exact(
     *,
     tag: str = "",
     case: bool = False,
-) -> float:
+) -> Scored:
     """1.0 if the answer is one of the ground truths (a text, a number or a list), white space and (unless
     `case`) upper case aside."""
     answer = tagged(solution_str, tag)
     if answer is None:
-        return 0.0
-    return float(_normalised(answer, case) in {_normalised(truth, case) for truth in targets(ground_truth)})
+        return _scored(False, None)
+    found = _normalised(answer, case)
+    return _scored(found in {_normalised(truth, case) for truth in targets(ground_truth)}, found)
 
 
 @rewards.register("f1")
@@ -98,14 +103,15 @@ def f1(
 
 
 @rewards.register("regex")
-def regex(given: RewardInput, *, pattern: str, of: Literal["answer", "transcript"] = "answer") -> float:
+def regex(given: RewardInput, *, pattern: str, of: Literal["answer", "transcript"] = "answer") -> Scored:
     """1.0 if the pattern is found. If it has a group, the last match's must be one of the ground truths.
     `.` matches line ends. It runs in a process: a pattern can take for ever."""
     matches = list(re.finditer(pattern, given.answer if of == "answer" else given.transcript, re.DOTALL))
     if not matches or not matches[-1].re.groups:
-        return float(bool(matches))
+        return _scored(bool(matches), None)
     truths = {_normalised(truth, True) for truth in targets(json.loads(given.sample.ground_truth))}
-    return float(_normalised(matches[-1][1] or "", True) in truths)
+    found = _normalised(matches[-1][1] or "", True)
+    return _scored(found in truths, found)
 
 
 @rewards.register("format")
@@ -154,6 +160,10 @@ def tagged(text: str, tag: str) -> str | None:
     before, closing, _ = text.rpartition(f"</{tag}>")
     _, opening, inside = before.rpartition(f"<{tag}>")
     return inside if closing and opening else None
+
+
+def _scored(score: float, answer: str | None) -> Scored:
+    return {"score": float(score)} if answer is None else {"score": float(score), "pred": answer}
 
 
 def _plain(text: str) -> str | None:

@@ -19,7 +19,8 @@ from asyncrl.rewards.base import rewards
 @rewards.register("math")
 class Math:
     """1.0 if an answer equals the ground truth (LaTeX, an expression or a number), else 0.0. Where there
-    is a `\\boxed{}` the last one is the answer, else what math-verify finds in the text.
+    is a `\\boxed{}` the last one is the answer, else what math-verify finds in the text. It is reported as
+    `pred`, as sympy writes it: 1/2 of `\\frac{1}{2}`, 0.5 and 1/2.
 
     `boxed`: without one there is no answer. `seconds`: for each of parsing and comparing; what takes longer
     is wrong.
@@ -40,7 +41,7 @@ class Math:
         solution_str: str,
         ground_truth: Any,
         extra_info: dict[str, Any] | None = None,
-    ) -> float:
+    ) -> dict[str, Any]:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
         truth = str(ground_truth)
@@ -54,7 +55,8 @@ class Math:
             raise ValueError(f"the ground truth {truth[:100]!r} cannot be read as mathematics")
         _, box, inside = solution_str.rpartition("\\boxed")
         if self._boxed and not box:
-            return 0.0
+            return {"score": 0.0}
         formats = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
         found = parse(box + inside, formats, parsing_timeout=self._seconds)
-        return float(verify(gold, found, timeout_seconds=self._seconds))
+        score = float(verify(gold, found, timeout_seconds=self._seconds))
+        return {"score": score, "pred": str(found[0])} if found else {"score": score}

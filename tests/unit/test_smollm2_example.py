@@ -28,7 +28,7 @@ def test_the_worked_examples_of_a_prompt_are_calls_with_their_replies(split: str
         (call,) = hermes(turn.content, (calculator.schema_text,)).calls
         assert asyncio.run(call_tool(calculator, call)).content == reply.content
         assert question.content[8:-1] == answer.content.partition(" = ")[0]
-        assert final_number("", answer.content, reply.content, {}) == 1.0
+        assert final_number("", answer.content, reply.content, {})["score"] == 1.0
     assert asked.role == "user"
 
 

@@ -18,7 +18,7 @@ async def hanging(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
-) -> float:
+) -> dict[str, Any]:
     """As final_number, once there is no file CHAOS_HANG."""
     while Path(os.environ["CHAOS_HANG"]).exists():  # noqa: ASYNC110, ASYNC240 (another process makes it)
         await asyncio.sleep(0.1)

@@ -56,11 +56,26 @@ def test_the_majority_is_of_answers_and_the_earliest_wins_a_tie() -> None:
         *judged(2, 1.0, 0.0, 0.0, answers="xyz"),
         *judged(3, 0.0, 0.0, 1.0, answers=["", "", "z"]),
     ]
-    values = per_sample(episodes, threshold=1.0)["val-core/all/sampled/maj@3"]
-    assert values == {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}
-    assert answer_of(EpisodeResult(1.0, components={"pred": 12.0}), {}) == "12"
-    assert answer_of(EpisodeResult(1.0), {"pred": "3/4"}) == "3/4"
-    assert answer_of(EpisodeResult(1.0), {}) == ""
+    episodes += [*judged(4, 0.0, None, 0.0), *judged(5, 1.0, 1.0, 1.0, source="whose reward reports none")]
+    numbers = per_sample(episodes, threshold=1.0)
+    assert numbers["val-core/all/sampled/maj@3"] == {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0, 4: 0.0}
+    assert "val-core/whose reward reports none/sampled/maj@3" not in numbers
+
+
+@pytest.mark.parametrize(
+    ("components", "notes", "answer"),
+    [
+        ({"acc": 1.0, "pred": 12.0}, {}, "12.0"),
+        ({"pred": 123456.75}, {}, "123456.75"),
+        ({}, {"pred": "3/4"}, "3/4"),
+        ({"format": 1.0}, {"math/why": "…", "math/pred": "7", "exact/pred": "so 7"}, "7"),
+        ({"spread": 1.0}, {}, ""),
+    ],
+)
+def test_the_answer_is_what_the_reward_reports(
+    components: dict[str, float], notes: dict[str, str], answer: str
+) -> None:
+    assert answer_of(EpisodeResult(1.0, components=components), notes) == answer
 
 
 def test_what_failed_is_no_success_and_has_the_lowest_score() -> None:

@@ -16,10 +16,14 @@ from asyncrl.rewards.answers import f1, final_number, gsm8k, regex
 from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample
 
 
-def score(name: str, answer: str, truth: Any, **options: Any) -> float:
+def result(name: str, answer: str, truth: Any, **options: Any) -> RewardResult:
     sample = Sample(0, "any", (), json.dumps(truth))
     (reward,) = load_rewards({name: options})
-    return asyncio.run(evaluate(reward.function, RewardInput(sample, answer))).score
+    return asyncio.run(evaluate(reward.function, RewardInput(sample, answer)))
+
+
+def score(name: str, answer: str, truth: Any, **options: Any) -> float:
+    return result(name, answer, truth, **options).score
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ def score(name: str, answer: str, truth: Any, **options: Any) -> float:
     ],
 )
 def test_final_number(answer: str, truth: Any, reward: float) -> None:
-    assert final_number("any", answer, truth) == reward
+    assert final_number("any", answer, truth)["score"] == reward
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_final_number(answer: str, truth: Any, reward: float) -> None:
     ],
 )
 def test_gsm8k(answer: str, truth: Any, options: dict[str, Any], reward: float) -> None:
-    assert gsm8k("gsm8k", answer, truth, **options) == reward
+    assert gsm8k("gsm8k", answer, truth, **options)["score"] == reward
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,29 @@ def test_regex(pattern: str, of: Any, truth: Any, reward: float) -> None:
     episode = RewardInput(
         Sample(0, "s", (), json.dumps(truth)), "Answer: A, no.\nAnswer: B", transcript="<think>\n</think>"
     )
-    assert regex(episode, pattern=pattern, of=of) == reward
+    assert regex(episode, pattern=pattern, of=of)["score"] == reward
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "answer", "found"),
+    [
+        ("final_number", {}, "so 1,234.00", "1234"),
+        ("final_number", {}, "so 0.1", "0.1"),
+        ("final_number", {}, "no idea", None),
+        ("gsm8k", {}, "#### 1,234.", "1234"),
+        ("gsm8k", {}, "1234", None),
+        ("exact", {}, " New\nYork", "new york"),
+        ("exact", {"tag": "answer"}, "New York", None),
+        ("regex", {"pattern": r"Answer: (\w)"}, "Answer: A, no.\nAnswer: B", "B"),
+        ("regex", {"pattern": r"Answer:"}, "Answer: B", None),
+    ],
+)
+def test_an_answer_that_is_found_is_reported_for_the_majority(
+    name: str, options: dict[str, Any], answer: str, found: str | None
+) -> None:
+    """As text: a number would be a component, of which means are shown."""
+    reported = result(name, answer, "7", **options)
+    assert (reported.components, reported.notes) == ({}, {"pred": found} if found else {})
 
 
 @pytest.mark.parametrize(

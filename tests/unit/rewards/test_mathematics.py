@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
 from asyncrl.rewards.process import RewardPool
-from asyncrl.types import Sample
+from asyncrl.types import RewardResult, Sample
 
 TABLE: list[tuple[str, Any, float]] = [
     (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
@@ -37,24 +37,30 @@ TABLE: list[tuple[str, Any, float]] = [
 ]
 
 
-def scores(pairs: list[tuple[str, Any]], **options: Any) -> list[float]:
+def results(pairs: list[tuple[str, Any]], **options: Any) -> list[RewardResult]:
     (reward,) = load_rewards({"math": options})
     assert reward.place == "processes"
 
-    async def main() -> list[float]:
+    async def main() -> list[RewardResult]:
         pool = RewardPool(reward.source, size=1)
         try:
             given = [RewardInput(Sample(0, "math", (), json.dumps(truth)), answer) for answer, truth in pairs]
-            return [(await pool.call(each, 60.0)).score for each in given]
+            return [await pool.call(each, 60.0) for each in given]
         finally:
             await pool.close()
 
     return asyncio.run(main())
 
 
+def scores(pairs: list[tuple[str, Any]], **options: Any) -> list[float]:
+    return [result.score for result in results(pairs, **options)]
+
+
 def test_answers() -> None:
-    found = scores([(answer, truth) for answer, truth, _ in TABLE])
-    assert [(a, t, s) for (a, t, _), s in zip(TABLE, found, strict=True)] == TABLE
+    found = results([(answer, truth) for answer, truth, _ in TABLE])
+    assert [(a, t, one.score) for (a, t, _), one in zip(TABLE, found, strict=True)] == TABLE
+    assert [one.notes.get("pred") for one in found[:4]] == ["1/2"] * 4  # one vote, however it is written
+    assert found[-1].notes == {}
 
 
 def test_only_boxed_ones_and_a_comparison_without_end() -> None:
