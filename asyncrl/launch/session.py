@@ -34,7 +34,11 @@ POLL = 0.1
 HELLO_EVERY = 1.0
 KILL_RESERVE = 1.0  # of the stop timeout: for what is killed to be gone
 LEAVE_SECONDS = 5.0  # for the other roles to follow a coordinator that has ended
-WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint: at most {:g} s"
+WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint"
+GOES_ON = {
+    True: "resume=auto goes on from the last checkpoint",
+    False: "the same command goes on with the rest",
+}
 
 
 class SessionView(Protocol):
@@ -48,7 +52,8 @@ class SessionView(Protocol):
 
 
 class Session:
-    """`run` once. `on_step` also gets every report (trackers, run.png)."""
+    """`run` once. `on_step` also gets every report (trackers, run.png). `trains`: it is no evaluation, where
+    each episode is stored once it is over."""
 
     def __init__(
         self,
@@ -58,7 +63,9 @@ class Session:
         supervisor: Supervisor,
         view: SessionView,
         on_step: Callable[[StepReport], None],
+        trains: bool = True,
     ) -> None:
+        self._goes_on, self._how = GOES_ON[trains], WITH_CHECKPOINT if trains else ""
         self._config, self._run_dir = config, run_dir
         self._supervisor, self._view, self._on_step = supervisor, view, on_step
         self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
@@ -99,9 +106,7 @@ class Session:
             now = time.monotonic()
             if self._signals > 1:
                 self._supervisor.kill()
-                return RunOutcome(
-                    INTERRUPTED, "killed by a second interrupt; resume=auto goes on from the last checkpoint"
-                )
+                return RunOutcome(INTERRUPTED, f"killed by a second interrupt; {self._goes_on}")
             if self._signals and self._stop_by is None:
                 self._stop(RunOutcome(INTERRUPTED), "interrupted", now)
             ended = self._supervisor.tick(now)
@@ -166,15 +171,16 @@ class Session:
         self._begin_stop(now, self._config.stop_timeout if self._running else 0.0)
         if self._asked:
             self._save = not self._supervisor.lost(TRAINER)
-            how = WITH_CHECKPOINT.format(self._config.stop_timeout) if self._save else ""
-            self._view.note(f"{reason}: stopping{how} (Ctrl-C again kills at once)")
+            how = self._how if self._save else ""
+            limit = f"at most {self._config.stop_timeout:g} s; Ctrl-C again kills at once"
+            self._view.note(f"{reason}: stopping{how} ({limit})")
             self._reason = reason
             self._greet()
 
     def _follow_stop(self, now: float) -> None:
         """The coordinator stops the run by itself, as nothing moves in it any more."""
         self._begin_stop(now, self._config.stop_timeout)
-        self._view.note(f"the run is stopped{WITH_CHECKPOINT.format(self._config.stop_timeout)}")
+        self._view.note(f"the run is stopped{self._how} (at most {self._config.stop_timeout:g} s)")
 
     def _begin_stop(self, now: float, seconds: float) -> None:
         self._supervisor.stopping = True
@@ -197,7 +203,7 @@ class Session:
         if self._outcome.code == INTERRUPTED and ended.code != COMPLETED:
             return ended
         if self._asked and ended.code == COMPLETED:
-            self._view.note(f"stopped after {time.monotonic() - self._stop_at:.0f} s, with a checkpoint")
+            self._view.note(f"the stop took {time.monotonic() - self._stop_at:.0f} s; {self._goes_on}")
         return self._outcome
 
     def _late(self) -> RunOutcome:

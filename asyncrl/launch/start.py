@@ -81,7 +81,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         supervisor = Supervisor(
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
         )
-        session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row)
+        trains = config.total_steps > 0
+        session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row, trains)
         for warning in data.warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")

@@ -144,7 +144,7 @@ def test_a_stop_waits_for_a_trainer_that_is_slow(tmp_path: Path) -> None:
         run.until(lambda: run.text().count(waits) >= 3, "three status lines, 5 s apart")
         trainer.resume()
         assert run.wait() == 130, f"{run.text()}\n{run.logs()}"
-        assert "with a checkpoint: at most 600 s" in run.text()
+        assert "with a checkpoint (at most 600 s; " in run.text()
     stopped = run.summary()
     assert stopped["outcome"] == "stopped" and stopped["conserved"]
     assert [manifest.step for manifest in manifests(run.path)] == [stopped["steps"]]

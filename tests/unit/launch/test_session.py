@@ -39,7 +39,7 @@ class Process:
 class Play:
     """A session in this thread; the coordinator's part is played by another."""
 
-    def __init__(self, run_dir: Path, *more: str, **launch: Any) -> None:
+    def __init__(self, run_dir: Path, *more: str, trains: bool = True, **launch: Any) -> None:
         self.endpoints = choose_endpoints("127.0.0.1", 0)
         self.hub = Hub(self.endpoints.control, ToCoordinatorControl, Gate(self.endpoints))
         self.processes: dict[str, Process] = {}
@@ -48,7 +48,7 @@ class Play:
         self.polled: Callable[[], None] = lambda: None  # in the session's thread, between its messages
         self.supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
         self.session = Session(
-            LaunchConfig(**launch), run_dir, self.endpoints, self.supervisor, self, self.on_step
+            LaunchConfig(**launch), run_dir, self.endpoints, self.supervisor, self, self.on_step, trains
         )
         self.tracked: list[int] = []
         self._stepped = threading.Event()
@@ -199,7 +199,22 @@ def test_nohup_is_respected(play: Play) -> None:
     assert signal.getsignal(signal.SIGTERM) is before[1]
 
 
-def test_a_stop_says_how_long_it_may_take_and_what_became_of_it(play: Play) -> None:
+@pytest.mark.parametrize(
+    ("trains", "said", "then"),
+    [
+        (
+            True,
+            "interrupted: stopping after the micro-batch under way, with a checkpoint (at most 600 s; ",
+            "resume=auto",
+        ),
+        (False, "interrupted: stopping (at most 600 s; ", "the same command goes on with the rest"),
+    ],
+)
+def test_a_stop_says_how_long_it_may_take_and_what_goes_on(
+    tmp_path: Path, trains: bool, said: str, then: str
+) -> None:
+    play = Play(tmp_path, trains=trains)
+
     def part() -> None:
         play.begin()
         signal.raise_signal(signal.SIGINT)
@@ -207,8 +222,10 @@ def test_a_stop_says_how_long_it_may_take_and_what_became_of_it(play: Play) -> N
         play.processes["rollout-0"].code = play.processes["coordinator-0"].code = 0
 
     assert play.run(part) == RunOutcome(130)
-    notes = [text for kind, text in play.shown[2:] if kind == "note"]
-    assert "at most 600 s" in notes[0] and "checkpoint" in notes[0] and "with a checkpoint" in notes[1]
+    first, last = [text for kind, text in play.shown[2:] if kind == "note"]
+    assert first.startswith(said) and last.startswith(f"the stop took 0 s; {then}")
+    assert trains or "checkpoint" not in first + last
+    play.hub.close()
 
 
 def test_a_trainer_that_dies_during_a_stop_is_not_waited_for(tmp_path: Path) -> None:
