@@ -9,16 +9,16 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console as Terminal
 from rich.console import RenderableType
-from rich.live import Live
 from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
+from asyncrl.launch.terminal import LiveView, open_terminal
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
@@ -31,7 +31,6 @@ from asyncrl.observe.summary import (
     ZERO_ADVANTAGE,
     success_line,
 )
-from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.observer import Status
 
@@ -119,20 +118,21 @@ def open_console(
 ) -> Iterator[Console]:
     """A console; a live one gives the terminal back at the end. `run_dir`: where transcripts are, which keys
     show."""
-    terminal = PipeSafeTerminal()
-    chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
-    console = Console(chosen, ConsoleState(title, Status("starting", 0, total, {}, ())), terminal, threshold)
+    with ExitStack() as stack:
+        terminal = stack.enter_context(open_terminal())
+        chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
+        state = ConsoleState(title, Status("starting", 0, total, {}, ()))
+        console = Console(chosen, state, terminal, threshold)
+        pressed = stack.enter_context(_keyboard(chosen == "live" and run_dir is not None))
 
-    def picture() -> RenderableType:
-        if run_dir is not None:
-            for key in pressed():
-                console.state.transcript = _chosen(key, run_dir, threshold)
-        width, height = terminal.size
-        return render(console.state, width, height - 1, keys=keys)
+        def picture() -> RenderableType:
+            if run_dir is not None:
+                for key in pressed():
+                    state.transcript = _chosen(key, run_dir, threshold)
+            width, height = terminal.size
+            return render(state, width, height - 1, keys=pressed is not _nothing)
 
-    with _keyboard(chosen == "live" and run_dir is not None) as pressed:
-        keys = pressed is not _nothing
-        live = Live(console=terminal, get_renderable=picture, refresh_per_second=4, transient=True)
+        live = LiveView(console=terminal, get_renderable=picture, refresh_per_second=4, transient=True)
         if chosen == "live":
             live.start()
         try:

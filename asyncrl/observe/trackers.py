@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
+from asyncrl.observe.background import Background
 from asyncrl.observe.document import Texts, as_markdown
 from asyncrl.observe.files import read_lines, run_id
 from asyncrl.observe.summary import VALIDATED
@@ -21,6 +22,7 @@ WANDB_URL = "https://api.wandb.ai"  # under which its login is kept, also where 
 STEP, LAG = "training/step", "staleness/lag_tokens/"  # the latter + lag: tokens taken at that lag
 TRANSCRIPTS = "transcripts/validation"
 COLUMNS = ("sample", "mode", "score", "success", "end", "turns", "ground_truth", "text")
+MOST, PATIENCE = 1000, 60.0  # rows that may wait for trackers; seconds, at the end
 NAME_LIMIT = 128  # characters of a run's name, in wandb
 
 log = logging.getLogger("asyncrl.trackers")
@@ -48,48 +50,67 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run. One that fails is logged once and left out: it does not end the run."""
+    """All trackers of a run, called in a thread of their own: a launcher that waits for a service would
+    restart no process any more. One that fails is logged once and left out: it does not end the run."""
 
     def __init__(self, trackers: dict[str, Tracker], run_dir: Path) -> None:
         self._trackers, self._run_dir = trackers, run_dir
+        self._failed: set[str] = set()
+        self._calls = Background("trackers", MOST)
 
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig, run_dir: Path) -> Iterator[Trackers]:
         """In a run directory that is marked as started. ConfigError for one that is not installed, or that
         does not start."""
-        with ExitStack() as stack:
-            trackers: dict[str, Tracker] = {}
+        opened = cls({}, run_dir)
+        try:
             for name in config.observe.trackers:
                 module = _module(name)
                 try:
-                    trackers[name] = OPEN[name](module, config, run_dir)
+                    opened._trackers[name] = OPEN[name](module, config, run_dir)
                 except Exception as error:
                     raise ConfigError(_not_started(name, error)) from error
-                stack.callback(trackers[name].close)
-            yield cls(trackers, run_dir)
+            yield opened
+        finally:
+            opened.close()
 
     def log(self, step: int, metrics: dict[str, float], values: Values = EMPTY) -> None:
         """A row; after that of a validation the transcripts that it has kept."""
-        lags = [int(metrics.get(f"{LAG}{lag}", 0)) for lag in range(_highest_lag(metrics) + 1)]
-        self._each(lambda tracker: tracker.log(step, metrics, values, lags))
-        if self._trackers and VALIDATED in metrics:
-            path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
-            if entries := list(read_lines(path)):
-                self._each(lambda tracker: tracker.transcripts(step, entries))
+        self._calls.call(lambda: self._log(step, metrics, values))
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Of the whole run, once it is over."""
         if summary:
-            self._each(lambda tracker: tracker.summarize(summary))
+            self._calls.call(lambda: self._now(lambda tracker: tracker.summarize(summary)))
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
+    def close(self) -> None:
+        """Wait until they have what is theirs, for PATIENCE seconds."""
+        self._calls.call(self._close)
+        if not self._calls.close(PATIENCE):
+            log.warning("trackers: not done after %g s; all rows are in metrics.jsonl", PATIENCE)
+        elif self._calls.lost:
+            log.warning("trackers: %d rows are in metrics.jsonl only", self._calls.lost)
+
+    def _log(self, step: int, metrics: dict[str, float], values: Values) -> None:
+        lags = [int(metrics.get(f"{LAG}{lag}", 0)) for lag in range(_highest_lag(metrics) + 1)]
+        self._now(lambda tracker: tracker.log(step, metrics, values, lags))
+        if self._trackers and VALIDATED in metrics:
+            path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
+            if entries := list(read_lines(path)):
+                self._now(lambda tracker: tracker.transcripts(step, entries))
+
+    def _close(self) -> None:
+        self._failed.clear()  # what such a tracker has is kept
+        self._now(lambda tracker: tracker.close())
+
+    def _now(self, call: Callable[[Tracker], None]) -> None:
+        for name in self._trackers.keys() - self._failed:
             with recorded() as failure:
-                call(tracker)
+                call(self._trackers[name])
             if failure:
                 log.warning("tracker %s is left out from here on: %s", name, failure.line)
-                del self._trackers[name]
+                self._failed.add(name)
 
 
 def _highest_lag(metrics: Mapping[str, float]) -> int:

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console as Terminal
 
 from asyncrl.launch import console as console_module
+from asyncrl.launch import terminal as terminal_module
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.progress import BATCH
@@ -123,6 +125,35 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
         monkeypatch.undo()
         with suppress(OSError):
             out.close()
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_terminal_that_nobody_reads_stops_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gets what was printed meanwhile once it is read again."""
+    monkeypatch.setattr(terminal_module, "PATIENCE", 60.0)
+    ours, theirs = os.openpty()
+    seen = bytearray()
+
+    def read() -> None:
+        with suppress(OSError):  # the other side is closed
+            while b"line 299 " not in seen:
+                seen.extend(os.read(ours, 1 << 16))
+
+    reader = threading.Thread(target=read, daemon=True)
+    with open(theirs, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with open_console(mode, "demo", 10) as shown:  # type: ignore[arg-type]
+            lines = (f"line {n} {'x' * 500}" for n in range(300))
+            writer = threading.Thread(target=lambda: [*map(shown.note, lines)], daemon=True)
+            writer.start()
+            writer.join(60)
+            waited = writer.is_alive()
+            reader.start()
+        monkeypatch.undo()
+    reader.join(60)
+    os.close(ours)
+    assert not waited
+    assert [n for n in range(300) if b"line %d " % n not in seen] == []
 
 
 def test_a_reader_that_has_gone_away_does_not_matter() -> None:

@@ -1,0 +1,46 @@
+"""Calls to what may block: a terminal that nobody reads, a tracker whose service does not answer."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+
+class Background:
+    """A daemon thread that runs one call after another. `call` never waits: with `most` calls waiting the
+    next one is not made, and counted as `lost`. A call must not raise."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self.lost = 0
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(most)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Make it in the thread, behind those before it."""
+        try:
+            self._calls.put_nowait(function)
+        except queue.Full:
+            self.lost += 1
+
+    @property
+    def idle(self) -> bool:
+        """All calls were made."""
+        return not self._calls.unfinished_tasks
+
+    def close(self, seconds: float) -> bool:
+        """End the thread behind the last call; False where that takes longer, and it is left alone."""
+        deadline = time.monotonic() + seconds
+        try:
+            self._calls.put(None, timeout=seconds)
+        except queue.Full:
+            return False
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (function := self._calls.get()) is not None:
+            function()
+            self._calls.task_done()
