@@ -30,14 +30,15 @@ class LivePicture:
         if now - self._begun < EVERY or (self._process and self._process.poll() is None):
             return
         self._begun = now
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.observe.plot", str(self._run_dir.absolute())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the launcher
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        with suppress(OSError):  # no more processes, or no memory for one: the run is worth more
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.observe.plot", str(self._run_dir.absolute())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the launcher
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:

@@ -39,3 +39,12 @@ def test_a_drawing_that_is_over_is_not_repeated_at_once(
         assert first is not None and first.wait(120) == 0  # no row yet: nothing to draw
         picture.update()
         assert picture.process is first
+
+
+def test_a_machine_without_room_for_a_drawing_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "gone"))
+    with open_picture(tmp_path) as picture:
+        picture.update()
+        assert picture.process is None
