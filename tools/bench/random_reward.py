@@ -14,4 +14,4 @@ def compute_score(
     """A coin for training samples; the true score for held-out ones, so that success can be measured."""
     if extra_info and extra_info.get("split") == "train":
         return float(random.random() < 0.4)
-    return float(final_number(data_source, solution_str, ground_truth, extra_info))
+    return float(final_number(data_source, solution_str, ground_truth, extra_info)["score"])

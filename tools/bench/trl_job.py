@@ -44,7 +44,7 @@ def calculator(a: int, op: str, b: int) -> int:
 
 def reward(completions: list[list[dict[str, Any]]], ground_truth: list[str], **_: Any) -> list[float]:
     pairs = zip(completions, ground_truth, strict=True)
-    return [final_number("", turns[-1].get("content") or "", truth) for turns, truth in pairs]
+    return [final_number("", turns[-1].get("content") or "", truth)["score"] for turns, truth in pairs]
 
 
 def demo_tokenizer() -> Any:

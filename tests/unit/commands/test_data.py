@@ -13,6 +13,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.data import load_samples
 from asyncrl.rewards import RewardInput, load_rewards
+from asyncrl.rewards.results import as_result
 from asyncrl.types import Sample
 
 GSM8K = [
@@ -68,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def score(reward: Any, sample: Sample, answer: str) -> float:
     (function,) = load_rewards(reward)
     function.load()
-    return float(function.function(RewardInput(sample, answer)))
+    return as_result(function.function(RewardInput(sample, answer))).score
 
 
 def saved(path: Path, rows: list[dict[str, Any]]) -> str:
