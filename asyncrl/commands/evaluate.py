@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from glob import glob
 from hashlib import blake2s
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.commands.merge import find_checkpoint
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, read_config
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -182,20 +183,32 @@ def _untrained(config: RunConfig) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Of the weights, by name, size and time of their files, and of how they are evaluated."""
+    """Of how episodes are played, and of the files: weights, data, the user's own, by name, size and time."""
+    from asyncrl.data.sources import paths
     from asyncrl.weights.model_files import weight_files
 
-    stats = [(file.name, file.stat()) for file in sorted(weight_files(config.model.path)) if file.is_file()]
+    named = [one.partition(":")[0] for one in _texts(msgspec.to_builtins(config.rollout))]  # FILE.py:function
+    data = [name for path in paths(config.data, "test") for name in glob(path, recursive=True)]
+    used = {*map(str, weight_files(config.model.path)), *data, *named}
+    stats = [(os.path.basename(file), os.stat(file)) for file in sorted(used) if os.path.isfile(file)]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return blake2s(msgspec.json.encode((config.held_out_settings, files)), digest_size=4).hexdigest()
 
 
+def _texts(tree: Any) -> Iterator[str]:
+    """All keys and values that are texts."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for one in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
+            yield from _texts(one)
+
+
 def check_same(run_dir: Path, config: RunConfig) -> None:
     """ConfigError where a run of that name is no evaluation of the same kind."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
+    if not (run_dir / "config.yaml").is_file():
         return
-    before = msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
+    before = read_config(run_dir)
     if before.total_steps or before.held_out_settings != config.held_out_settings:
         raise ConfigError(f"{run_dir}: is another run; choose another name=…")
 
@@ -215,7 +228,7 @@ class Result(NamedTuple):
         from asyncrl.store.reader import RunReader
         from asyncrl.wire.messages.worker_bulk import Failed, Finished
 
-        config = msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
+        config = read_config(run_dir)
         samples = Samples.open(samples_path(run_dir, "test"))
         with closing(RunReader.open(run_dir)) as reader:
             stored = reader.held_out(uid_prefix(0))
@@ -235,10 +248,8 @@ def _baseline(target: Target, options: argparse.Namespace, composers: Composers)
     """The run to compare with: an evaluation that is there, or one of that model that is run now, configured
     as the one of `target`."""
     for path in (Path(options.baseline), options.run_dir / options.baseline):
-        if (path / "config.yaml").is_file():
-            config = msgspec.yaml.decode((path / "config.yaml").read_bytes(), type=RunConfig)
-            if not config.total_steps:
-                return 0, path
+        if (path / "config.yaml").is_file() and not read_config(path).total_steps:
+            return 0, path
     other = find_target(options.baseline, options.run_dir)
     return evaluate(other._replace(run_dir=target.run_dir), options, composers)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.commands.evaluate import Composers, argument_parser, evaluate, find_target
 from asyncrl.commands.regrade import write_rows
-from asyncrl.config import RunConfig
+from asyncrl.config import read_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import SAMPLED, HeldOut, uid_prefix
 
@@ -72,7 +72,7 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     from asyncrl.store.reader import RunReader
     from asyncrl.wire.messages.worker_bulk import Failed, Finished
 
-    config = msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
+    config = read_config(run_dir)
     rules, toolbox = load_rules(config), load_toolbox(config)
     samples = Samples.open(samples_path(run_dir, "test"))
 

@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from asyncrl.commands.runs import find_run
-from asyncrl.config import RunConfig
+from asyncrl.config import read_config
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,15 +67,11 @@ def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | No
         run_dir = beside if (beside / "config.yaml").is_file() else None
     else:
         run_dir = find_run(runs, given)
-        checkpoints = checkpoints_of(_config(run_dir), run_dir)
+        checkpoints = checkpoints_of(read_config(run_dir), run_dir)
         steps = checkpoints.steps()
     if not steps:
         raise ConfigError(f"{checkpoints.root}: no checkpoint; asyncrl runs list shows the runs")
     return checkpoints, steps[0], run_dir
-
-
-def _config(run_dir: Path) -> RunConfig:
-    return msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
 
 
 def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
@@ -96,4 +90,4 @@ def _write_adapters(checkpoints: Checkpoints, step: int, run_dir: Path | None, o
         raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
     from asyncrl.trainer.peft import write_adapters
 
-    write_adapters(checkpoints, step, _config(run_dir).model, out)
+    write_adapters(checkpoints, step, read_config(run_dir).model, out)

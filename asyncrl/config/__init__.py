@@ -16,6 +16,7 @@ from asyncrl.config.run import (
     WeightedSource,
     WeightsConfig,
     parse,
+    read_config,
 )
 from asyncrl.config.training import (
     LESS_MEMORY,
@@ -54,5 +55,6 @@ __all__ = [
     "WeightsConfig",
     "divisors",
     "parse",
+    "read_config",
     "without_defaults",
 ]

@@ -6,6 +6,7 @@ import math
 import typing
 from collections.abc import Iterator
 from hashlib import blake2s
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,7 +23,7 @@ from asyncrl.config.training import (
     StoreConfig,
     TrainerConfig,
 )
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
 BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a span
 
@@ -196,6 +197,17 @@ class RunConfig(Section, frozen=True, kw_only=True):
         """Worst-case payload of a group."""
         episode = self.rollout.rows * self.rollout.max_tokens * BYTES_PER_TOKEN
         return self.buffer.episodes_per_group * episode
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """That of a run, from its config.yaml. ConfigError where this version cannot read it."""
+    path = run_dir / "config.yaml"
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
+    except (OSError, *UNDECODABLE) as error:
+        raise ConfigError(
+            f"{path}: cannot be read by this version ({one_line(error)}); use the one that wrote it"
+        ) from None
 
 
 def parse(mapping: Any) -> RunConfig:

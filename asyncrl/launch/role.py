@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, read_config
 from asyncrl.errors import ConfigError, OutOfMemoryError
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
@@ -77,11 +77,6 @@ def execute(
         return CRASHED
     log.info("%s-%d ends with %d", role, index, code)
     return code
-
-
-def read_config(run_dir: Path) -> RunConfig:
-    """The configuration as the launcher resolved and wrote it."""
-    return msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
 
 
 def read_endpoints() -> Endpoints:

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from asyncrl.buffer.records import Flow
-from asyncrl.config import parse, without_defaults
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.config import read_config, without_defaults
+from asyncrl.errors import ConfigError
 from asyncrl.observe.document import Block, Grid, Heading, Paragraph, Picture, Texts
 from asyncrl.observe.files import read_lines, read_rows, read_summary
 from asyncrl.observe.machine import describe_machine, recorded_machine
@@ -115,11 +113,10 @@ def _summary(run_dir: Path, rows: Sequence[Row]) -> Mapping[str, Any]:
 
 
 def _configuration(run_dir: Path) -> dict[str, str]:
-    path = run_dir / "config.yaml"
     try:
-        return dict(_leaves(without_defaults(parse(msgspec.yaml.decode(path.read_bytes())))))
-    except (OSError, msgspec.DecodeError, ConfigError) as error:
-        return {"config.yaml": f"cannot be read by this version ({one_line(error)})"}
+        return dict(_leaves(without_defaults(read_config(run_dir))))
+    except ConfigError as error:
+        return {"config.yaml": str(error)}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

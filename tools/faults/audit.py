@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord, State
-from asyncrl.launch.role import read_config
+from asyncrl.config import read_config
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.store.reader import RunReader

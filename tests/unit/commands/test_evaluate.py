@@ -73,6 +73,23 @@ def test_the_same_command_names_the_same_run_and_another_another() -> None:
     assert (own.name, own.resume, own.data.test) == ("own", "never", "a.parquet")
 
 
+def test_files_that_were_edited_are_another_run(tmp_path: Path) -> None:
+    data, reward = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    given = (*CALCULATOR, f"data={tmp_path}/*.jsonl", f"rollout.reward={reward}:score")
+    names = []
+    for path in (data, reward, data):
+        path.write_text("")
+        names += [configured(Target(MODEL, None), *given).name for _ in range(2)]
+        path.write_text("edited" * len(names))
+    assert names[0::2] == names[1::2] and len(set(names)) == 3
+
+
+def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("name: x\nolder: 1\n")
+    with pytest.raises(ConfigError, match=r"mine/config.yaml: cannot be read by this version"):
+        find_target("mine", run_dir.parent)
+
+
 def test_without_data_there_is_nothing_to_evaluate_on() -> None:
     with pytest.raises(ConfigError, match=r"data\.test"):
         configured(Target(MODEL, None))
