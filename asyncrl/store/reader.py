@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,13 +57,15 @@ class RunReader:
         rows = self._rows("SELECT value FROM meta WHERE key=?", key)
         return rows[0][0] if rows else default
 
-    def frames(self, uid: str, turns: int) -> Iterator[bytes]:
-        """Generated and replied payloads of the first `turns` turns; b'' where there is none. StoreError at
-        one that cannot be read."""
+    def frames(
+        self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied")
+    ) -> Iterator[bytes]:
+        """Payloads of these kinds of the first `turns` turns; b'' where there is none. StoreError at one that
+        cannot be read."""
         rows = self._rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
         places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
         for turn in range(turns):
-            for kind in ("generated", "replied"):
+            for kind in kinds:
                 yield self._frame((uid, turn, kind), places.get((turn, kind)))
 
     def _frame(self, key: FrameKey, place: FramePlace | None) -> bytes:
@@ -143,6 +145,7 @@ class RunReader:
         kind: type[T],
         *,
         state: str | None = None,
+        reason: str | None = None,
         group: int | None = None,
         steps: tuple[int, int] | None = None,
         rewards: tuple[float, float] | None = None,
@@ -152,6 +155,8 @@ class RunReader:
         wanted: dict[str, tuple[object, ...]] = {}
         if state is not None:
             wanted["state = ?"] = (state,)
+        if reason is not None:
+            wanted["reason = ?"] = (reason,)
         if group is not None:
             wanted["group_id = ?"] = (group,)
         if steps is not None:
@@ -203,7 +208,8 @@ class RunReader:
         raise StoreError(f"{DATABASE}: has no {what} {value} any more: set a larger store.keep_bytes")
 
     def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
-        return [msgspec.msgpack.decode(record, type=kind) for (record,) in self._rows(query, *values)]
+        decode = msgspec.msgpack.Decoder(kind).decode
+        return [decode(record) for (record,) in self._rows(query, *values)]
 
     def _rows(self, query: str, *values: object) -> list[Any]:
         try:

@@ -108,7 +108,8 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
     """The database of a run that may be under way, or over. Raises as `take_over` does, but never waits."""
     path = run_dir / DATABASE
     try:
-        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        uri = f"{path.absolute().as_uri()}?mode=ro"  # with ? and % of the path as %3F and %25
+        db = sqlite3.connect(uri, uri=True, isolation_level=None)
         _check(db, path)
     except sqlite3.Error as error:
         raise StoreError(f"{path}: {error}") from error

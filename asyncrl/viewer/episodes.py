@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from asyncrl.buffer.records import State
+from asyncrl.buffer.staleness import lag
 from asyncrl.errors import ConfigError
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
@@ -18,6 +19,7 @@ from asyncrl.types import TurnReply
 PAGE = 100  # episodes
 LOOKED_AT = 5000  # episodes of which one search for a tool reads the replies
 LAST = 1 << 60
+Number = Annotated[int, msgspec.Meta(ge=0, le=LAST)]  # SQLite has no larger ones
 
 
 class Earned(msgspec.Struct, gc=False):
@@ -54,13 +56,20 @@ class Listed(msgspec.Struct, gc=False):
     stats: Size
 
 
+def lag_of(episode: Listed) -> int | None:
+    """The largest lag of its tokens, where a batch took it."""
+    if episode.step < 0 or episode.oldest < 0:
+        return None
+    return max(lag(episode.step, version) for version in (episode.oldest, episode.newest))
+
+
 ORDERS: dict[str, Callable[[Listed], Any]] = {
     "newest": lambda e: (-e.group, e.member),
     "reward": lambda e: e.result.reward,
     "-reward": lambda e: -e.result.reward,
     "length": lambda e: e.result.tokens,
     "-length": lambda e: -e.result.tokens,
-    "-lag": lambda e: -(e.step - e.oldest) if e.step >= 0 and e.oldest >= 0 else 1,
+    "-lag": lambda e: 1 if (oldest := lag_of(e)) is None else -oldest,
 }
 
 
@@ -71,16 +80,16 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: str = ""
     reason: str = ""
     end: str = ""
-    group: int | None = None
+    group: Number | None = None
     tool: str = ""
-    step_from: int | None = None
-    step_to: int | None = None
+    step_from: Number | None = None
+    step_to: Number | None = None
     reward_from: float = -math.inf
     reward_to: float = math.inf
-    length_from: int = 0
-    length_to: int = LAST
+    length_from: Number = 0
+    length_to: Number = LAST
     order: str = "newest"
-    start: int = 0
+    start: Number = 0
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Filter:
@@ -89,8 +98,8 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found = msgspec.convert({k: v for k, v in query.items() if v}, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"episodes: {error}; correct the address") from None
-        if found.order not in ORDERS or found.start < 0:
-            raise ConfigError(f"episodes: order is one of {', '.join(ORDERS)}, and start 0 or more")
+        if found.order not in ORDERS:
+            raise ConfigError(f"episodes: order is one of {', '.join(ORDERS)}")
         return found
 
 
@@ -103,6 +112,7 @@ def page(reader: RunReader, wanted: Filter) -> dict[str, Any]:
     found = reader.select(
         Listed,
         state=wanted.state or None,
+        reason=wanted.reason or None,
         group=wanted.group,
         steps=steps if bounded else None,
         rewards=(wanted.reward_from, wanted.reward_to) if rewarded else None,
@@ -118,17 +128,14 @@ def page(reader: RunReader, wanted: Filter) -> dict[str, Any]:
 
 
 def _fits(episode: Listed, wanted: Filter) -> bool:
-    return (
-        wanted.reason in ("", episode.reason)
-        and (not wanted.end or (episode.stats.turns > 0 and episode.result.end == wanted.end))
-        and wanted.length_from <= episode.result.tokens <= wanted.length_to
-    )
+    ended = not wanted.end or (episode.stats.turns > 0 and episode.result.end == wanted.end)
+    return ended and wanted.length_from <= episode.result.tokens <= wanted.length_to
 
 
 def tools(reader: RunReader, episode: Listed) -> set[str]:
     """Names of the tools that it called, as far as its replies are kept."""
     try:
-        frames: Iterable[bytes] = list(reader.frames(episode.uid, episode.turns))[1::2]
+        frames = list(reader.frames(episode.uid, episode.turns, ("replied",)))
     except StoreError:  # deleted since the index was read
         return set()
     replies = (msgspec.msgpack.decode(frame, type=TurnReply).replies for frame in frames if frame)
@@ -136,7 +143,7 @@ def tools(reader: RunReader, episode: Listed) -> set[str]:
 
 
 def shown(episode: Listed) -> dict[str, Any]:
-    """A row of the list. `lag`: the largest of its tokens, where a batch took it."""
+    """A row of the list."""
     landed, taken = episode.stats.turns > 0, episode.step >= 0
     return {
         "uid": episode.uid,
@@ -152,7 +159,7 @@ def shown(episode: Listed) -> dict[str, Any]:
         "calls": episode.stats.tool_calls,
         "failed_calls": episode.stats.failed,
         "seconds": episode.stats.seconds,
-        "lag": abs(episode.step - episode.oldest) if taken and episode.oldest >= 0 else None,
+        "lag": lag_of(episode),
         "greedy": episode.greedy,
     }
 

@@ -5,6 +5,7 @@ Spans ──► window(from, to) ──► lanes: processes, rows, spans [start,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncrl.errors import ConfigError
 from asyncrl.viewer.spans import Columns, Spans
 
 PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
@@ -54,12 +56,16 @@ class LaneReader:
         self.spans = Spans(run_dir)
 
     def window(self, since: float | None = None, until: float | None = None) -> LaneWindow:
-        """What lies between two times, the run's start and end by default. Raises OSError."""
+        """What lies between two times, in seconds since the run's start; all of it by default. Raises
+        OSError, and ConfigError where a time is no number."""
         self.spans.update()
         rows = self.spans.arrays()
         start = float(min((row["start"].min() for row in rows.values()), default=0.0))
         end = float(max((row["end"].max() for row in rows.values()), default=0.0))
-        since, until = start if since is None else since, end if until is None else until
+        since = start if since is None else start + since
+        until = end if until is None else start + until
+        if not (math.isfinite(since) and math.isfinite(until)):
+            raise ConfigError("lanes: from and to must be finite numbers of seconds since the start")
         until, pixels = max(until, since + 1e-6), PIXELS
         while True:
             pixel = (until - since) / pixels

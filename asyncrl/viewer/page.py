@@ -76,7 +76,9 @@ def _answer(views: Views, name: str, **query: object) -> Any:
 
 def _inside(recorded: Mapping[str, Any] | None) -> str:
     """As JSON inside of a script element, which no text in it can end."""
-    return json.dumps(recorded).replace("<", "\\u003c")
+    return (
+        msgspec.json.encode(recorded).decode().replace("<", "\\u003c")
+    )  # json.dumps writes NaN, which is none
 
 
 def _text(name: str) -> str:

@@ -65,7 +65,7 @@ class ViewServer:
             return _error(405, "only GET")
         if request.headers.get("Host", "") not in self._hosts:
             return _error(403, "unknown Host")
-        token = request.path.split("/")[1]
+        token = request.path.lstrip("/").partition("/")[0]
         if not secrets.compare_digest(token.encode(), self._token.encode()):
             return _error(403, "open the address that `asyncrl view` has printed")
         try:
@@ -87,11 +87,7 @@ class ViewServer:
             return _error(400, str(error))
         except TimeoutError:
             return _error(504, f"not read within {DEADLINE:g} s")
-        response = web.Response(
-            body=msgspec.json.encode(found), content_type="application/json", headers=HEADERS
-        )
-        response.enable_compression()
-        return response
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json", headers=HEADERS)
 
 
 def _error(status: int, text: str) -> web.Response:

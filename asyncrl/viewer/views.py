@@ -1,11 +1,11 @@
-"""Every answer that the page asks for, from the files of runs. Nothing is written, and no state is kept but
-tokenizers: a run may be under way."""
+"""Every answer that the page asks for, from the files of runs, which may be under way. Nothing is written;
+kept in memory are tokenizers, and the spans of timelines."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig, parse
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_rows, read_status
 from asyncrl.observe.summary import identity_line
 from asyncrl.store.reader import RunReader
@@ -34,7 +34,8 @@ class Views:
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
         self._runs, self._ended = runs, ended
         self._decoders: dict[str, Decode] = {}
-        self._loading = threading.Lock()
+        self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
+        self._loading, self._listing, self._reading = (threading.Lock() for _ in range(3))
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
@@ -49,7 +50,17 @@ class Views:
 
     def answer(self, name: str, query: Query) -> Any:
         """As JSON. AsyncrlError says why there is none."""
-        return self._views[name](query)
+        try:
+            return self._views[name](query)
+        except OSError as error:
+            raise ConfigError(f"{name}: {one_line(error)}") from None
+
+    def warm_up(self) -> None:
+        """Load what the first transcript needs, beforehand: torch and a tokenizer take seconds."""
+
+        for path in self._runs:
+            with suppress(AsyncrlError):  # said where a transcript is asked for
+                self._decoder(_config(path).model.path)
 
     def _list(self, query: Query) -> dict[str, Any]:
         """What the runs are doing, and how their configurations differ."""
@@ -83,7 +94,7 @@ class Views:
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})
-        with self._reader(query) as reader:
+        with self._listing, self._reader(query) as reader:  # one at a time: each reads all that may fit
             return {**episodes.page(reader, wanted), "counts": episodes.counts(reader)}
 
     def _episode(self, query: Query) -> dict[str, Any]:
@@ -99,9 +110,12 @@ class Views:
             since, until = (float(query[key]) if key in query else None for key in ("from", "to"))
         except ValueError as error:
             raise ConfigError(f"lanes: {error}; give from and to in seconds since the start") from None
-        lanes = LaneReader(path)
-        start = lanes.window().start if (since, until) != (None, None) else 0.0
-        return lanes.window(*(None if at is None else start + at for at in (since, until)))
+        with self._reading:
+            mark = path / "started"  # another one, once another run was begun in this directory
+            began = mark.read_bytes() if mark.exists() else b""
+            if path not in self._lanes_of or self._lanes_of[path][0] != began:
+                self._lanes_of[path] = began, LaneReader(path)
+            return self._lanes_of[path][1].window(since, until)
 
     def _decoder(self, model: str) -> Decode:
         with self._loading:

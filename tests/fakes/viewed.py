@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from asyncrl.config import parse
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
+from asyncrl.observe.timeline import Timeline
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import DropReason, EpisodeStats, ToolCall, ToolReply, TurnReply, VersionSpan
 from tests.fakes.data import rows, stored
@@ -61,7 +63,12 @@ def save_run(run_dir: Path, **training: float) -> Path:
         for step in range(1, 13)
     ]
     metrics[-1]["actor/skipped_steps"] = 1.0
+    metrics[-1]["actor/grad_norm"] = math.nan  # of the skipped step
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    timeline = Timeline(run_dir / "timeline" / "trainer-0.jsonl")
+    for step in range(4000):
+        timeline.record("train", step, step + 1, step=step)
+    timeline.close()
     return run_dir
 
 

@@ -3,6 +3,7 @@ import { PALETTE, make, number } from "view/dom.js";
 
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 const HEIGHT = 190;
+const figures = new Map(); // by title: a chart stays while its lines do, and with it what was zoomed into
 
 // `tables`: of each run {x, columns}; `names`: metrics of a chart, each with a label. Returns null where no run
 // has any of them.
@@ -29,7 +30,7 @@ export function lines(title, names, tables, runs, scale) {
       }
     });
   });
-  return data.length ? figure(title, (width) => ({ width, series, bands, scales: { x: { time: false } } }), uPlot.join(data)) : null;
+  return data.length ? figure(title, { series, bands, scales: { x: { time: false } } }, uPlot.join(data)) : null;
 }
 
 // `counts`: by whole number.
@@ -40,12 +41,11 @@ export function bars(title, label, counts) {
     { label },
     { label: "tokens", stroke: PALETTE[0], fill: `${PALETTE[0]}88`, paths: uPlot.paths.bars({ size: [0.8] }), points: { show: false } },
   ];
-  const options = (width) => ({
-    width,
+  const options = {
     series,
     scales: { x: { time: false, range: [keys[0] - 0.6, keys.at(-1) + 0.6] }, y: { range: (_, low, high) => [0, high] } },
     axes: [{ incrs: [1, 2, 5, 10, 20, 50, 100] }, { size: 70 }],
-  });
+  };
   return figure(title, options, [keys, keys.map((key) => counts[key])]);
 }
 
@@ -57,6 +57,13 @@ function points(x, values) {
 }
 
 function figure(title, options, data) {
+  const kind = JSON.stringify(options); // without its functions
+  const old = figures.get(title);
+  if (old?.kind === kind) {
+    old.update(data);
+    return old.element;
+  }
+  old?.chart()?.destroy();
   const place = make("div");
   const element = make("figure", {}, make("figcaption", {}, title), place);
   const style = getComputedStyle(document.documentElement);
@@ -66,10 +73,17 @@ function figure(title, options, data) {
     const width = place.clientWidth;
     if (width < 50) return; // its tab is hidden
     if (chart) return void chart.setSize({ width, height: HEIGHT });
-    const wanted = options(width);
-    const axes = [0, 1].map((at) => ({ ...axis, size: at ? 60 : 30, ...(wanted.axes?.[at] ?? {}) }));
-    chart = new uPlot({ height: HEIGHT, cursor: { sync: { key: "x" } }, ...wanted, axes }, data, place);
+    const axes = [0, 1].map((at) => ({ ...axis, size: at ? 60 : 30, ...(options.axes?.[at] ?? {}) }));
+    chart = new uPlot({ width, height: HEIGHT, cursor: { sync: { key: "x" } }, ...options, axes }, data, place);
+  };
+  const update = (next) => {
+    const { min, max } = chart?.scales.x ?? {};
+    const all = !(min > data[0][0] || max < data[0].at(-1));
+    data = next;
+    chart?.setData(data, all);
+    if (!all) chart.redraw();
   };
   new ResizeObserver(() => requestAnimationFrame(fit)).observe(place);
+  figures.set(title, { kind, element, update, chart: () => chart });
   return element;
 }

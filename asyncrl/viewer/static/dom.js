@@ -22,6 +22,12 @@ export function clock(seconds) {
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
 }
 
+export function fail(text) {
+  const place = document.getElementById("error");
+  place.textContent = text;
+  place.hidden = !text;
+}
+
 export function fold(title, open, ...children) {
   return make("details", open ? { open: "" } : {}, make("summary", {}, title), ...children);
 }

@@ -1,5 +1,5 @@
 // The tab of episodes: a filtered list, page by page, and the chosen one, or its whole group side by side.
-import { make, number } from "view/dom.js";
+import { fail, make, number } from "view/dom.js";
 import { ask, isFile } from "view/source.js";
 import { COLOURS, draw } from "view/transcript.js";
 
@@ -11,10 +11,11 @@ const PAGE = 100;
 
 const wanted = { run: 0, start: 0, order: "newest" };
 let listed = [];
+let total = 0; // that fit, on all pages
 let chosen = -1;
 let colour = "logprobs";
 let open = []; // episodes that are shown
-let asked = 0; // answers of earlier questions are not shown
+const asked = { list: 0, open: 0 }; // answers of earlier questions are not shown
 
 export function setup(state) {
   const place = document.getElementById("episodes");
@@ -22,7 +23,7 @@ export function setup(state) {
   const field = (key, label) => make("input", { placeholder: label, title: label, "data-key": key, onchange: (event) => change(key, event.target.value) });
   const choice = (key, values, label) =>
     make("select", { title: label, "data-key": key, onchange: (event) => change(key, event.target.value) }, ...values.map((value) => make("option", { value }, value || `${label}: all`)));
-  const runs = make("select", { title: "run", onchange: (event) => change("run", Number(event.target.value)) }, ...state.runs.map((run, at) => make("option", { value: at }, run.name)));
+  const runs = make("select", { title: "run", onchange: (event) => ((open = []), show(), change("run", Number(event.target.value))) }, ...state.runs.map((run, at) => make("option", { value: at }, run.name)));
   const colours = make("select", { title: "colour of tokens", id: "colour", onchange: (event) => ((colour = event.target.value), show()) }, ...Object.entries(COLOURS).map(([key, label]) => make("option", { value: key }, `colour: ${label}`)));
   place.replaceChildren(
     make("div", { class: "bar", id: "filters" }, runs, choice("state", STATES, "state"), choice("end", ENDS, "end"), field("reason", "reason"), field("step_from", "step from"), field("step_to", "step to"), field("reward_from", "reward from"), field("reward_to", "reward to"), field("length_from", "tokens from"), field("length_to", "tokens to"), field("group", "group"), isFile ? null : field("tool", "tool"), choice("order", ORDERS, "order")),
@@ -31,16 +32,16 @@ export function setup(state) {
     make("div", { id: "list", tabindex: 0 }),
     make("div", { id: "transcript" }),
   );
-  const turn = (by) => change("start", Math.max(0, wanted.start + by * PAGE));
+  const turn = (by) => wanted.start + by * PAGE < total && change("start", Math.max(0, wanted.start + by * PAGE));
 }
 
 export async function refresh() {
-  const mine = ++asked;
+  const mine = ++asked.list;
   try {
     const answer = await ask("episodes", wanted);
-    if (mine !== asked) return;
+    if (mine !== asked.list) return;
     fail("");
-    listed = answer.episodes;
+    [listed, total] = [answer.episodes, answer.total];
     chosen = listed.findIndex((episode) => episode.uid === open[0]?.uid);
     list(answer);
   } catch (error) {
@@ -81,10 +82,10 @@ export async function group() {
 }
 
 async function load(uids) {
-  const mine = ++asked;
+  const mine = ++asked.open;
   try {
     const found = await Promise.all(uids.map((uid) => ask("episode", { run: wanted.run, uid })));
-    if (mine !== asked) return;
+    if (mine !== asked.open) return;
     fail("");
     open = found;
     show();
@@ -97,10 +98,4 @@ function show() {
   const place = document.getElementById("transcript");
   place.className = open.length > 1 ? "side" : "";
   place.replaceChildren(...open.map((episode) => draw(episode, colour)));
-}
-
-function fail(text) {
-  const place = document.getElementById("error");
-  place.textContent = text;
-  place.hidden = !text;
 }

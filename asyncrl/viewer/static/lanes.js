@@ -1,8 +1,10 @@
-// Lanes over time on a canvas: who did what when. `data` is a LaneWindow of asyncrl/viewer/lanes.py.
+// Lanes over time on a canvas: who did what when. Spans are those of a LaneWindow of asyncrl/viewer/lanes.py.
 // Wheel or + and - zoom, dragging or the arrows move, a name in the legend is switched by a click.
+import { make } from "view/dom.js";
 
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#8a8a8a"]; // Okabe and Ito
 const ROW = 16, GAP = 2, HEAD = 20, LABELS = 210; // pixels
+const PAUSE = 150; // milliseconds without a change before the spans of a window are asked for
 
 /** The first and last second shown, after zooming by `factor` around second `at`, within 0 and `whole`. */
 export function zoomed([from, to], factor, at, whole) {
@@ -23,34 +25,15 @@ export function described([start, end, name, calls, seconds, text], names) {
   return text ? [...lines, text] : lines;
 }
 
-/** Draw `data` into `element`, which is emptied. */
-export function draw(element, data) {
-  const whole = Math.max(data.to - data.from, 1e-3), hidden = new Set();
-  const lines = data.processes.flatMap(({ title, rows }) => [{ title }, ...rows]);
-  const canvas = document.createElement("canvas"), legend = document.createElement("div");
-  const tip = document.createElement("div");
-  canvas.tabIndex = 0;
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", "What each process did over time");
-  canvas.style.cssText = "width:100%;display:block;touch-action:pan-y";
-  tip.style.cssText = "position:fixed;pointer-events:none;white-space:pre;padding:4px 8px;display:none;" +
-    "background:Canvas;color:CanvasText;border:1px solid GrayText;z-index:9";
+/** A picture in `element`: `draw(data, shown)` shows the spans of a window, and with `shown` moves there.
+ * Seconds are those since the run's start. `changed(shown, ended)` is called when another window is shown,
+ * `ended` once nobody has moved it for a moment. */
+export function picture(element, changed) {
+  const colours = new Map(), hidden = new Set(); // names keep their colour, whatever window they are in
+  const canvas = make("canvas", { tabindex: 0, role: "img", "aria-label": "What each process did over time", style: { width: "100%", display: "block", touchAction: "pan-y" } });
+  const legend = make("div", { class: "bar" }), tip = make("div", { class: "tip", hidden: "" });
+  let lines = [], names = [], offset = 0, whole = 1e-3, shown = [0, 1e-3], dragged = null, timer = 0;
   element.replaceChildren(legend, canvas, tip);
-  let shown = [0, whole], dragged = null;
-
-  data.names.forEach((name, number) => {
-    const button = document.createElement("button");
-    button.textContent = name;
-    button.setAttribute("aria-pressed", "true");
-    button.style.borderLeft = `10px solid ${COLOURS[number % COLOURS.length]}`;
-    button.onclick = () => {
-      if (!hidden.delete(number)) hidden.add(number);
-      button.setAttribute("aria-pressed", String(!hidden.has(number)));
-      button.style.opacity = hidden.has(number) ? 0.4 : 1;
-      paint();
-    };
-    legend.append(button);
-  });
 
   const width = () => Math.max(canvas.clientWidth - LABELS, 1);
   const x = (second) => LABELS + ((second - shown[0]) / (shown[1] - shown[0])) * width();
@@ -58,6 +41,28 @@ export function draw(element, data) {
     const place = event.clientX - canvas.getBoundingClientRect().left - LABELS;
     return shown[0] + (place / width()) * (shown[1] - shown[0]);
   };
+  const colour = (name) => COLOURS[colours.get(name) % COLOURS.length];
+
+  function draw(data, window_) {
+    whole = Math.max(data.end - data.start, 1e-3);
+    offset = data.from - data.start;
+    names = data.names;
+    lines = data.processes.flatMap(({ title, rows }) => [{ title }, ...rows]);
+    names.filter((name) => !colours.has(name)).forEach(add);
+    if (window_) shown = window_;
+    changed(shown, false);
+    paint();
+  }
+
+  function add(name) {
+    colours.set(name, colours.size);
+    const press = (event) => {
+      if (!hidden.delete(name)) hidden.add(name);
+      event.currentTarget.setAttribute("aria-pressed", String(!hidden.has(name)));
+      paint();
+    };
+    legend.append(make("button", { "aria-pressed": "true", onclick: press, style: { borderLeft: `10px solid ${colour(name)}` } }, name));
+  }
 
   function paint() {
     const ratio = window.devicePixelRatio || 1, height = HEAD + lines.length * (ROW + GAP);
@@ -75,30 +80,33 @@ export function draw(element, data) {
     }
     lines.forEach((line, number) => {
       const top = HEAD + number * (ROW + GAP);
-      context.globalAlpha = 1;
       context.fillStyle = ink;
       context.fillText(line.title, line.spans ? 12 : 0, top + ROW / 2, LABELS - 16);
       for (const [start, end, name] of line.spans ?? []) {
-        if (end < shown[0] || start > shown[1] || hidden.has(name)) continue;
-        const left = Math.max(x(start), LABELS), right = Math.min(x(end), LABELS + width());
-        context.fillStyle = COLOURS[name % COLOURS.length];
+        if (end + offset < shown[0] || start + offset > shown[1] || hidden.has(names[name])) continue;
+        const left = Math.max(x(start + offset), LABELS), right = Math.min(x(end + offset), LABELS + width());
+        context.fillStyle = colour(names[name]);
         context.fillRect(left, top, Math.max(right - left - 0.5, 1), ROW);
       }
     });
   }
 
-  function show(next) { shown = next; paint(); }
+  function show(next) {
+    shown = next;
+    changed(shown, false);
+    paint();
+    clearTimeout(timer);
+    timer = setTimeout(() => changed(shown, true), PAUSE);
+  }
 
   function hover(event) {
     const place = event.clientY - canvas.getBoundingClientRect().top - HEAD;
-    const at = second(event), slack = (shown[1] - shown[0]) / width();
+    const at = second(event) - offset, slack = (shown[1] - shown[0]) / width();
     const spans = lines[Math.floor(place / (ROW + GAP))]?.spans ?? [];
-    const span = spans.findLast(([start, end, name]) =>
-      start - slack <= at && at <= end + slack && !hidden.has(name));
-    tip.style.display = span ? "block" : "none";
-    if (span) tip.textContent = described(span, data.names).join("\n");
-    tip.style.left = `${event.clientX + 12}px`;
-    tip.style.top = `${event.clientY + 12}px`;
+    const span = spans.findLast(([start, end, name]) => start - slack <= at && at <= end + slack && !hidden.has(names[name]));
+    tip.hidden = !span;
+    if (span) tip.textContent = described(span, names).join("\n");
+    Object.assign(tip.style, { left: `${event.clientX + 12}px`, top: `${event.clientY + 12}px` });
   }
 
   canvas.addEventListener("wheel", (event) => {
@@ -107,7 +115,7 @@ export function draw(element, data) {
   }, { passive: false });
   canvas.onpointerdown = (event) => { dragged = second(event); canvas.setPointerCapture(event.pointerId); };
   canvas.onpointerup = canvas.onpointercancel = () => { dragged = null; };
-  canvas.onpointerleave = () => { tip.style.display = "none"; };
+  canvas.onpointerleave = () => { tip.hidden = true; };
   canvas.onpointermove = (event) =>
     dragged === null ? hover(event) : show(moved(shown, dragged - second(event), whole));
   canvas.onkeydown = (event) => {
@@ -120,5 +128,5 @@ export function draw(element, data) {
     if (next) { event.preventDefault(); show(next()); }
   };
   new ResizeObserver(paint).observe(element);
-  paint();
+  return { draw, show: ([from, to]) => show(moved([from, to], 0, whole, Math.min(Math.max(to - from, 1e-3), whole))) };
 }

@@ -1,5 +1,5 @@
 // The page: its tabs, its keys, and what is asked again while a run goes on.
-import { clock } from "view/dom.js";
+import { clock, fail } from "view/dom.js";
 import * as episodes from "view/episodes.js";
 import * as run from "view/run.js";
 import { ask, isFile } from "view/source.js";
@@ -21,6 +21,7 @@ function open(name) {
 async function refresh() {
   try {
     state = await ask("runs");
+    fail("");
     document.getElementById("state").textContent = state.runs.map(line).join(" | ");
     document.getElementById("state").title = state.runs.map((one) => [one.path, one.flow, one.failed, ...one.waits].filter(Boolean).join("\n")).join("\n\n");
     if (tab === "run") await run.refresh(state);
@@ -31,9 +32,7 @@ async function refresh() {
     if (tab === "time") await time.refresh(state);
     document.body.dataset.ready = tab;
   } catch (error) {
-    const place = document.getElementById("error");
-    place.textContent = error.message;
-    place.hidden = false;
+    fail(error.message);
   }
 }
 
@@ -43,7 +42,7 @@ function line(one) {
 }
 
 async function watch() {
-  if (state?.runs.some((one) => !one.ended) && tab === "run" && !document.hidden) await refresh();
+  if (tab === "run" && !document.hidden && !state?.runs.every((one) => one.ended)) await refresh();
   setTimeout(watch, EVERY);
 }
 
@@ -71,6 +70,7 @@ document.addEventListener("keydown", (event) => {
   KEYS[event.key]();
 });
 document.querySelectorAll("[data-tab]").forEach((button) => button.addEventListener("click", () => open(button.dataset.tab)));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload()); // canvases are painted
 document.getElementById("help-button").addEventListener("click", help);
 open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "run");
 if (!isFile) setTimeout(watch, EVERY);

@@ -27,39 +27,48 @@ const X = { step: "step", tokens: "tokens trained", seconds: "seconds" };
 
 let shownBy = "step";
 let extra = [];
-let last = null; // what was drawn: an answer that is the same is not drawn again
+let steps = null; // of all runs, when their metrics were asked for: there are no newer ones until they change
 
 export async function refresh(state) {
+  const now = JSON.stringify(state.runs.map((run) => [run.step, run.ended]));
+  if (now === steps) return;
   const answers = await Promise.all(state.runs.map((_, run) => ask("rows", { run })));
-  const found = JSON.stringify([answers, state.differences]);
-  if (found === last) return;
-  last = found;
+  steps = now;
   draw(state, answers);
 }
 
 function draw(state, answers) {
-  const place = document.getElementById("run");
   const names = state.runs.map((run) => run.name);
+  if (!document.getElementById("charts")) setup(names);
   const tables = answers.map((answer) => ({ x: answer[shownBy], columns: answer.columns }));
   const again = () => draw(state, answers);
-  const select = make("select", { title: "x axis", onchange: (event) => ((shownBy = event.target.value), again()) });
-  select.append(...Object.entries(X).map(([key, label]) => make("option", { value: key, selected: key === shownBy || null }, label)));
   const all = [...new Set(answers.flatMap((answer) => Object.keys(answer.columns)))].sort();
-  const add = make("input", { list: "metrics", placeholder: "add a metric…", id: "add-metric", style: { width: "18rem" } });
-  add.addEventListener("change", () => {
-    if (all.includes(add.value)) ((extra = [add.value, ...extra.filter((name) => name !== add.value)]), again());
-  });
+  const add = document.getElementById("add-metric");
+  add.onchange = () => {
+    if (all.includes(add.value)) ((extra = [add.value, ...extra.filter((name) => name !== add.value)]), (add.value = ""), again());
+  };
+  document.getElementById("x-axis").onchange = (event) => ((shownBy = event.target.value), again());
+  document.getElementById("metrics").replaceChildren(...all.map((name) => make("option", { value: name })));
   const own = extra.map((name) => [name, { [name]: name.split("/").at(-1) }]);
-  const legend = names.length > 1 ? names.map((name, at) => make("span", {}, make("span", { class: "key", style: { background: PALETTE[at % PALETTE.length] } }), name)) : [];
   const charts = [...own, ...CHARTS].map(([title, metrics]) => lines(title, metrics, tables, names, { label: X[shownBy] }));
   const lags = answers.map((answer, at) => bars(names.length > 1 ? `Tokens by lag: ${names[at]}` : "Tokens by lag, all steps", "lag", answer.lags));
-  place.replaceChildren(
-    ...answers.flatMap((answer, at) => answer.alerts.map((alert) => warning(names[at], alert))),
-    make("div", { class: "bar" }, "x:", select, add, make("datalist", { id: "metrics" }, ...all.map((name) => make("option", { value: name }))), ...legend),
-    make("div", { class: "charts" }, ...[...charts, ...lags].filter(Boolean)),
-    ...differences(names, state.differences),
+  document.getElementById("alerts").replaceChildren(...answers.flatMap((answer, at) => answer.alerts.map((alert) => warning(names[at], alert))));
+  const empty = answers.some((answer) => answer.step.length) ? [] : [make("p", {}, "No step is over yet.")];
+  document.getElementById("charts").replaceChildren(...[...charts, ...lags].filter(Boolean), ...empty);
+  document.getElementById("differing").replaceChildren(...differences(names, state.differences));
+}
+
+// What stays when there are new answers: somebody may be typing.
+function setup(names) {
+  const select = make("select", { title: "x axis", id: "x-axis" }, ...Object.entries(X).map(([key, label]) => make("option", { value: key }, label)));
+  const add = make("input", { list: "metrics", placeholder: "add a metric…", id: "add-metric", style: { width: "18rem" } });
+  const legend = names.length > 1 ? names.map((name, at) => make("span", {}, make("span", { class: "key", style: { background: PALETTE[at % PALETTE.length] } }), name)) : [];
+  document.getElementById("run").replaceChildren(
+    make("div", { id: "alerts" }),
+    make("div", { class: "bar" }, "x:", select, add, make("datalist", { id: "metrics" }), ...legend),
+    make("div", { class: "charts", id: "charts" }),
+    make("div", { id: "differing" }),
   );
-  if (!answers.some((answer) => answer.step.length)) place.append(make("p", {}, "No step is over yet."));
 }
 
 function warning(run, alert) {

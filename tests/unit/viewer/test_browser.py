@@ -27,6 +27,7 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
             async with browser(tmp_path / "profile") as tab:
                 await tab.open(server.url)
                 await looked_at(tab)
+                await zoomed_in(tab)
                 await tab.call("Page.navigate", url=(tmp_path / "page.html").as_uri())
                 await looked_at(tab)
                 assert tab.complaints == []
@@ -34,6 +35,23 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
             await server.close()
 
     asyncio.run(asyncio.wait_for(test(), 280))
+
+
+async def zoomed_in(tab: Tab) -> None:
+    """Spans that were below a pixel are shown one by one."""
+    point = """(y => {
+        const canvas = document.querySelector("#lanes canvas"), place = canvas.getBoundingClientRect();
+        const at = {clientX: (place.left + 210 + place.right) / 2, clientY: place.top + y};
+        canvas.dispatchEvent(new PointerEvent("pointermove", at));
+        return document.querySelector("#lanes .tip").textContent;
+    })(20 + 18 + 8)"""
+    await tab.until(f'{point}.includes("calls")')
+    await tab.run("""["1002", "1000"].forEach((second, at) => {
+        const field = document.querySelectorAll("#time input")[1 - at];
+        field.value = second;
+        field.dispatchEvent(new Event("change"));
+    })""")
+    await tab.until(f'{point}.includes("step 1001") && !{point}.includes("calls")')
 
 
 async def looked_at(tab: Tab) -> None:

@@ -75,6 +75,10 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("episodes", {"reward_from": "x"}, "reward_from"),
         ("episodes", {"colour": "x"}, "colour"),
         ("episodes", {"order": "x"}, "order is one of newest"),
+        ("episodes", {"group": "9" * 30}, "group"),
+        ("episodes", {"start": "-1"}, "start"),
+        ("lanes", {"from": "nan"}, "finite"),
+        ("lanes", {"to": "x"}, "seconds since the start"),
         ("episodes", {"run": "1"}, "there are 1 runs"),
         ("episode", {"uid": "9.9"}, "no episode 9.9"),
     ],
@@ -103,7 +107,7 @@ def test_a_page_in_a_file_has_all_inside_and_no_text_ends_its_script(
     page = out.read_text()
     assert page.count("<img") == 0 and "{{" not in page.split("<body>")[1]
     inside = page.split('id="recorded">')[1].split("</script>")[0]
-    recorded = json.loads(inside)
+    recorded = json.loads(inside, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert recorded["rows?run=0"]["alerts"][0]["name"] == "skipped optimizer steps"
     assert recorded["episode?run=0&uid=0.0"]["turns"][0]["replies"][0]["content"] == MARKUP
     assert recorded["runs"]["runs"][0]["ended"]
@@ -132,6 +136,19 @@ def test_a_hundred_thousand_episodes_are_paged_in_time(tmp_path: Path) -> None:
         g % 500 >= 200 and ends[g % len(ends)] == "length" for g in range(12_500)
     )
     assert [one["reward"] for one in found["episodes"]] == [7 / 8] * 100
+
+
+def test_lanes_of_a_window_and_of_another_run_in_the_same_directory(tmp_path: Path) -> None:
+    run_dir = save_run(tmp_path / "what? 50%")
+    views = Views([run_dir], ended)
+    assert views.answer("episodes", {})["total"] == 8  # the name is none of an address
+    assert views.answer("lanes", {}).end == 4000
+    window = views.answer("lanes", {"from": "1000", "to": "1002"})
+    (row,) = window.processes[0].rows
+    assert [span[5] for span in row.spans] == ["step 999", "step 1000", "step 1001", "step 1002"]
+    (run_dir / "timeline" / "trainer-0.jsonl").write_text('{"name":"train","start":1,"end":2}\n')
+    (run_dir / "started").write_text("another run")
+    assert views.answer("lanes", {}).end == 2
 
 
 def test_a_store_of_another_version_is_named(tmp_path: Path) -> None:
