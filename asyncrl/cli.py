@@ -1,5 +1,4 @@
-"""The command line: finds the command, which parses its own arguments; and Hydra's composition, its only
-importer.
+"""The command line: finds the command, which parses its own arguments.
 
 Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted, 141 nobody reads
 the output any more (as of a program that SIGPIPE ends).
@@ -8,75 +7,43 @@ the output any more (as of a program that SIGPIPE ends).
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
-import typing
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
-
-import msgspec
+from importlib import import_module
 
 import asyncrl
-from asyncrl.commands import (
-    data,
-    evaluate,
-    generate,
-    merge,
-    regrade,
-    replay,
-    report,
-    runs,
-    sft,
-    status,
-    tools,
-    trace,
-    train,
-    view,
-)
-from asyncrl.config import Plugin, RunConfig, parse
-from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
 
-MISSING = "???"  # OmegaConf's mark of a mandatory value
-ROOT = "${asyncrl_root:}"
-SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
-COMMANDS = (
-    "train",
-    "sft",
-    "data",
-    "runs",
-    "report",
-    "status",
-    "view",
-    "replay",
-    "regrade",
-    "eval",
-    "generate",
-    "merge",
-    "tools",
-    "trace",
-)
-HELP = """\
-  asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
-  asyncrl train --help                  flags, examples, and the most common keys
-  asyncrl sft --help                    train on conversations first: formats a model has never seen
-  asyncrl eval MODEL data=FILE          mean@k, pass@k, maj@k of a model, a checkpoint or a run
-  asyncrl generate MODEL data=FILE out=FILE.parquet      its answers, with rewards, as a data set
-  asyncrl merge CHECKPOINT OUT          a Hugging Face directory of it; or adapters alone
-  asyncrl data gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK
-  asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
-  asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
-  asyncrl report [NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag
-  asyncrl status [NAME]                 a run under way: who waits for what; after its end, why it ended
-  asyncrl trace [NAME]                  what each process did when, as a file for ui.perfetto.dev
-  asyncrl view [NAME...]                a page in the browser: curves, episodes token by token, time
-  asyncrl replay NAME --step N          a recorded step again, as it was or with other keys
-  asyncrl regrade NAME --reward SPEC    recorded episodes, scored by another reward
-  asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
-  asyncrl tools call NAME '{"a": 1}'    call one
-"""
+# A command is a module of `asyncrl.commands`, imported when it is asked for. Here: its lines of --help.
+COMMANDS = {
+    "train": [
+        "experiment=calculator   train a small model to use a calculator, on a CPU",
+        "--help                  flags, examples, and the most common keys",
+    ],
+    "sft": ["--help                    train on conversations first: formats a model has never seen"],
+    "eval": ["MODEL data=FILE          mean@k, pass@k, maj@k of a model, a checkpoint or a run"],
+    "generate": ["MODEL data=FILE out=FILE.parquet      its answers, with rewards, as a data set"],
+    "merge": ["CHECKPOINT OUT          a Hugging Face directory of it; or adapters alone"],
+    "data": [
+        "gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK",
+    ],
+    "runs": [
+        "list | show [NAME]       the runs in runs/, or the summary of one",
+        "transcripts [NAME]       its episodes that were kept as text, of validation or --of training",
+    ],
+    "report": ["[NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag"],
+    "status": ["[NAME]                 a run under way: who waits for what; after its end, why it ended"],
+    "trace": ["[NAME]                  what each process did when, as a file for ui.perfetto.dev"],
+    "view": ["[NAME...]                a page in the browser: curves, episodes token by token, time"],
+    "replay": ["NAME --step N          a recorded step again, as it was or with other keys"],
+    "regrade": ["NAME --reward SPEC    recorded episodes, scored by another reward"],
+    "tools": [
+        "list [SPEC...]          the built-in tools, or those of a module, file or folder",
+        "call NAME '{\"a\": 1}'    call one",
+    ],
+}
+HELP = "\n".join(f"  asyncrl {name} {line}" for name, lines in COMMANDS.items() for line in lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,201 +87,8 @@ def _dispatch(argv: list[str]) -> int:
         parser.print_help(sys.stderr)
         return 2
     options = parser.parse_args(argv)
-    match options.command:
-        case "data":
-            return data.main(options.arguments)
-        case "trace":
-            return trace.main(options.arguments)
-        case "runs":
-            return runs.main(options.arguments)
-        case "report":
-            return report.main(options.arguments)
-        case "status":
-            return status.main(options.arguments)
-        case "view":
-            return view.main(options.arguments)
-        case "replay":
-            return replay.main(options.arguments, recompose)
-        case "regrade":
-            return regrade.main(options.arguments, recompose)
-        case "eval":
-            return evaluate.main(options.arguments, evaluate.Composers(compose, recompose))
-        case "generate":
-            return generate.main(options.arguments, evaluate.Composers(compose, recompose))
-        case "merge":
-            return merge.main(options.arguments)
-        case "sft":
-            return sft.main(options.arguments, compose)
-        case "tools":
-            return tools.main(options.arguments)
-        case _:
-            return train.main(options.arguments, compose)
-
-
-# -- composition -----------------------------------------------------------------------------------
-
-
-def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """The configuration of configs/, `config_dir` and `overrides`."""
-    base = config_root() / "configs"
-    return _composed(base, [*_search_path(base, config_dir), *_opened(overrides)], config_dir)
-
-
-def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """The configuration that a run has recorded, with keys overridden. Not by files of configs/: rules and
-    options that they do not name would stay as recorded."""
-    return _composed(run_dir.resolve(), [*_opened(overrides)])
-
-
-def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """`config.yaml` of a directory with overrides. After this no OmegaConf object exists."""
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import MarkedYAMLError
-
-    root = str(config_root())
-    OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
-    ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
-    try:
-        with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
-            composed = hydra.compose("config", overrides)
-            found = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"configuration: {_explain(error)}") from None
-    except MarkedYAMLError as error:
-        mark, what = error.problem_mark, error.problem or error.context
-        place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
-        raise ConfigError(f"{place}: is not YAML ({what}); correct the file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{_not_utf8(config_dir)}: is not text in UTF-8; save it as such") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"configuration: {one_line(error)}") from None
-    for key in _unknown_keys(RunConfig, found):
-        raise ConfigError(f"configuration: {_unknown(key)}")
-    for key, value in _keys(found):
-        if value == MISSING:
-            raise MissingKeyError(key)
-    return parse(_with_root(found, root))
-
-
-def config_root() -> Path:
-    """Where `configs/` is: the checkout, or what an installation put under its prefix."""
-    package = Path(asyncrl.__file__).absolute().parent
-    for root in (package.parent, *(prefix / "share" / "asyncrl" for prefix in package.parents)):
-        if (root / "configs" / "config.yaml").is_file():
-            return root.resolve()
-    raise ConfigError(
-        "no configs/config.yaml beside the package; install asyncrl again, or work in a checkout"
-    )
-
-
-def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
-    """Every key with its default; a key without one is marked as mandatory."""
-    tree: dict[str, Any] = {}
-    for field in msgspec.structs.fields(section):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            tree[field.name] = defaults(field.type)
-        elif field.required:
-            tree[field.name] = MISSING
-        else:
-            default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
-            tree[field.name] = msgspec.to_builtins(default)
-    return tree
-
-
-def _search_path(base: Path, config_dir: Path | None) -> list[str]:
-    """Groups of the user's own: --config-dir, or ./configs."""
-    if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such directory")
-    own = config_dir or Path("configs")
-    if not own.is_dir() or own.resolve() == base:
-        return []
-    return [f"hydra.searchpath=[file://{own.resolve()}]"]
-
-
-def _with_root(tree: Any, root: str) -> Any:
-    """Keys that name a file, resolved: OmegaConf resolves values only."""
-    if not isinstance(tree, dict):
-        return tree
-    return {str(key).replace(ROOT, root): _with_root(value, root) for key, value in tree.items()}
-
-
-def _opened(overrides: list[str]) -> Iterator[str]:
-    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice. What takes one name is
-    replaced by a mapping that is given for it, instead of joined with that of a preset."""
-    kinds = dict(_open_keys(RunConfig))
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if kinds.get(key) == Plugin and key != SEVERAL and value.startswith("{"):
-            yield f"~{key}"
-        is_open = any(f"{key}.".startswith(f"{name}.") for name in kinds)
-        yield f"++{override}" if is_open else override
-
-
-def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys whose values may be mappings, with their types."""
-    for field in msgspec.structs.fields(section):
-        kind, name = field.type, f"{prefix}{field.name}"
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            yield from _open_keys(kind, f"{name}.")
-        elif any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind))):
-            yield name, kind
-
-
-def _explain(error: Exception) -> str:
-    """Hydra's error on one line; for an unknown key or choice, with the nearest known ones."""
-    text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
-    if override := getattr(error, "override", None):
-        return f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"
-    key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    known = [name for name, _ in _keys(defaults(RunConfig))]
-    return _unknown(key) if text.startswith("Could not override") and key and key not in known else text
-
-
-def _unknown(key: str) -> str:
-    """What is said of an unknown key: the nearest known ones."""
-    groups = [path.name for path in (config_root() / "configs").iterdir() if path.is_dir()]
-    if key in groups:
-        return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
-    known = [*groups, *(name for name, _ in _keys(defaults(RunConfig)))]
-    near = difflib.get_close_matches(key, dict.fromkeys(known), n=3, cutoff=0.5)
-    return f"unknown key {key}; " + (
-        f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
-    )
-
-
-def _unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") -> Iterator[str]:
-    """Keys that a file of the user's has, and the configuration has not."""
-    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
-    for name, value in tree.items():
-        kind = fields.get(name)
-        if kind is None:
-            yield f"{prefix}{name}"
-        elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
-            yield from _unknown_keys(kind, value, f"{prefix}{name}.")
-
-
-def _not_utf8(config_dir: Path | None) -> str:
-    """The first file of the user's that is not text in UTF-8."""
-    for path in sorted((config_dir or Path("configs")).rglob("*.yaml")):
-        try:
-            path.read_text("utf-8")
-        except UnicodeDecodeError:
-            return str(path)
-        except OSError:
-            continue
-    return "configuration: a file"
-
-
-def _keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every section and key by its dotted name, with its value."""
-    for name, value in tree.items():
-        yield f"{prefix}{name}", value
-        if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{name}.")
+    code: int = import_module(f"asyncrl.commands.{options.command}").main(options.arguments)
+    return code
 
 
 if __name__ == "__main__":

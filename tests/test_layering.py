@@ -23,7 +23,12 @@ LEVELS = (
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Packages with exactly one importer.
-OWNED = {"zmq": "wire/sockets.py", "ray": "launch/ray.py", "hydra": "cli.py", "omegaconf": "cli.py"}
+OWNED = {
+    "zmq": "wire/sockets.py",
+    "ray": "launch/ray.py",
+    "hydra": "config/composition.py",
+    "omegaconf": "config/composition.py",
+}
 
 
 def modules() -> dict[str, Path]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.commands.evaluate import Composers, argument_parser, evaluate, find_target
+from asyncrl.commands.eval import argument_parser, evaluate, find_target
 from asyncrl.commands.regrade import write_rows
 from asyncrl.config import read_config
 from asyncrl.errors import ConfigError
@@ -37,13 +37,13 @@ OUT = "out="
 COLUMNS = ("responses", "conversations", "rewards", "stop_reasons", "tokens")
 
 
-def main(argv: list[str], composers: Composers) -> int:
+def main(argv: list[str]) -> int:
     """Parse the arguments, sample and write. Exit code 1 where the run failed."""
     parser = argument_parser("asyncrl generate", HELP)
     options = parser.parse_intermixed_args(argv)
     out = _out(options)
     options.overrides.insert(0, "validation.greedy=false")
-    code, run_dir = evaluate(find_target(options.model, options.run_dir), options, composers)
+    code, run_dir = evaluate(find_target(options.model, options.run_dir), options)
     if code or run_dir is None:
         return code
     count = write_rows(out, _rows(run_dir))

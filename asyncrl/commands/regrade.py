@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import msgspec
 
 from asyncrl.commands.runs import find_run
 from asyncrl.config import RunConfig
+from asyncrl.config.composition import recompose
 from asyncrl.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Row(msgspec.Struct):
     teaches: bool | None
 
 
-def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> int:
+def main(argv: list[str]) -> int:
     """Parse the arguments, score, print a table and perhaps write it."""
     parser = argparse.ArgumentParser(
         prog="asyncrl regrade", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -6,13 +6,14 @@ It only reads the run, which may be under way.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.commands.runs import find_run
 from asyncrl.config import RunConfig
+from asyncrl.config.composition import recompose
 from asyncrl.observe.files import read_rows
 
 LOSS, NORM = "actor/pg_loss", "actor/grad_norm"
@@ -30,7 +31,7 @@ OVERRIDES are keys, as of `asyncrl train`, on top of the configuration of the ru
 on. Without any, on one CPU rank and the same machine, loss and gradient norm are the same to the last bit."""
 
 
-def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> int:
+def main(argv: list[str]) -> int:
     """Parse the arguments, train the steps, print a table."""
     parser = argparse.ArgumentParser(
         prog="asyncrl replay", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.commands import train
 from asyncrl.config import RunConfig
+from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
 
 HELP = """\
@@ -36,7 +36,7 @@ asyncrl: model.path has no value. Give a model and conversations:
 docs/sft.md shows what a row is, and a whole example."""
 
 
-def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]) -> int:
+def main(argv: list[str]) -> int:
     """As `train.main`."""
 
     def with_preset(overrides: list[str], config_dir: Path | None) -> RunConfig:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
 
 HELP = """\
@@ -48,7 +49,7 @@ docs/configuration.md lists all keys, examples/multiturn/README.md all examples.
 
 def main(
     argv: list[str],
-    compose: Callable[[list[str], Path | None], RunConfig],
+    compose: Callable[[list[str], Path | None], RunConfig] = compose,
     prog: str = "asyncrl train",
     help_text: str = HELP,
     begin: str = BEGIN,

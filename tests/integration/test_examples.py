@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import compose
+from asyncrl.config.composition import compose
 from tests.integration.runs import ROOT, Run
 
 EXAMPLES = sorted(path.parent.parent for path in (ROOT / "examples/multiturn").glob("*/experiment/*.yaml"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import cli
+from asyncrl.config import composition
 from asyncrl.errors import EngineError
 from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
@@ -167,7 +167,7 @@ def test_a_model_that_is_streamed_and_stopped() -> None:
     leaves the beginning of the same turn, its log-probs and its row."""
     from openai import OpenAI
 
-    config = cli.compose(["experiment=calculator", "validation.samples=0"])
+    config = composition.compose(["experiment=calculator", "validation.samples=0"])
     said: list[str] = []
 
     def agent_of(stop: list[str]) -> Any:

@@ -85,8 +85,8 @@ def test_an_installation_finds_its_own_configuration(wheel: Path, tmp_path: Path
     """Under a prefix of its own, with the other packages of this environment."""
     call(*PIP, "install", "--no-deps", "--no-index", "--no-compile", "--target", "there", wheel, cwd=tmp_path)
     code = (
-        "import json; from asyncrl import cli; c = cli.compose(['experiment=calculator']);"
-        "print(json.dumps([str(cli.config_root()), c.model.path, c.data.train, c.data.test]))"
+        "import json; from asyncrl.config import composition as co;c = co.compose(['experiment=calculator']);"
+        "print(json.dumps([str(co.config_root()), c.model.path, c.data.train, c.data.test]))"
     )
     root, *paths = json.loads(call(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH="there"))
     assert Path(root) == tmp_path / "there/share/asyncrl"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import compose
+from asyncrl.config.composition import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.cli import compose
+from asyncrl.config.composition import compose
 from asyncrl.conversation import commands
 from asyncrl.conversation import episode as machine
 from asyncrl.data import load_samples

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from asyncrl import cli
-from asyncrl.config import RunConfig, parse
+from asyncrl.config import RunConfig, composition, parse
 from asyncrl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,11 @@ def python(code: str) -> str:
 
 def test_parsing_imports_no_torch() -> None:
     heavy = "{'torch', 'transformers', 'datasets', 'ray', 'matplotlib', 'zmq'} & sys.modules.keys()"
-    code = f"import sys; from asyncrl import cli; cli.compose({NAMED!r}); print({heavy})"
+    code = (
+        "import sys; from importlib import import_module; from asyncrl import cli\n"
+        "for name in cli.COMMANDS: import_module(f'asyncrl.commands.{name}')\n"
+        f"from asyncrl.config.composition import compose; compose({NAMED!r}); print({heavy})"
+    )
     assert python(code).strip() == "set()"
 
 
@@ -67,7 +71,7 @@ def test_help_of_train_has_flags_keys_and_examples(capsys: pytest.CaptureFixture
 
 def test_defaults_come_from_the_config_module() -> None:
     mapping = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}}
-    assert cli.compose(NAMED) == parse(mapping)
+    assert composition.compose(NAMED) == parse(mapping)
 
 
 def test_overrides_on_what_a_run_has_recorded(tmp_path: Path) -> None:
@@ -76,13 +80,13 @@ def test_overrides_on_what_a_run_has_recorded(tmp_path: Path) -> None:
         {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"lr": 0.25, "ranks": 3}}
     )
     (tmp_path / "config.yaml").write_bytes(msgspec.yaml.encode(recorded))
-    found = cli.recompose(tmp_path, ["trainer.lr=0.5", "algorithm.loss={gspo: {clip_low: 0.1}}"])
+    found = composition.recompose(tmp_path, ["trainer.lr=0.5", "algorithm.loss={gspo: {clip_low: 0.1}}"])
     assert (found.trainer.lr, found.trainer.ranks) == (0.5, 3) and found.model == recorded.model
     assert found.algorithm.loss == {"gspo": {"clip_low": 0.1}}
     for given, said in (("trainer.lrr=1", "unknown key trainer.lrr; did you mean trainer.lr"),
                         ("algorithm=gspo", "algorithm")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
-            cli.recompose(tmp_path, [given])
+            composition.recompose(tmp_path, [given])
 
 
 def test_a_command_without_a_model_shows_three_ways_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +117,8 @@ def test_sft_is_train_with_its_preset(
 
 def test_a_model_of_ones_own_gets_nothing_of_the_demos() -> None:
     """The defaults fit 0.5 to 8B parameters; a run without a name is called by its time."""
-    config, demo = cli.compose(["model.path=m", "data.train=t"]), cli.compose(["experiment=calculator"])
+    config = composition.compose(["model.path=m", "data.train=t"])
+    demo = composition.compose(["experiment=calculator"])
     assert config == parse({"name": config.name, "model": {"path": "m"}, "data": {"train": "t"}})
     assert config.name.startswith("run-") and not config.data.test and not config.rollout.tools
     assert config.trainer.lr <= 1e-5 < demo.trainer.lr
@@ -124,7 +129,7 @@ def test_a_model_of_ones_own_gets_nothing_of_the_demos() -> None:
 
 def test_the_demo_is_found_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = cli.compose(["experiment=calculator"])
+    config = composition.compose(["experiment=calculator"])
     assert config.name.startswith("calculator-") and config.rollout.tools == ["calculator"]
     assert Path(config.data.train).is_file()
     assert Path(config.model.path).is_absolute()
@@ -132,11 +137,11 @@ def test_the_demo_is_found_wherever_one_stands(tmp_path: Path, monkeypatch: pyte
 
 def test_every_choice_composes() -> None:
     for path in (ROOT / "configs").glob("*/*.yaml"):
-        cli.compose([*NAMED, f"{path.parent.name}={path.stem}"])
+        composition.compose([*NAMED, f"{path.parent.name}={path.stem}"])
 
 
 def test_overrides_win_over_an_experiment() -> None:
-    config = cli.compose(["experiment=calculator", "trainer.lr=1e-5", "buffer.max_staleness=0"])
+    config = composition.compose(["experiment=calculator", "trainer.lr=1e-5", "buffer.max_staleness=0"])
     assert (config.trainer.lr, config.buffer.max_staleness) == (1e-5, 0)
 
 
@@ -151,7 +156,7 @@ def test_overrides_win_over_an_experiment() -> None:
 )
 def test_mappings_with_keys_of_ones_own_need_no_plus_sign(override: str, found: dict[str, Any]) -> None:
     section, name = override.partition("=")[0].split(".")[:2]
-    assert getattr(getattr(cli.compose([*NAMED, override]), section), name) == found
+    assert getattr(getattr(composition.compose([*NAMED, override]), section), name) == found
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_mappings_with_keys_of_ones_own_need_no_plus_sign(override: str, found: 
     ],
 )
 def test_what_may_have_options_is_a_name_or_a_mapping(override: str, found: Any) -> None:
-    config = cli.compose([*NAMED, override, "rollout.tools=[]"])
+    config = composition.compose([*NAMED, override, "rollout.tools=[]"])
     assert getattr(config.rollout, override.partition("=")[0].rpartition(".")[2]) == found
 
 
@@ -175,8 +180,8 @@ def test_keys_that_name_files_of_the_checkout_are_resolved(tmp_path: Path) -> No
         "# @package _global_\nname: mine\nmodel: {path: m}\ndata: {train: t}\n"
         "rollout: {environment: {'${asyncrl_root:}/x.py:Game': {guesses: 6}}}\n"
     )
-    config = cli.compose(["experiment=mine"], tmp_path)
-    assert config.rollout.environment == {f"{cli.config_root()}/x.py:Game": {"guesses": 6}}
+    config = composition.compose(["experiment=mine"], tmp_path)
+    assert config.rollout.environment == {f"{composition.config_root()}/x.py:Game": {"guesses": 6}}
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -186,7 +191,7 @@ def test_experiments_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     experiment.write_text("# @package _global_\nname: maze\nmodel: {path: m}\ndata: {train: t}\n")
     if not flag:
         monkeypatch.chdir(tmp_path)
-    config = cli.compose(["experiment=maze"], tmp_path / "configs" if flag else None)
+    config = composition.compose(["experiment=maze"], tmp_path / "configs" if flag else None)
     assert config.name == "maze"
 
 
@@ -203,7 +208,7 @@ def test_experiments_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        cli.compose([*NAMED, override])
+        composition.compose([*NAMED, override])
     assert cli.main(["train", *NAMED, override]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -263,7 +268,7 @@ def test_other_ends_are_one_line_too(
     def end(arguments: list[str]) -> int:
         raise raised
 
-    monkeypatch.setattr(cli.runs, "main", end)
+    monkeypatch.setattr("asyncrl.commands.runs.main", end)
     assert cli.main(["runs", "list"]) == code
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and says in error

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl import cli
 from asyncrl.algorithms.recipe import compose
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, composition
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.training import Episode, Recorder, full_state, plain_model, run_batch, save_tiny_model
@@ -69,7 +68,7 @@ OUTSIDE: dict[str, dict[str, object]] = {
 @cache
 def configured(preset: str, model: str = "m", *overrides: str) -> RunConfig:
     base = ["name=p", f"model.path={model}", "model.dtype=float32", "data.train=t"]
-    return cli.compose([*base, f"algorithm={preset}", *overrides])
+    return composition.compose([*base, f"algorithm={preset}", *overrides])
 
 
 def test_every_preset_is_expected_here() -> None:

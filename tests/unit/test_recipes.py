@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import compose
+from asyncrl.config.composition import compose
 from asyncrl.launch.model_directory import check_model, parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]

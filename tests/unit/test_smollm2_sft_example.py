@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from asyncrl import cli
-from asyncrl.config import DataConfig
+from asyncrl.config import DataConfig, composition
 from asyncrl.conversation.parsers import hermes
 from asyncrl.data import RowLayout, load_samples
 from asyncrl.data.samples import read_samples
@@ -53,7 +52,7 @@ def test_questions_are_not_those_of_the_demonstrations(split: str, count: int) -
 
 def test_both_runs_are_of_one_task() -> None:
     """What the warm start sees is what reinforcement learning goes on with, from its last checkpoint."""
-    first, then = (cli.compose([f"experiment={name}"]) for name in ("smollm2_sft", "smollm2_answer"))
+    first, then = (composition.compose([f"experiment={name}"]) for name in ("smollm2_sft", "smollm2_answer"))
     assert replace(first.rollout, retries=then.rollout.retries) == then.rollout
     assert first.data.test == then.data.test and first.algorithm.loss == "sft"
     assert then.model.path.endswith(f"runs/smollm2_sft/checkpoints/step-{first.total_steps}/hf")

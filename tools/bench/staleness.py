@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from common import ROOT, SINGLE_THREAD, wilson
 
-from asyncrl.cli import compose
 from asyncrl.config import RunConfig
+from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:

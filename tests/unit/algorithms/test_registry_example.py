@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl import cli
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.recipe import advantages, compose, losses
+from asyncrl.config import composition
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.world import World
 from tests.fakes import reference
@@ -100,7 +100,7 @@ def test_the_commands_of_its_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = [shlex.split(line)[2:] for line in text.splitlines() if line.startswith("asyncrl train")]
     assert len(commands) == 2
     for overrides in commands:
-        recipe = compose(cli.compose(overrides))
+        recipe = compose(composition.compose(overrides))
         assert recipe.loss.of.func.__name__ == "cautious"
         assert recipe.advantage.of.func.__name__ == "median_baseline"
         assert [rule.of.func.__name__ for rule in recipe.rules] == ["mask", "soft_cap"]
@@ -109,7 +109,7 @@ def test_the_commands_of_its_readme(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rule_alone_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FOLDER)
     (override,) = re.findall(r"`'(algorithm.correction={.*?)'`", (FOLDER / "README.md").read_text())
-    (rule,) = compose(cli.compose(["experiment=calculator", override])).rules
+    (rule,) = compose(composition.compose(["experiment=calculator", override])).rules
     assert rule.of.func.__name__ == "soft_cap" and rule.kind == "weight"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from glob import glob
 from hashlib import blake2s
@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from asyncrl.commands.merge import find_checkpoint
 from asyncrl.config import RunConfig, read_config
+from asyncrl.config.composition import compose, recompose
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -70,27 +71,20 @@ class Target(NamedTuple):
     run_dir: Path | None
 
 
-class Composers(NamedTuple):
-    """How configurations are made: of files and overrides, and of a recorded one and overrides."""
-
-    compose: Callable[[list[str], Path | None], RunConfig]
-    recompose: Callable[[Path, list[str]], RunConfig]
-
-
-def main(argv: list[str], composers: Composers) -> int:
+def main(argv: list[str]) -> int:
     """Parse the arguments, evaluate, print and write the numbers. Exit code 1 where the run failed."""
     parser = argument_parser("asyncrl eval", HELP)
     parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
     options = parser.parse_intermixed_args(argv)
     target = find_target(options.model, options.run_dir)
-    code, run_dir = evaluate(target, options, composers)
+    code, run_dir = evaluate(target, options)
     if code or run_dir is None:
         return code
     result = Result.read(run_dir)
     if not options.baseline:
         print_result(result)
         return 0
-    code, other = _baseline(target, options, composers)
+    code, other = _baseline(target, options)
     if code or other is None:
         return code
     print_result(result, Result.read(other))
@@ -111,9 +105,9 @@ def argument_parser(prog: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def evaluate(target: Target, options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
+def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | None]:
     """Run the episodes that are not over yet: the exit code, and the run; None after a dry run."""
-    config = configuration(target, options, composers)
+    config = configuration(target, options)
     run_dir = Path(config.run_dir) / config.name
     check_same(run_dir, config)
     if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
@@ -138,7 +132,7 @@ def find_target(given: str, runs: Path) -> Target:
     return Target(str(export), run_dir)
 
 
-def configuration(target: Target, options: argparse.Namespace, composers: Composers) -> RunConfig:
+def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     """That of an evaluation: what trains is at its defaults, and the name says what is evaluated how."""
     given = [
         f"data.test={one.removeprefix(ALIAS)}" if one.startswith(ALIAS) else one for one in options.overrides
@@ -146,10 +140,10 @@ def configuration(target: Target, options: argparse.Namespace, composers: Compos
     fixed = [f"model.path={target.model}", "total_steps=0"]
     if target.run_dir is not None:
         fixed += [f"run_dir={options.run_dir}"]
-        composed = composers.recompose(target.run_dir, [ALL, *given, *fixed])
+        composed = recompose(target.run_dir, [ALL, *given, *fixed])
     else:
         first = [ALL, "data.train=-", f"run_dir={options.run_dir}"]
-        composed = composers.compose([*first, *given, *fixed], options.config_dir)
+        composed = compose([*first, *given, *fixed], options.config_dir)
     config = _untrained(composed)
     from asyncrl.launch.models import resolve_models
 
@@ -244,14 +238,14 @@ class Result(NamedTuple):
         return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, config.validation.success))
 
 
-def _baseline(target: Target, options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
+def _baseline(target: Target, options: argparse.Namespace) -> tuple[int, Path | None]:
     """The run to compare with: an evaluation that is there, or one of that model that is run now, configured
     as the one of `target`."""
     for path in (Path(options.baseline), options.run_dir / options.baseline):
         if (path / "config.yaml").is_file() and not read_config(path).total_steps:
             return 0, path
     other = find_target(options.baseline, options.run_dir)
-    return evaluate(other._replace(run_dir=target.run_dir), options, composers)
+    return evaluate(other._replace(run_dir=target.run_dir), options)
 
 
 def print_result(result: Result, baseline: Result | None = None) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl import cli
-from asyncrl.commands.evaluate import Composers, Target, argument_parser, configuration, find_target, summary
-from asyncrl.config import RunConfig
+from asyncrl.commands.eval import Target, argument_parser, configuration, find_target, summary
+from asyncrl.config import RunConfig, composition
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import interval
 
@@ -20,7 +19,7 @@ CALCULATOR = ("experiment=calculator", "rollout.temperature=0.5")
 
 def configured(target: Target, *overrides: str) -> RunConfig:
     options = argument_parser("asyncrl eval", "").parse_intermixed_args([target.model, *overrides])
-    return configuration(target, options, Composers(cli.compose, cli.recompose))
+    return configuration(target, options)
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
         (hf.parent / "manifest.json").write_text("{}")
         for file in Path(MODEL).iterdir():
             (hf / file.name).symlink_to(file)
-    config = cli.compose([*CALCULATOR, "model.lora_rank=4", "algorithm=ppo_critic", "kl.where=loss"])
+    config = composition.compose([*CALCULATOR, "model.lora_rank=4", "algorithm=ppo_critic", "kl.where=loss"])
     (directory / "config.yaml").write_bytes(msgspec.yaml.encode(config))
     return directory
 

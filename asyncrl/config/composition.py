@@ -1,0 +1,184 @@
+"""A `RunConfig` of files in configs/, directories of the user's own and overrides, by Hydra. This is its only
+importer, and only where something is composed: `asyncrl --help` does not wait for it."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import asyncrl
+from asyncrl.config.base import Plugin
+from asyncrl.config.run import RunConfig, parse
+from asyncrl.errors import ConfigError, MissingKeyError, one_line
+
+MISSING = "???"  # OmegaConf's mark of a mandatory value
+ROOT = "${asyncrl_root:}"
+SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
+
+
+def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
+    """The configuration of configs/, `config_dir` and `overrides`."""
+    base = config_root() / "configs"
+    return _composed(base, [*_search_path(base, config_dir), *_opened(overrides)], config_dir)
+
+
+def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
+    """The configuration that a run has recorded, with keys overridden. Not by files of configs/: rules and
+    options that they do not name would stay as recorded."""
+    return _composed(run_dir.resolve(), [*_opened(overrides)])
+
+
+def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) -> RunConfig:
+    """`config.yaml` of a directory with overrides. After this no OmegaConf object exists."""
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import MarkedYAMLError
+
+    root = str(config_root())
+    OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
+    ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
+    try:
+        with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
+            composed = hydra.compose("config", overrides)
+            found = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"configuration: {_explain(error)}") from None
+    except MarkedYAMLError as error:
+        mark, what = error.problem_mark, error.problem or error.context
+        place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
+        raise ConfigError(f"{place}: is not YAML ({what}); correct the file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{_not_utf8(config_dir)}: is not text in UTF-8; save it as such") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"configuration: {one_line(error)}") from None
+    for key in _unknown_keys(RunConfig, found):
+        raise ConfigError(f"configuration: {_unknown(key)}")
+    for key, value in _keys(found):
+        if value == MISSING:
+            raise MissingKeyError(key)
+    return parse(_with_root(found, root))
+
+
+def config_root() -> Path:
+    """Where `configs/` is: the checkout, or what an installation put under its prefix."""
+    package = Path(asyncrl.__file__).absolute().parent
+    for root in (package.parent, *(prefix / "share" / "asyncrl" for prefix in package.parents)):
+        if (root / "configs" / "config.yaml").is_file():
+            return root.resolve()
+    raise ConfigError(
+        "no configs/config.yaml beside the package; install asyncrl again, or work in a checkout"
+    )
+
+
+def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
+    """Every key with its default; a key without one is marked as mandatory."""
+    tree: dict[str, Any] = {}
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            tree[field.name] = defaults(field.type)
+        elif field.required:
+            tree[field.name] = MISSING
+        else:
+            default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
+            tree[field.name] = msgspec.to_builtins(default)
+    return tree
+
+
+def _search_path(base: Path, config_dir: Path | None) -> list[str]:
+    """Groups of the user's own: --config-dir, or ./configs."""
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such directory")
+    own = config_dir or Path("configs")
+    if not own.is_dir() or own.resolve() == base:
+        return []
+    return [f"hydra.searchpath=[file://{own.resolve()}]"]
+
+
+def _with_root(tree: Any, root: str) -> Any:
+    """Keys that name a file, resolved: OmegaConf resolves values only."""
+    if not isinstance(tree, dict):
+        return tree
+    return {str(key).replace(ROOT, root): _with_root(value, root) for key, value in tree.items()}
+
+
+def _opened(overrides: list[str]) -> Iterator[str]:
+    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice. What takes one name is
+    replaced by a mapping that is given for it, instead of joined with that of a preset."""
+    kinds = dict(_open_keys(RunConfig))
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if kinds.get(key) == Plugin and key != SEVERAL and value.startswith("{"):
+            yield f"~{key}"
+        is_open = any(f"{key}.".startswith(f"{name}.") for name in kinds)
+        yield f"++{override}" if is_open else override
+
+
+def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys whose values may be mappings, with their types."""
+    for field in msgspec.structs.fields(section):
+        kind, name = field.type, f"{prefix}{field.name}"
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from _open_keys(kind, f"{name}.")
+        elif any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind))):
+            yield name, kind
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's error on one line; for an unknown key or choice, with the nearest known ones."""
+    text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
+    if override := getattr(error, "override", None):
+        return f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"
+    key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
+    known = [name for name, _ in _keys(defaults(RunConfig))]
+    return _unknown(key) if text.startswith("Could not override") and key and key not in known else text
+
+
+def _unknown(key: str) -> str:
+    """What is said of an unknown key: the nearest known ones."""
+    groups = [path.name for path in (config_root() / "configs").iterdir() if path.is_dir()]
+    if key in groups:
+        return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
+    known = [*groups, *(name for name, _ in _keys(defaults(RunConfig)))]
+    near = difflib.get_close_matches(key, dict.fromkeys(known), n=3, cutoff=0.5)
+    return f"unknown key {key}; " + (
+        f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
+    )
+
+
+def _unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") -> Iterator[str]:
+    """Keys that a file of the user's has, and the configuration has not."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+    for name, value in tree.items():
+        kind = fields.get(name)
+        if kind is None:
+            yield f"{prefix}{name}"
+        elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+            yield from _unknown_keys(kind, value, f"{prefix}{name}.")
+
+
+def _not_utf8(config_dir: Path | None) -> str:
+    """The first file of the user's that is not text in UTF-8."""
+    for path in sorted((config_dir or Path("configs")).rglob("*.yaml")):
+        try:
+            path.read_text("utf-8")
+        except UnicodeDecodeError:
+            return str(path)
+        except OSError:
+            continue
+    return "configuration: a file"
+
+
+def _keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every section and key by its dotted name, with its value."""
+    for name, value in tree.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
