@@ -6,7 +6,7 @@
     python tools/chaos.py --kinds kill pause --faults 10 engine=sglang_cpu    # of servers, too
 
 Each fault waits until the run has committed `--every` steps since the one before has passed. After the last
-one the run is interrupted, as by Ctrl-C, or goes on to its `--steps`. After each fault, and at the end:
+one, or at Ctrl-C, the run is interrupted, or goes on to its `--steps`. After each fault, and at the end:
 conservation, each trajectory once, the bound on staleness; at the end also learning, and that no process,
 file in shared memory or listening socket is left. Prints a table by kind, which docs/reliability.md takes.
 Exits non-zero when something does not hold. Faults of the disk need a run directory in a small tmpfs:
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,16 +129,17 @@ def left_behind(target: Target, shared: set[str]) -> list[str]:
 
 
 def play(target: Target, plan: list[Together], every: int, steps: int, done: list[Happened]) -> None:
-    """The faults of a schedule, one after another, in a run that then goes on to its `steps`, or is
-    interrupted. AssertionError when something does not hold afterwards."""
+    """The faults of a schedule, one after another, until Ctrl-C at the latest, in a run that then goes on to
+    its `steps`, or is interrupted. AssertionError when something does not hold afterwards."""
     target.launch()
-    for together in plan:
-        due = target.step + every
-        target.until(lambda due=due: target.step >= due, f"step {due}")
-        time.sleep(target.dice.uniform(0.0, 1.0))  # anywhere in a step
-        done.append(do(target, together))
-        if found := troubles(target.run):
-            raise AssertionError(f"after {done[-1].name}: {found}")
+    with suppress(KeyboardInterrupt):
+        for together in plan:
+            due = target.step + every
+            target.until(lambda due=due: target.step >= due, f"step {due}")
+            time.sleep(target.dice.uniform(0.0, 1.0))  # anywhere in a step
+            done.append(do(target, together))
+            if found := troubles(target.run):
+                raise AssertionError(f"after {done[-1].name}: {found}")
     if not steps:
         target.launcher.send_signal(signal.SIGINT)
     code = target.launcher.wait(target.deadline)

@@ -76,7 +76,12 @@ class Target:
     def launch(self, *more: str) -> None:
         with self.out.open("ab") as out:
             self.launcher = subprocess.Popen(
-                self.command(*more), cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=self.environment
+                self.command(*more),
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                process_group=0,  # Ctrl-C is for the tool, which then ends the run
             )
 
     # -- what there is ---------------------------------------------------------------------------------
