@@ -18,7 +18,7 @@ from asyncrl.observe.machine import describe_machine, recorded_machine
 from asyncrl.observe.plot import figure
 from asyncrl.observe.summary import Row, failures_line, identity_line, latest, success_line, summarize
 from asyncrl.observe.table import NUMBERS, before_and_after, shown
-from asyncrl.observe.timeline import read, union
+from asyncrl.observe.timeline import files, union
 
 FLOW = "flow/"
 LAG = "staleness/lag_tokens/"
@@ -209,13 +209,13 @@ def _spans(run: RunFiles) -> dict[str, str]:
     """By process and name; time that is in several spans of a name counts once."""
     first_and_last: list[float] = []
     seconds: dict[str, float] = {}
-    for path in sorted((run.run_dir / "timeline").glob("*.jsonl")):
+    for file in files(run.run_dir):
         spans: dict[str, list[tuple[float, float]]] = {}
-        for name, start, end in read(path):
-            spans.setdefault(name, []).append((start, end))
-            first_and_last += (start, end)
+        for span in file.added():
+            spans.setdefault(span.name, []).append((span.start, span.end))
+            first_and_last += (span.start, span.end)
         for name, found in sorted(spans.items()):
-            seconds[f"{path.stem}: {name}"] = sum(end - start for start, end in union(found))
+            seconds[f"{file.path.stem}: {name}"] = sum(end - start for start, end in union(found))
     whole = max(first_and_last) - min(first_and_last) if first_and_last else 0.0
     return _shares(seconds, whole, ",.1f", " s")
 

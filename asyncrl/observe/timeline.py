@@ -1,6 +1,6 @@
 """What each process did when: spans on the wall clock, so that the processes of a machine line up.
 
-One append-only JSON-lines file per process, `timeline/<role>-<index>.jsonl`; `overlap` reads them all. A line
+One append-only JSON-lines file per process, `timeline/<role>-<index>.jsonl`; `files` finds them. A line
 has a name, start and end in seconds of `time.time`, and details: which `version` (trainer epoch, step) was
 loaded, by which `engine`, of which `step`. Spans of many tasks at once are joined, see `runtime/activity.py`:
 `calls` is how many of them began, and `seconds` what they took together, so that on average
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.observe.files import read_lines
-
+CHUNK = 1 << 24  # bytes read at a time
+NO_VERSION, NO_NUMBER, LARGEST = (-1, -1), -1, 1 << 53
 FLUSH_EVERY = 1.0  # seconds; what a crash may lose
 BUSY = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
 
@@ -66,14 +66,64 @@ class Timeline:
             self._file.close()
 
 
+class Line(msgspec.Struct, frozen=True, gc=False):
+    """A line of a file, see `Timeline`."""
+
+    name: str
+    start: float
+    end: float
+    calls: int = 1
+    seconds: float = -1.0  # -1: end - start
+    step: int = NO_NUMBER
+    micro: int = NO_NUMBER
+    version: tuple[int, int] = NO_VERSION
+    engine: str = ""
+    error: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """False where the clock was set back meanwhile, or a number is none of a run."""
+        numbers = (self.calls, self.step, self.micro, *self.version)
+        return self.start <= self.end and all(-1 <= number < LARGEST for number in numbers)
+
+
+class TimelineFile:
+    """One file, and how far it has been read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.role, self._offset = path, path.stem.rpartition("-")[0], 0
+
+    def added(self) -> Iterator[Line]:
+        """Whole lines that were added. One that cannot be read is left out."""
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            while chunk := file.read(CHUNK):
+                whole = chunk[: chunk.rfind(b"\n") + 1]
+                if not whole:
+                    return  # a line that is not complete yet
+                self._offset += len(whole)
+                file.seek(self._offset)
+                for line in whole.splitlines():
+                    try:
+                        span = _decode(line)
+                    except (msgspec.DecodeError, UnicodeDecodeError):
+                        continue
+                    if span.sound:
+                        yield span
+
+
+_decode = msgspec.json.Decoder(Line).decode
+
+
 def overlap(run_dir: Path) -> float | None:
     """The share of the training time, from a trainer's first span to its last, in which all ranks and all
     workers were busy; None if nothing was trained."""
     busy: dict[str, list[list[Span]]] = {role: [] for role in BUSY}
-    for path in sorted((run_dir / "timeline").glob("*.jsonl")):
-        role = path.stem.rpartition("-")[0]
-        if role in BUSY:
-            busy[role].append(union((s, e) for name, s, e in read(path) if name in BUSY[role]))
+    for file in files(run_dir):
+        if names := BUSY.get(file.role):
+            busy[file.role].append(
+                union((span.start, span.end) for span in file.added() if span.name in names)
+            )
     training = [span for rank in busy["trainer"] for span in rank]
     if not training or not busy["rollout"]:
         return 0.0 if training else None
@@ -87,10 +137,9 @@ def overlap(run_dir: Path) -> float | None:
     return together / whole if whole else 0.0
 
 
-def read(path: Path) -> Iterator[tuple[str, float, float]]:
-    """(name, start, end) of a file; a line cut by a crash is left out."""
-    for row in read_lines(path):
-        yield row["name"], row["start"], row["end"]
+def files(run_dir: Path) -> list[TimelineFile]:
+    """Of all processes of a run, by name, none of them read yet."""
+    return [TimelineFile(path) for path in sorted((run_dir / "timeline").glob("*-*.jsonl"))]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

@@ -11,43 +11,19 @@ sampled on a server.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from asyncrl.observe.timeline import BUSY
+from asyncrl.observe.timeline import BUSY, Line, TimelineFile, files
 from asyncrl.runtime.busy_timer import DECODE
 from asyncrl.runtime.weight_loader import LOAD
 
-CHUNK = 1 << 24  # bytes read at a time
 MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
 OTHER = "others"
 WORK, HELD = "work", "version"  # rows: a trainer's, and the version that an engine holds
 PROCESS = {"rollout": "worker"}  # what people call it, by the role in a file's name
-NO_VERSION, NO_NUMBER, LARGEST = (-1, -1), -1, 1 << 53
-
-
-class Line(msgspec.Struct, frozen=True, gc=False):
-    """A line of a file, see `Timeline`."""
-
-    name: str
-    start: float
-    end: float
-    calls: int = 1
-    seconds: float = -1.0  # -1: end - start
-    step: int = NO_NUMBER
-    micro: int = NO_NUMBER
-    version: tuple[int, int] = NO_VERSION
-    engine: str = ""
-    error: str = ""
-
-    @property
-    def sound(self) -> bool:
-        """False where the clock was set back meanwhile, or a number is none of a run."""
-        numbers = (self.calls, self.step, self.micro, *self.version)
-        return self.start <= self.end and all(-1 <= number < LARGEST for number in numbers)
 
 
 class Columns:
@@ -78,52 +54,23 @@ class Columns:
         return {column: np.array(getattr(self, column)) for column in columns}
 
 
-class TimelineFile:
-    """One file, and how far it has been read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._offset = path, 0
-        role, _, index = path.stem.rpartition("-")
-        self.role = role
-        self.process = role if role == "coordinator" else f"{PROCESS.get(role, role)} {index}"
-
-    def added(self) -> Iterator[Line]:
-        """Whole lines that were added. One that cannot be read is left out."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            while chunk := file.read(CHUNK):
-                whole = chunk[: chunk.rfind(b"\n") + 1]
-                if not whole:
-                    return  # a line that is not complete yet
-                self._offset += len(whole)
-                file.seek(self._offset)
-                for line in whole.splitlines():
-                    try:
-                        span = _decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError):
-                        continue
-                    if span.sound:
-                        yield span
-
-
-_decode = msgspec.json.Decoder(Line).decode
-
-
 class Spans:
     """All spans of a run. For one thread at a time."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._directory = run_dir / "timeline"
+        self._run_dir = run_dir
         self._files: dict[Path, TimelineFile] = {}
         self.rows: dict[tuple[str, str], Columns] = {}  # by process and row
         self._count: dict[str, int] = {}  # rows of each process
 
     def update(self) -> None:
         """Read what was added since the last call. Raises OSError."""
-        for path in sorted(self._directory.glob("*-*.jsonl")):
-            file = self._files.setdefault(path, TimelineFile(path))
+        for file in files(self._run_dir):
+            file = self._files.setdefault(file.path, file)
+            _, _, index = file.path.stem.rpartition("-")
+            name = file.role if file.role == "coordinator" else f"{PROCESS.get(file.role, file.role)} {index}"
             for line in file.added():
-                self._add(file, line)
+                self._add(file.role, name, line)
 
     def arrays(self) -> dict[tuple[str, str], dict[str, np.ndarray]]:
         """The columns of all rows. A version is held until the next one; the last, to the end of what its
@@ -140,12 +87,12 @@ class Spans:
                 row["seconds"] = row["end"] - row["start"]
         return found
 
-    def _add(self, file: TimelineFile, line: Line) -> None:
-        process, row, text = file.process, line.name, line.error
+    def _add(self, role: str, of: str, line: Line) -> None:
+        process, row, text = of, line.name, line.error
         decoding, on, server = line.name.partition(f"{DECODE} on ")
         if on and not decoding:
-            process, row, text = server, DECODE, file.process
-        elif file.role in BUSY and DECODE not in BUSY[file.role]:
+            process, row, text = server, DECODE, of
+        elif role in BUSY and DECODE not in BUSY[role]:
             row = WORK
         elif line.name == LOAD:
             self._hold(process, line)
