@@ -55,3 +55,10 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
         "[d](missing.md) [e](https://example.org/x) `[f](missing.md)`\n"
     )
     assert broken(page) == ["#one", "missing.md"]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Of the site: `make site` fails otherwise."""
+    nav = (ROOT / "mkdocs.yml").read_text()
+    pages = [page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if f": {page}\n" not in nav]
