@@ -21,7 +21,7 @@ from asyncrl.observe.summary import VALIDATED
 WANDB_URL = "https://api.wandb.ai"  # under which its login is kept, also where the service has moved
 STEP, LAG = "training/step", "staleness/lag_tokens/"  # the latter + lag: tokens taken at that lag
 TRANSCRIPTS = "transcripts/validation"
-COLUMNS = ("sample", "mode", "score", "success", "end", "turns", "ground_truth", "text")
+COLUMNS = ("sample", "mode", "score", "success", "failed", "end", "turns", "ground_truth", "text")
 MOST, PATIENCE = 1000, 60.0  # rows that may wait for trackers; seconds, at the end
 NAME_LIMIT = 128  # characters of a run's name, in wandb
 
@@ -85,12 +85,14 @@ class Trackers:
             self._calls.call(lambda: self._now(lambda tracker: tracker.summarize(summary)))
 
     def close(self) -> None:
-        """Wait until they have what is theirs, for PATIENCE seconds."""
-        self._calls.call(self._close)
+        """Once they have what is theirs, for which they have PATIENCE seconds."""
         if not self._calls.close(PATIENCE):
             log.warning("trackers: not done after %g s; all rows are in metrics.jsonl", PATIENCE)
-        elif self._calls.lost:
+            return
+        if self._calls.lost:
             log.warning("trackers: %d rows are in metrics.jsonl only", self._calls.lost)
+        self._failed.clear()  # what they have is kept
+        self._now(lambda tracker: tracker.close())  # here: swanlab sets signal handlers back
 
     def _log(self, step: int, metrics: dict[str, float], values: Values) -> None:
         lags = [int(metrics.get(f"{LAG}{lag}", 0)) for lag in range(_highest_lag(metrics) + 1)]
@@ -99,10 +101,6 @@ class Trackers:
             path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
             if entries := list(read_lines(path)):
                 self._now(lambda tracker: tracker.transcripts(step, entries))
-
-    def _close(self) -> None:
-        self._failed.clear()  # what such a tracker has is kept
-        self._now(lambda tracker: tracker.close())
 
     def _now(self, call: Callable[[Tracker], None]) -> None:
         for name in self._trackers.keys() - self._failed:
@@ -120,7 +118,8 @@ def _highest_lag(metrics: Mapping[str, float]) -> int:
 def _texts(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     """(caption, text) of each."""
     for entry in entries:
-        yield ", ".join(f"{name} {entry.get(name)}" for name in COLUMNS[:-1]), str(entry.get("text", ""))
+        known = (f"{name} {entry[name]}" for name in COLUMNS[:-1] if entry.get(name) is not None)
+        yield ", ".join(known), str(entry.get("text", ""))
 
 
 class _WandbTracker:

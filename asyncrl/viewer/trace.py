@@ -52,10 +52,8 @@ def events(spans: Spans) -> Iterator[Event]:
         threads = itertools.count(1)
         for title in sorted(title for who, title in rows if who == process):
             columns, row = spans.rows[process, title], rows[process, title]
-            known, free = (
-                list(columns.names),
-                list[tuple[int, float]](),
-            )  # thread, and until when it is in use
+            known = list(columns.names)
+            free: list[tuple[int, float]] = []  # thread, and until when it is in use
             for index in row["start"].argsort(kind="stable"):
                 start, end = (round((row[side][index] - begin) * MICRO) for side in ("start", "end"))
                 place = next((n for n, (_, until) in enumerate(free) if until <= start), len(free))

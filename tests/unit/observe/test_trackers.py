@@ -149,6 +149,7 @@ class Service:
         return text, caption
 
     def finish(self) -> None:
+        assert threading.current_thread() is threading.main_thread()  # swanlab sets signal handlers
         self.calls.append(("finish",))
 
 
@@ -225,8 +226,8 @@ def test_swanlab_gets_transcripts_as_texts(tmp_path: Path, monkeypatch: pytest.M
     with Trackers.open(config("swanlab"), tmp_path) as trackers:
         play(trackers, tmp_path)
     _, step, sent = service.calls[-2]
-    (first, _) = sent["transcripts/validation"]
-    assert step == 0 and first[0] == "so it is 4" and first[1].startswith("sample 7, mode greedy, score 1.0")
+    texts = [("so it is 4", "sample 7, mode greedy, score 1.0"), ("", "failed deadline")]
+    assert step == 0 and sent["transcripts/validation"] == texts
 
 
 def test_one_that_does_not_start_says_so_in_one_line(

@@ -106,12 +106,25 @@ def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
     assert calls == (MOST_ROWS + 20) * 10 * 5
 
 
+# Keys that the Trace Event Format asks for, by phase; nothing else, so that a slip of the pen is seen.
+KEYS = {
+    "M": {"name", "args"},
+    "X": {"name", "cat", "ts", "dur", "args"},
+    "s": {"name", "cat", "ts", "id"},
+    "f": {"name", "cat", "ts", "id", "bp"},
+}
+
+
 def test_a_trace_is_valid_and_has_arrows_from_snapshots_to_loads(tmp_path: Path) -> None:
     write(tmp_path)
     count = write_trace(tmp_path, tmp_path / "a.json.gz")
     trace = json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()))
     events = trace["traceEvents"]
-    assert len(events) == count
+    assert len(events) == count and trace.keys() == {"displayTimeUnit", "traceEvents"}
+    for event in events:
+        assert event.keys() == KEYS[event["ph"]] | {"ph", "pid", "tid"} and event["name"]
+        numbers = [event[key] for key in ("pid", "tid", "ts", "dur", "id") if key in event]
+        assert all(type(number) is int and number >= 0 for number in numbers)
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 2 * 7 + 2 + 1  # what was recorded, and the versions held
     assert min(event["ts"] for event in spans) == 0
