@@ -1,4 +1,4 @@
-"""What a micro-batch of the trainer's may have, learned where it took more memory than there is."""
+"""How many tokens a micro-batch of the trainer may have: fewer after a rank ran out of memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MicroBudget(msgspec.Struct):
         return found if found.configured == configured else cls(configured, configured)
 
     def halve(self, message: OutOfMemory, store: RunStore) -> None:
-        """After what a rank has told. Raises ConfigError when it cannot be cut any more: it was one episode,
-        over the budget."""
+        """A rank ran out of memory: allow half the tokens. ConfigError when the micro-batch cannot be cut any
+        more, as it was a single episode over the budget."""
         if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
                 f"trainer rank {message.rank} has too little memory for one episode of {message.tokens} "

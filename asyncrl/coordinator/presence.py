@@ -1,4 +1,4 @@
-"""Which of the planned workers and keepers are not heard of, and for how long."""
+"""Which of the planned workers and keepers are silent, and for how long."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Seen:
 
 @dataclass
 class Presence:
-    """One that is silent, or starts, is named. One that was heard of hangs: it is to be replaced once it was
-    silent for `limit` seconds. How long a start may take is not known here."""
+    """A process that is silent, or still starts, is named. One that was heard before and has been silent for
+    `limit` seconds hangs: it is to be replaced. How long a start may take is not known here."""
 
     config: RunConfig
     _seen: defaultdict[tuple[str, int], _Seen] = field(default_factory=lambda: defaultdict(_Seen))
 
     def extend(self, seconds: float) -> None:
-        """The coordinator could not hear anybody for so long."""
+        """The coordinator itself did not run for so long: nobody was silent in that time."""
         for seen in self._seen.values():
             seen.silent_since += seconds
 

@@ -1,10 +1,10 @@
-"""How a process that the launcher did not start comes to belong: a token for one key of one role, once.
+"""Lets in a process that the launcher did not start: a token lets one key of one role enrol, once.
 
     launcher ──Invite(public half of the token)──► coordinator      who has the token is let in, to enrol
         └── a person passes on the token ──► the process ──Enrol(public half of its own key)──► coordinator
 
-A token is a key pair of its own, with the coordinator's address and public key: one that was read on its way
-is of no use once it was used, and the secret key of the process never leaves it.
+A token is a key pair of its own, with the coordinator's address and public key. Who reads it after its use
+can do nothing with it; the secret key of the process never leaves that process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite,
 
 
 def read_token(token: str | bytes) -> Endpoints:
-    """ConfigError when it is none."""
+    """The address and keys in a token. ConfigError when it is not one."""
     try:
         given = msgspec.msgpack.decode(base64.urlsafe_b64decode(token.strip()), type=Endpoints)
         keys = (given.keys[COORDINATOR].public, given.keys[TOKEN].public, given.keys[TOKEN].secret)

@@ -82,9 +82,9 @@ class Checkpointed(WireMessage, frozen=True):
 
 
 class OutOfMemory(WireMessage, frozen=True):
-    """A rank had too little memory, its newest micro-batch having `tokens` (padding included) of that many
-    `episodes`, perhaps none; it ends, and the others with it. Answered by Stop, once what the next ranks may
-    try is durable."""
+    """A rank ran out of memory. Its newest micro-batch had `tokens` tokens, padding included, of `episodes`
+    episodes, perhaps of none. It ends, and the others with it. Answered by Stop, once the number of tokens
+    that the next ranks may try is durable."""
 
     trainer_epoch: Count
     rank: Count
