@@ -59,10 +59,12 @@ EACH_ONCE: list[Together] = [
 
 @dataclass
 class Happened:
-    """One fault, or some at once: from when to when, and when the next step was committed."""
+    """One fault, or some at once: from when to when, and when the next step was committed. `steps`: the last
+    one before it, and that next one."""
 
     name: str
     at: float
+    steps: tuple[int, int] = (0, 0)
     healed: float = 0.0
     recovered: float = 0.0
     cut_turns: int = 0  # durable turns of episodes in flight that are sampled again
@@ -83,7 +85,7 @@ def do(target: Target, together: Together) -> Happened:
     """One fault, or some at once, until the run has committed another step."""
     name = " + ".join(f"{kind} {victim}".strip() for kind, victim in together)
     print(f"step {target.step}: {name}", flush=True)
-    before = running(target.run)
+    before, first = running(target.run), target.step
     with ExitStack() as stack:
         for kind, victim in together:
             stack.enter_context(FAULTS[kind].happen(target, victim))
@@ -93,10 +95,20 @@ def do(target: Target, together: Together) -> Happened:
         time.sleep(max(0.0, max(FAULTS[kind].leases for kind, _ in together) * target.lease - UNDER_WAY))
     happened.healed = time.monotonic()
     target.until(lambda: target.step > step, f"step after {name}")
-    happened.recovered = time.monotonic()
+    happened.recovered, happened.steps = time.monotonic(), (first, target.step)
     after = running(target.run)
     happened.cut_turns = sum(max(0, turns - after[uid]) for uid, turns in before.items() if uid in after)
     return happened
+
+
+def effective(commits: dict[int, float], touched: set[int]) -> float:
+    """Share of the time since the first commit that went into training: the seconds of steps that no fault
+    touched, and for each of the others the median of these. Checkpoints are in it. `commits`: seconds since
+    the beginning, by step."""
+    took = {step: at - commits[step - 1] for step, at in commits.items() if step - 1 in commits}
+    quiet = [seconds for step, seconds in took.items() if step not in touched]
+    own = statistics.median(quiet) * (len(took) - len(quiet)) if quiet else 0.0
+    return (sum(quiet) + own) / sum(took.values()) if took else 0.0
 
 
 def report(done: list[Happened], step_s: float) -> str:
@@ -205,17 +217,18 @@ def main() -> int:
             found.append(str(error))
         else:
             found += troubles(run) + troubles_at_end(run) + left_behind(target, shared)
-    wall, steps = (
-        time.monotonic() - began,
-        [row["timing_s/step"] for row in rows(run) if "timing_s/step" in row],
-    )
+    wall = time.monotonic() - began
+    committed = [row for row in rows(run) if "timing_s/step" in row]
+    steps = [row["timing_s/step"] for row in committed]
+    commits = {int(row["training/step"]): row["time_s"] for row in committed}
+    touched = {step for one in done for step in range(one.steps[0] + 1, one.steps[1] + 1)}
     step_s = statistics.median(steps) if steps else 0.0
     before, after = reward(run, first=True), reward(run, first=False)
     if len(steps) >= 40 and after <= before:
         found.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
     print(report(done, step_s))
     print(f"{len(done)} faults in {wall:.0f} s; reward {before:.3f} -> {after:.3f}; effective training time "
-          f"{step_s * len(steps) / wall:.0%}; flow {summary(run).get('flow')}")  # fmt: skip
+          f"{effective(commits, touched):.0%}; flow {summary(run).get('flow')}")  # fmt: skip
     for log in sorted((run / "logs").glob("*.log")) if found else []:
         print(f"== {log.name}", log.read_text()[-3000:], sep="\n")
     print(*found, "FAILED" if found else "OK", sep="\n")
