@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.commands.arguments import command_parser
 from asyncrl.data.benchmarks import BENCHMARKS, Benchmark, passages_of, rows_of
 from asyncrl.data.rows import Row
 from asyncrl.data.written import verl_row, write_splits
@@ -35,9 +36,7 @@ Then: asyncrl train data.train=gsm8k/train.parquet data.test=gsm8k/test.parquet 
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, write the files, and print what was written."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl data", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("data", HELP, run_dir="")
     parser.add_argument("name", help=f"{', '.join(BENCHMARKS)}, or {GYM}TASK[,TASK]")
     parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
     parser.add_argument("--source", default="", help="another repository of the hub, a directory or a file")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.commands.arguments import command_parser
 from asyncrl.commands.merge import find_checkpoint
 from asyncrl.config import RunConfig, read_config
 from asyncrl.config.composition import compose, recompose
@@ -73,7 +74,7 @@ class Target(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, evaluate, print and write the numbers. Exit code 1 where the run failed."""
-    parser = argument_parser("asyncrl eval", HELP)
+    parser = argument_parser("eval", HELP)
     parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
     options = parser.parse_intermixed_args(argv)
     target = find_target(options.model, options.run_dir)
@@ -91,16 +92,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def argument_parser(prog: str, text: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
+    parser = command_parser(name, text, "where runs are, and this one is put")
     parser.add_argument("model", help="a model, a checkpoint of a run, or a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs"), help="where runs are, and this one is put"
-    )
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan")
     return parser
 

@@ -39,7 +39,7 @@ COLUMNS = ("responses", "conversations", "rewards", "stop_reasons", "tokens")
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, sample and write. Exit code 1 where the run failed."""
-    parser = argument_parser("asyncrl generate", HELP)
+    parser = argument_parser("generate", HELP)
     options = parser.parse_intermixed_args(argv)
     out = _out(options)
     options.overrides.insert(0, "validation.greedy=false")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.config import read_config
 from asyncrl.errors import ConfigError
 
@@ -26,13 +25,10 @@ All files are compared with the checksums of the checkpoint."""
 
 def main(argv: list[str]) -> int:
     """Parse the arguments and write the directory."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl merge", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("merge", HELP)
     parser.add_argument("checkpoint", help="a checkpoint, or a run")
     parser.add_argument("out", type=Path, help="the directory to write, which is not there yet")
     parser.add_argument("--adapters", choices=("merged", "apart"), default="merged")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_args(argv)
     if options.out.exists():
         raise ConfigError(f"{options.out}: exists; choose another directory, or delete it")

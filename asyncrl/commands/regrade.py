@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.errors import ConfigError, one_line
@@ -60,15 +60,12 @@ class Row(msgspec.Struct):
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, score, print a table and perhaps write it."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl regrade", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("regrade", HELP)
     parser.add_argument("run", help="name of a run, or its directory")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
     parser.add_argument("--reward", required=True, help="as rollout.reward: a name, a function, or a mapping")
     parser.add_argument("--steps", type=_steps, default=(0, sys.maxsize), help="A..B; all by default")
     parser.add_argument("--out", type=Path, help="write a row per episode: FILE.parquet or FILE.jsonl")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_intermixed_args(argv)
     if options.out is not None and options.out.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"--out {options.out}: write FILE.parquet or FILE.jsonl")

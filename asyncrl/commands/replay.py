@@ -5,13 +5,12 @@ It only reads the run, which may be under way.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.observe.files import read_rows
@@ -33,13 +32,10 @@ on. Without any, on one CPU rank and the same machine, loss and gradient norm ar
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, train the steps, print a table."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl replay", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("replay", HELP)
     parser.add_argument("run", help="name of a run, or its directory")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
     parser.add_argument("--step", type=int, required=True, help="the step to repeat, from 1")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     config = recompose(run_dir, options.overrides)

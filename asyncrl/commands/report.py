@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.errors import ConfigError
 
 HELP = """\
@@ -20,14 +19,11 @@ The HTML file needs no other file and no network. The Markdown shows the .png be
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, write the files, and print their paths."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl report", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("report", HELP)
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="names of runs, or directories; else the newest"
     )
     parser.add_argument("--out", type=Path, help="report.html in the directory of the first run by default")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_intermixed_args(argv)
     found = [find_run(options.run_dir, name) for name in options.runs or [""]]
     page: Path = options.out or found[0] / "report.html"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
 
+from asyncrl.commands.arguments import command_parser, find_run, runs_in
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_lines, read_summary
 
 
 def main(argv: list[str]) -> int:
     """Parse the arguments and run the action."""
-    parser = argparse.ArgumentParser(prog="asyncrl runs", description="List runs, or show one.")
+    parser = command_parser("runs", "List runs, or show one.")
     parser.add_argument("action", choices=("list", "show", "transcripts"))
     parser.add_argument("name", nargs="?", default="", help="run to show; the newest one by default")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     parser.add_argument(
         "--of", choices=("validation", "training"), default="validation", help="which transcripts"
     )
@@ -30,7 +28,7 @@ def main(argv: list[str]) -> int:
 
 def list_runs(directory: Path) -> int:
     """One line per run, newest first."""
-    for path in _runs(directory):
+    for path in runs_in(directory):
         try:
             found = read_summary(path)
         except ConfigError:
@@ -72,22 +70,3 @@ def transcripts(run_dir: Path, kind: str, step: int | None) -> int:
         print(f"== {kind}, step {chosen}: " + ", ".join(f"{key} {value}" for key, value in entry.items()))
         print(text, end="\n\n")
     return 0
-
-
-def find_run(directory: Path, name: str) -> Path:
-    """The directory of a run by its name or path; of the newest one without. ConfigError if there is none."""
-    if name and os.path.isfile(os.path.join(name, "config.yaml")):
-        return Path(name)
-    runs = {path.name: path for path in reversed(_runs(directory))}
-    path = runs.get(name) if name else next(reversed(runs.values()), None)
-    if path is None:
-        raise ConfigError(f"{directory}: no run {name!r}; there are: {', '.join(runs) or 'none'}")
-    return path
-
-
-def _runs(directory: Path) -> list[Path]:
-    """Directories of runs, newest first. ConfigError where there is nothing to look at."""
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; give the parent of run directories as --run-dir")
-    paths = [path.parent for path in directory.glob("*/config.yaml")]
-    return sorted(paths, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

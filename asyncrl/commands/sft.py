@@ -44,4 +44,4 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"asyncrl sft is algorithm=sft; for {other[0]} use asyncrl train")
         return compose(["algorithm=sft", *(one for one in overrides if one != "algorithm=sft")], config_dir)
 
-    return train.main(argv, with_preset, prog="asyncrl sft", help_text=HELP, begin=BEGIN)
+    return train.main(argv, with_preset, name="sft", help_text=HELP, begin=BEGIN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import platform
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.records import Flow
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.progress import clock
 from asyncrl.observe.summary import OF_STEP, identity_line
@@ -22,10 +21,9 @@ FLOW = "flow/"
 
 def main(argv: list[str]) -> int:
     """Parse the arguments and print, once or until the run has ended."""
-    parser = argparse.ArgumentParser(prog="asyncrl status", description=__doc__)
+    parser = command_parser("status", __doc__)
     parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
     parser.add_argument("--watch", action="store_true", help=f"again every {WATCH_EVERY:g} s, until it ends")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     while True:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 
 
 def main(argv: list[str]) -> int:
     """Parse the arguments and write the file."""
-    parser = argparse.ArgumentParser(prog="asyncrl trace", description=__doc__)
+    parser = command_parser("trace", __doc__)
     parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
     parser.add_argument("--out", type=Path, help="the file; RUN.trace.json.gz by default")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     from asyncrl.viewer.trace import write_trace

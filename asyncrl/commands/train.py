@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncrl.commands.arguments import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
@@ -50,14 +50,12 @@ docs/configuration.md lists all keys, examples/multiturn/README.md all examples.
 def main(
     argv: list[str],
     compose: Callable[[list[str], Path | None], RunConfig] = compose,
-    prog: str = "asyncrl train",
+    name: str = "train",
     help_text: str = HELP,
     begin: str = BEGIN,
 ) -> int:
     """Parse the arguments, compose the configuration and train. Exit code 2 without a model."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(name, help_text, run_dir="")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument(
         "--dry-run",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import threading
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.commands.runs import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.commands.status import ending
 from asyncrl.errors import ConfigError, one_line
 
@@ -29,14 +28,11 @@ From another machine: ssh -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
 
 def main(argv: list[str]) -> int:
     """Parse the arguments; write the page, or serve it until Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl view", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("view", HELP)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="names or directories; else the newest one")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file instead")
     parser.add_argument("--port", type=int, default=0, help="a free one by default")
     parser.add_argument("--open", action="store_true", help="open the browser, too")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_intermixed_args(argv)
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")

@@ -18,7 +18,7 @@ CALCULATOR = ("experiment=calculator", "rollout.temperature=0.5")
 
 
 def configured(target: Target, *overrides: str) -> RunConfig:
-    options = argument_parser("asyncrl eval", "").parse_intermixed_args([target.model, *overrides])
+    options = argument_parser("eval", "").parse_intermixed_args([target.model, *overrides])
     return configuration(target, options)
 
 
