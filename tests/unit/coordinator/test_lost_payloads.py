@@ -38,6 +38,16 @@ def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
         state.buffer.finish(episode, result, stats, 0.0)
 
 
+def landed(run_dir: Path, *uids: str, **buffer: Any) -> RunState:
+    """A run whose first group, of these episodes, has landed, with a turn each."""
+    state = build(run_dir, **buffer)
+    admit(state.buffer, 1)
+    for uid in uids:
+        play(state, uid, 1, end=True)
+    state.persist()
+    return state
+
+
 def started(run_dir: Path, step: int = 0, **buffer: Any) -> RunState:
     """The next coordinator, with a trainer at `step`."""
     state = build(run_dir, **buffer)
@@ -172,11 +182,7 @@ def audit(state: RunState) -> None:
 
 def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
     """Also the same plan again, for another trainer and from another coordinator."""
-    state = build(tmp_path, episodes_per_group=3)
-    admit(state.buffer, 1)
-    for uid in ("0.0", "0.1", "0.2"):
-        play(state, uid, 1, end=True)
-    state.persist()
+    state = landed(tmp_path, "0.0", "0.1", "0.2", episodes_per_group=3)
     damage(state, "0.1")
     for incarnation in ("a", "b"):
         plan = Training(state, incarnation).plan(0)
@@ -194,11 +200,7 @@ def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("repeating", [False, True])
 def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, repeating: bool) -> None:
     """Its request comes once more, to another coordinator. The next trainer goes on without."""
-    state = build(tmp_path)
-    admit(state.buffer, 1)
-    for uid in ("0.0", "0.1"):
-        play(state, uid, 1, end=True)
-    state.persist()
+    state = landed(tmp_path, "0.0", "0.1")
     if repeating:
         assert Training(state, "a").train() == ["0.0", "0.1"]
     first = Training(state, "b").plan(0)
@@ -216,10 +218,7 @@ def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, r
 
 def test_a_late_request_for_a_committed_step_loses_nothing(tmp_path: Path) -> None:
     """It was sent again before the answer came, and the payload was damaged since."""
-    state = build(tmp_path)
-    admit(state.buffer, 1)
-    for uid in ("0.0", "0.1"):
-        play(state, uid, 1, end=True)
+    state = landed(tmp_path, "0.0", "0.1")
     trainer = Training(state, "a")
     assert trainer.train() == ["0.0", "0.1"]
     damage(state, "0.1")
@@ -230,10 +229,7 @@ def test_a_late_request_for_a_committed_step_loses_nothing(tmp_path: Path) -> No
 
 
 def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
-    state = build(tmp_path)
-    admit(state.buffer, 1)
-    for uid in ("0.0", "0.1"):
-        play(state, uid, 1, end=True)
+    state = landed(tmp_path, "0.0", "0.1")
     assert Training(state, "a").train() == ["0.0", "0.1"]
     damage(state, "0.1")
     assert Training(state, "b").train() == ["0.0"]  # it resumed from a checkpoint before that batch
@@ -245,10 +241,7 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
 
 def test_the_counts_agree_while_a_step_is_repeated(tmp_path: Path) -> None:
     """What it has lost since it was trained first was trained, until the repeated step is committed."""
-    state = build(tmp_path)
-    admit(state.buffer, 1)
-    for uid in ("0.0", "0.1"):
-        play(state, uid, 1, end=True)
+    state = landed(tmp_path, "0.0", "0.1")
     assert Training(state, "a").train() == ["0.0", "0.1"]
     damage(state, "0.1")
     trainer = Training(state, "b")
