@@ -19,10 +19,11 @@ ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, none while there is no file; a line cut by a crash is left out."""
-    for line in path.read_text(errors="replace").split("\n") if path.exists() else []:
-        with suppress(json.JSONDecodeError):
-            if isinstance(row := json.loads(line), dict):
-                yield row
+    with suppress(FileNotFoundError), path.open(errors="replace", newline="\n") as file:
+        for line in file:
+            with suppress(json.JSONDecodeError):
+                if isinstance(row := json.loads(line), dict):
+                    yield row
 
 
 def read_rows(run_dir: Path) -> list[dict[str, float]]:
