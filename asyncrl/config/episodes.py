@@ -117,7 +117,8 @@ class ValidationConfig(Section, frozen=True):
     samples: Count = 256
     """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
     episodes: Positive = 1
-    """Episodes per held-out sample that are sampled as in training; from 2 on with `mean@k`, `pass@k` and `maj@k`."""
+    """Episodes per held-out sample that are sampled as in training; from 2 on with `mean@k`, `pass@k` and
+    `maj@k`."""
     greedy: bool = True
     """Play each held-out sample greedily, too."""
     success: float = 1.0
