@@ -23,7 +23,7 @@ Curves, episodes token by token, and what each process did when, in the browser:
   asyncrl view demo --html run.html one file that opens without a server
 
 The page is served on 127.0.0.1 until Ctrl-C, read-only, to whoever has the address with its random token.
-From another machine: ssh -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
+From another machine: ssh -C -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
 
 
 def main(argv: list[str]) -> int:

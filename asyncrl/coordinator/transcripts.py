@@ -17,18 +17,12 @@ from asyncrl.coordinator.state import log
 from asyncrl.types import EpisodeResult, Sample
 
 QUESTIONS = 8  # of a validation, each with its sampled and its greedy episode
-MEMBERS = 4  # of one group for each batch
 
 
 def kept_questions(count: int) -> frozenset[int]:
     """Of `count` held-out samples, evenly spread: files are often sorted by source or difficulty."""
     kept = min(QUESTIONS, count)
     return frozenset(index * count // kept for index in range(kept))
-
-
-def is_kept(group: int, member: int, groups_per_batch: int) -> bool:
-    """Of training: it does not depend on how an episode ends, nor on when."""
-    return group % groups_per_batch == 0 and member < MEMBERS
 
 
 def entry(uid: str, sample: Sample, **more: Any) -> dict[str, Any]:

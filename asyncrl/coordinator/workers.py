@@ -17,8 +17,8 @@ from asyncrl.buffer.records import NEVER, EpisodeRecord, State
 from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.coordinator.transcripts import is_kept
 from asyncrl.observe.held_out import EVAL
+from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.wire.messages.shared import Attempt, Loaded, Stop
 from asyncrl.wire.messages.worker_bulk import Fenced

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.observe.files import read_lines
 
+MEMBERS = 4  # of one group for each batch
 ROUNDING = 1e-6
 FILES = 50  # looked through for a good or a bad one, at most
 
@@ -18,6 +19,11 @@ FILES = 50  # looked through for a good or a bad one, at most
 class Transcript:
     title: str
     text: str
+
+
+def is_kept(group: int, member: int, groups_per_batch: int) -> bool:
+    """Of training: it does not depend on how an episode ends, nor on when."""
+    return group % groups_per_batch == 0 and member < MEMBERS
 
 
 def newest(run_dir: Path, good: bool, threshold: float) -> Transcript | None:

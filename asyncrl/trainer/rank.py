@@ -28,6 +28,7 @@ from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
+from asyncrl.trainer.ratios import Ratios
 from asyncrl.trainer.rehearsal import try_largest
 from asyncrl.trainer.spikes import SpikeError
 from asyncrl.trainer.step import Learner
@@ -121,6 +122,7 @@ class TrainerRank:
         self.waiting = ""
         self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
+        self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
         self.published_step, self.repeating = -1, False
@@ -182,6 +184,7 @@ class TrainerRank:
             publish = self._commit(plan, everyone, metrics) if self.first else True
             publish = self.mesh.gather(publish, bool)[0]
         self.committed = self.learner.step
+        self.ratios.save(self.committed)
         if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
             self.repeating = False
             self._publish()

@@ -35,6 +35,7 @@ from asyncrl.trainer.optimizer import make_optimizer, take_step
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.performance import FlopCount
 from asyncrl.trainer.prefix_tree import common
+from asyncrl.trainer.ratios import Ratios
 from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import (
     advantage_factor,
@@ -99,6 +100,7 @@ class Learner:
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
+        self.ratios: Ratios | None = None  # who looks at single tokens
         self._expected = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held: list[Example] = []
         self._tally = MetricSums()
@@ -277,6 +279,9 @@ class Learner:
             examples = self._credited(with_values(examples, "value", value.detach()), tally)
             micro = micro.updated(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
+        if self.ratios is not None:
+            state = found.state
+            self.ratios.note(examples, scores.logp.detach() - micro.mu, state.correction.masked & state.fresh)
         denominator = math.fsum(e.denominator for e in examples)
         if self.policy.replay is not None:
             tally_routes(tally, micro.selected.routes, computed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.observe import ratios
+from asyncrl.observe.ratios import TokenRatios
 from asyncrl.rollout.context import turns_of
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Sample, Turn
@@ -20,6 +23,7 @@ from asyncrl.types import Sample, Turn
 if TYPE_CHECKING:
     from asyncrl.trainer.batch import Example
 
+LARGEST = 20.0  # nats
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -53,13 +57,14 @@ def transcript(
     group = reader.group(episode.group)
     turns, missing = _kept_turns(reader, episode)
     seen, why = (None, missing) if missing else _as_trained(config, reader, episode, turns)
+    known = ratios.read(run_dir, episode.step + 1, uid) if episode.step >= 0 else None
     return {
         **msgspec.to_builtins(episode),
         "step": episode.step + 1 if episode.step >= 0 else None,
         "landed": episode.stats.turns > 0,
         "bound": config.buffer.max_staleness,
         "sample": _sample(run_dir, group.sample),
-        "turns": list(_turns(turns, decode, seen, episode.step >= 0)),
+        "turns": list(_turns(turns, decode, seen, known, episode.step >= 0)),
         "missing": missing,
         "no_advantage": why,
     }
@@ -126,9 +131,10 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _turns(
-    turns: Sequence[Turn], decode: Decode, seen: Example | None, taken: bool
+    turns: Sequence[Turn], decode: Decode, seen: Example | None, known: TokenRatios | None, taken: bool
 ) -> Iterator[dict[str, Any]]:
-    """Per-token lists are aligned with `ids`; None: not known."""
+    """Per-token lists are aligned with `ids`; None: not known. `ratios` are pi/mu; they and `dropped` may be
+    shorter."""
     start = 0
     for turn in turns:
         own = slice(start, start := start + len(turn.ids))
@@ -147,6 +153,8 @@ def _turns(
             "kv_versions": [version for _, version in spans],
             "lags": seen.lag[own].tolist() if seen is not None and taken else None,
             "stale": seen.stale[own].tolist() if seen is not None and taken else None,
+            "ratios": known and [None if x is None else exp(min(x, LARGEST)) for x in known.log_ratio[own]],
+            "dropped": known and known.dropped[own],
             "rewards": seen.rewards[own].tolist() if seen is not None else None,
             "advantages": None if seen is None or seen.advantage is None else seen.advantage[own].tolist(),
             "replies": msgspec.to_builtins(turn.replies),

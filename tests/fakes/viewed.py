@@ -11,6 +11,7 @@ import msgspec
 from asyncrl.config import parse
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
+from asyncrl.observe import ratios
 from asyncrl.observe.timeline import Timeline
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import DropReason, EpisodeStats, ToolCall, ToolReply, TurnReply, VersionSpan
@@ -65,6 +66,8 @@ def save_run(run_dir: Path, **training: float) -> Path:
     metrics[-1]["actor/skipped_steps"] = 1.0
     metrics[-1]["actor/grad_norm"] = math.nan  # of the skipped step
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    kept = ratios.TokenRatios("0.0", [math.log(2), None] + [0.0] * 8, [True] + [False] * 9)
+    ratios.save(run_dir, 1, 0, [kept])
     timeline = Timeline(run_dir / "timeline" / "trainer-0.jsonl")
     for step in range(4000):
         timeline.record("train", step, step + 1, step=step)

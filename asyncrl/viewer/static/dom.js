@@ -32,5 +32,7 @@ export function fold(title, open, ...children) {
   return make("details", open ? { open: "" } : {}, make("summary", {}, title), ...children);
 }
 
-// Okabe and Ito: told apart with any colour vision.
-export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c"];
+// Okabe and Ito: told apart with any colour vision. On white, orange and sky blue are darker: all have 3:1 at least.
+const DARK = matchMedia("(prefers-color-scheme: dark)").matches;
+export const FULL = DARK ? 50 : 70; // % of a colour behind text, which still has 4.5:1
+export const PALETTE = ["#0072b2", DARK ? "#e69f00" : "#bf8400", "#009e73", "#cc79a7", DARK ? "#56b4e9" : "#3a96cf", "#d55e00", "#8c8c8c"];

@@ -1,8 +1,7 @@
 // Lanes over time on a canvas: who did what when. Spans are those of a LaneWindow of asyncrl/viewer/lanes.py.
 // Wheel or + and - zoom, dragging or the arrows move, a name in the legend is switched by a click.
-import { make } from "view/dom.js";
+import { PALETTE, make } from "view/dom.js";
 
-const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#8a8a8a"]; // Okabe and Ito
 const ROW = 16, GAP = 2, HEAD = 20, LABELS = 210; // pixels
 const PAUSE = 150; // milliseconds without a change before the spans of a window are asked for
 
@@ -41,7 +40,7 @@ export function picture(element, changed) {
     const place = event.clientX - canvas.getBoundingClientRect().left - LABELS;
     return shown[0] + (place / width()) * (shown[1] - shown[0]);
   };
-  const colour = (name) => COLOURS[colours.get(name) % COLOURS.length];
+  const colour = (name) => PALETTE[colours.get(name) % PALETTE.length];
 
   function draw(data, window_) {
     whole = Math.max(data.end - data.start, 1e-3);

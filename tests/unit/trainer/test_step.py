@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from asyncrl.algorithms.recipe import compose
+from asyncrl.observe import ratios
 from asyncrl.trainer import step
 from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.model import score
+from asyncrl.trainer.ratios import Ratios
 from asyncrl.trainer.spikes import LEAST, SpikeError, note_norm
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Turn
@@ -78,6 +81,25 @@ def test_a_shared_prompt_changes_no_gradient(world: World, model_path: str, mode
     metrics = run_batch(at_step(learner), whole(episodes))
     computed, rows = metrics["perf/computed_tokens"], metrics["perf/total_num_tokens"]
     assert computed < (0.9 if packing == "tree" else 1.1) * rows
+
+
+def test_ratios_of_transcribed_episodes_are_kept(
+    world: World, model_path: str, model: Any, tmp_path: Path
+) -> None:
+    """log pi - log mu of the policy before the step, over the same tokens as a plain forward has them."""
+    episodes = Recorder(model, seed=1, noise=0.8, temperature=0.9).groups(4, 4, VERSIONS, name="")
+    learner = at_step(make_learner(tiny_config(model_path), world))
+    learner.recipe = dataclasses.replace(learner.recipe, skips_inert=False)
+    learner.ratios = Ratios(tmp_path, rank=0, groups_per_batch=2)
+    wanted = {row.uid: reference.token_log_probs(model, (row, turns)) for row, turns in episodes}
+    run_batch(learner, whole(episodes))
+    learner.ratios.save(learner.step)
+    found = {uid: ratios.read(tmp_path, STEP + 1, uid) for uid in wanted}
+    assert {uid[0] for uid, known in found.items() if known is not None} == {"0", "2"}
+    for uid, known in found.items():
+        if known is not None:
+            assert known.log_ratio == pytest.approx([pi.item() - mu for pi, mu, _ in wanted[uid]], abs=1e-5)
+    assert any(known is not None and any(known.dropped) for known in found.values())
 
 
 def test_loss_and_counts_are_reported(

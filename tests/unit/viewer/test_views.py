@@ -57,6 +57,8 @@ def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views)
     assert turn["ids"] == tuple(range(10)) and len(turn["texts"]) == 10
     assert turn["versions"] == [0] * 4 + [1] * 6 and turn["kv_versions"] == [0] * 10
     assert turn["lags"] == [0] * 4 + [1] * 6 and not any(turn["stale"])
+    assert turn["ratios"] == [pytest.approx(2.0), None] + [1.0] * 8
+    assert turn["dropped"] == [True] + [False] * 9
     assert turn["rewards"] == [0.0] * 9 + [1.0]
     assert turn["replies"][0]["content"] == MARKUP
     assert turn["advantages"][0] > 0 > views.answer("episode", {"uid": "0.1"})["turns"][0]["advantages"][0]

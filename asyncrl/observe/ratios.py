@@ -1,0 +1,51 @@
+"""pi/mu of each token of the training episodes whose transcripts are kept, as they were first trained on.
+
+`ratios/step-<N>-<rank>.jsonl`: a line for each episode that this rank trained in step N.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import UNDECODABLE
+
+log = logging.getLogger("asyncrl.observe")
+
+MOST_TOKENS = 8192  # of an episode: a run with long ones would fill the disk
+
+
+class TokenRatios(msgspec.Struct, frozen=True):
+    """Of the first MOST_TOKENS model tokens of an episode, in order. `log_ratio`: log pi - log mu, in nats;
+    None where it is no number. `dropped`: the correction, or the loss, took it out."""
+
+    uid: str
+    log_ratio: list[float | None]
+    dropped: list[bool]
+
+
+def save(run_dir: Path, step: int, rank: int, found: Iterable[TokenRatios]) -> None:
+    """Write the file of a step (counted from 1), in place of an earlier one; none without episodes. A full
+    disk costs no more than that."""
+    lines = [msgspec.json.encode(each) + b"\n" for each in found]
+    path = run_dir / "ratios" / f"step-{step}-{rank}.jsonl"
+    try:
+        if lines:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"".join(lines))
+    except OSError as error:
+        log.error("%s: not written (%s)", path, error)
+
+
+def read(run_dir: Path, step: int, uid: str) -> TokenRatios | None:
+    """Of an episode that was trained in a step; None where nothing was recorded of it. Raises OSError."""
+    for path in (run_dir / "ratios").glob(f"step-{step}-*.jsonl"):
+        for line in path.read_bytes().splitlines():
+            with suppress(*UNDECODABLE):  # cut by a crash
+                if (found := msgspec.json.decode(line, type=TokenRatios)).uid == uid:
+                    return found
+    return None
