@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from random import Random
 from types import MappingProxyType
@@ -35,9 +35,19 @@ class LogNormal(msgspec.Struct, frozen=True):
         return self.median * math.exp(random.gauss(0.0, self.sigma)) if self.median else 0.0
 
 
+class RecordedTurn(msgspec.Struct, frozen=True):
+    """Tokens that were sampled, and the seconds from then to the next turn, or until the episode landed."""
+
+    tokens: float
+    wait: float
+
+
+Recorded = tuple[tuple[tuple[RecordedTurn, ...], ...], ...]  # turns of episodes of groups
+
+
 class Workload(msgspec.Struct, frozen=True):
     """What is simulated, in seconds and tokens. An episode samples `turns` times, with one tool call between
-    two turns."""
+    two turns; or, with `recorded`, as an episode did of a group that is drawn from these."""
 
     groups: int = 8  # per batch
     members: int = 4  # of a group
@@ -47,9 +57,12 @@ class Workload(msgspec.Struct, frozen=True):
     again: float = 0.0  # probability of one more turn, after these and after each that follows
     tokens: LogNormal = LogNormal(20.0)  # of a turn
     tool: LogNormal = LogNormal(0.0)  # seconds of a call
+    recorded: Recorded = ()
     speed: float = 200.0  # tokens/s of one episode alone
     rate: float = 4000.0  # tokens/s of all engines
-    train: float = 0.2  # seconds per batch
+    base: float = 0.0  # n episodes that sample take max(1/speed, base + n/rate) seconds for a token each
+    train: float = 0.2  # seconds per batch, by its episodes
+    commit: float = 0.0  # seconds per batch, at its end: the optimizer's step, the snapshot
     publish: float = 0.05  # seconds from a commit until the engines have the weights
     micro: int = 8  # groups that the trainer takes at a time
     filtered: float = 0.0  # share of groups without a learning signal
@@ -64,6 +77,7 @@ class SimulatedStep(msgspec.Struct, frozen=True):
     running: int  # episodes that held a slot when it was committed
     lag: float  # mean, of the tokens within the bound
     rollout_busy: float
+    tokens: float  # sampled, of its batch, within the bound
     measured: Measured
 
 
@@ -76,8 +90,11 @@ class _Group:
 
 
 class _Episode:
-    def __init__(self, group: _Group, member: int, turns: int, now: float) -> None:
+    def __init__(
+        self, group: _Group, member: int, turns: int, now: float, recorded: Sequence[RecordedTurn] = ()
+    ) -> None:
         self.group, self.uid, self.left = group, f"{group.id}.{member}", turns
+        self.recorded = recorded
         self.began, self.turn_began, self.tokens, self.tools = now, now, 0.0, 0.0
         self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
 
@@ -125,7 +142,7 @@ class Simulation:
     def _next(self) -> None:
         """The next event, or the end of the next turn, whichever is first."""
         sampling = len(self._sampling)
-        rate = min(self.w.speed, self.w.rate / max(1, sampling))
+        rate = 1 / max(1 / self.w.speed, self.w.base + max(1, sampling) / self.w.rate)
         ends = self.now + (self._sampling[0][0] - self._served) / rate if sampling else math.inf
         at = min(ends, self._events[0][0] if self._events else math.inf)
         if at == math.inf:
@@ -160,27 +177,36 @@ class Simulation:
         self.deadlines.start(group.record, self.now)
         if group.record.patience < math.inf:
             self._after(group.record.patience, lambda: self._deadline(group))
+        drawn = self.random.choice(self.w.recorded) if self.w.recorded else ()
         for member in range(group.members):
+            if drawn:  # a group of more members than were recorded has some twice
+                recorded = drawn[member] if member < len(drawn) else self.random.choice(drawn)
+                self._sample(_Episode(group, member, len(recorded), self.now, recorded))
+                continue
             turns = self.w.turns
             while self.random.random() < self.w.again:
                 turns += 1
             self._sample(_Episode(group, member, turns, self.now))
 
     def _sample(self, episode: _Episode) -> None:
-        episode.turn_began, episode.tokens = self.now, self.w.tokens.draw(self.random)
+        recorded = episode.recorded
+        tokens = recorded[-episode.left].tokens if recorded else self.w.tokens.draw(self.random)
+        episode.turn_began, episode.tokens = self.now, tokens
         heapq.heappush(self._sampling, (self._served + episode.tokens, next(self._order), episode))
 
     def _turn_ended(self, episode: _Episode) -> None:
         episode.turns.append((episode.turn_began, self.now, episode.tokens))
         self.meter.sampled(episode.uid, episode.tokens, self.now)
+        wait = episode.recorded[-episode.left].wait if episode.recorded else math.nan
         episode.left -= 1
         left = self.w.limit - (self.now - episode.began)
-        if not episode.left or left <= 0:
+        if left <= 0 or not (episode.left or episode.recorded):
             self._landed(episode)
             return
-        seconds = min(self.w.tool.draw(self.random), left)
+        seconds = min(wait if episode.recorded else self.w.tool.draw(self.random), left)
         episode.tools += seconds
-        self._after(seconds, lambda: self._sample(episode))
+        goes_on = self._sample if episode.left else self._landed
+        self._after(seconds, lambda: goes_on(episode))
 
     def _landed(self, episode: _Episode) -> None:
         group, tokens = episode.group, sum(turn[-1] for turn in episode.turns)
@@ -236,9 +262,11 @@ class Simulation:
 
     def _trained(self) -> None:
         self._working = False
-        if len(self._taken) >= self.w.groups:
-            self._commit()
-        self._train()
+        if len(self._taken) < self.w.groups:
+            self._train()
+            return
+        self._working, self._worked = True, self._worked + self.w.commit
+        self._after(self.w.commit, self._commit)
 
     def _overdue(self) -> float:
         """Tokens that are not ready, of versions over the bound in the batch that begins."""
@@ -246,6 +274,7 @@ class Simulation:
         return self.meter.older(self._published[first - 1]) if 0 < first < self.committed else 0.0
 
     def _commit(self) -> None:
+        self._working = False
         self._live -= {group.id for group in self._taken}
         self._taken, self.committed = [], self.committed + 1
         self._after(self.w.publish, lambda: self._published.append(self.now))
@@ -265,7 +294,10 @@ class Simulation:
             token_age=self.meter.token_age(1 - BUDGET, self.now, self.w.limit),
         )
         lag = float(lags[~over] @ tokens[~over] / max(1e-9, tokens[~over].sum()))
-        self.steps.append(SimulatedStep(self.flow.limit, self._held, lag, self._busy / seconds, measured))
+        useful = float(tokens[~over].sum()) / PARTS.size
+        busy = self._busy / seconds
+        self.steps.append(SimulatedStep(self.flow.limit, self._held, lag, busy, useful, measured))
         if self.adapts:
             self.flow.update(measured)
         self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0
+        self._train()

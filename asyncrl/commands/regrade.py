@@ -121,7 +121,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     try:
         for group in (group for group in reader.groups() if steps[0] <= _step(group) <= steps[1]):
             members = {episode.uid: episode for episode in reader.members(group.id)}
-            turns = {uid: found for uid, e in members.items() if (found := _turns(reader, e))}
+            turns = {uid: found for uid, e in members.items() if (found := kept_turns(reader, e))}
             scored = await asyncio.gather(*(score(group, members[uid], turns[uid]) for uid in turns))
             again = members | {episode.uid: episode for episode in scored if episode is not None}
             rows += _rows(config, recipe, group, members, again, turns)
@@ -136,7 +136,7 @@ def _step(group: GroupRecord) -> int:
     return (group.step if group.step >= 0 else group.issued_step) + 1
 
 
-def _turns(reader: RunReader, episode: EpisodeRecord) -> list[Turn]:
+def kept_turns(reader: RunReader, episode: EpisodeRecord) -> list[Turn]:
     """Of an episode that landed, if all are kept; else none."""
     from asyncrl.rollout.context import turns_of
     from asyncrl.store.schema import StoreError

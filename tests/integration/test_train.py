@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl import cli
+from asyncrl.commands.plan import Measurements
+from asyncrl.config.composition import recompose
 from asyncrl.observe.timeline import overlap
 from asyncrl.weights.disk import weights_directory
 from tests.integration.runs import ROOT, TELLING, Run, leaks
@@ -51,6 +53,8 @@ def test_a_short_run_leaves_everything_it_promises(
     assert overlap(run.path)
     replayed_to_the_last_bit(run)
     regraded(run, tmp_path, capsys)
+    measured = Measurements.of(run.path, recompose(run.path, []))  # what `asyncrl plan` reads
+    assert len(measured.rows) == 6 and measured.recorded and measured.load.sampling >= 1
     assert cli.main(["status", str(run.path)]) == 0
     assert capsys.readouterr().out.startswith(f"{run.path}: completed\nstep 6 of 6 after 0:0")
     assert "issued" in run.text() and not run.children()

@@ -1,0 +1,241 @@
+"""What a run's measurements say of other settings: fitted rates, the simulator's workload, its prediction.
+
+    episodes, metrics, engine loads ──► Rates ──► workload(config) ──► predict ──► seconds a step, lag, idle
+
+Pure: `asyncrl plan` reads the runs. What is assumed to scale: seconds of training with the episodes, and by
+the number of ranks; episodes that sample at once are shared evenly by the engines.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from asyncrl.buffer.batches import FLOOR, STREAM
+from asyncrl.buffer.simulator import Recorded, RecordedTurn, Simulation, Workload
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.types import EpisodeStats, Turn
+
+Row = Mapping[str, float]
+T = TypeVar("T")
+
+BY_EPISODE = ("update_actor", "update_critic", "values", "ref", "adv")  # of timing_s/: grow with the batch
+FIXED = 0.5  # share of a token's seconds that does not depend on the load, where loads hardly differ
+DIFFER = 1.2  # loads that differ by less say nothing of it
+MOST_EPISODES, MOST_STEPS, LEAST_STEPS = 16_000, 40, 18  # of a simulated run
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The engines in one run: seconds that a sampled token took, with `sampling` episodes on an engine."""
+
+    sampling: float
+    token_s: float
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """What runs were measured to take. A token takes `base + share * n` seconds where n episodes sample on
+    an engine; `assumed`: loads did not differ enough to tell the two apart. Seconds of training are of one
+    rank. `filtered`: share of the groups."""
+
+    recorded: Recorded
+    base: float
+    share: float
+    assumed: bool
+    episode_s: float  # of training
+    commit_s: float  # of a batch, whatever its size
+    publish_s: float
+    group_tokens: float  # that the trainer computes
+    filtered: float
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """Of a run, measured or predicted. Shares in [0, 1]; tokens are sampled ones, within the bound."""
+
+    step_s: float
+    lag: float
+    trainer_idle: float
+    rollout_idle: float
+    masked: float
+    tokens: float  # of a batch
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+
+def recorded_turns(turns: Sequence[Turn], stats: EpisodeStats) -> tuple[RecordedTurn, ...]:
+    """An episode as the simulator plays it. The waits are those for tools and the environment; what the whole
+    episode took beside (reward, acks) is waited for at its end. Calls side by side wait once."""
+    waits = [
+        sum(reply.seconds for reply in turn.replies)
+        + (turn.observation.seconds if turn.observation is not None else 0.0)
+        for turn in turns
+    ]
+    rest = max(0.0, stats.seconds - sum(turn.seconds for turn in turns))
+    scale = min(1.0, rest / total) if (total := sum(waits)) else 1.0
+    waits = [wait * scale for wait in waits]
+    waits[-1] += rest - sum(waits)
+    return tuple(RecordedTurn(len(turn.ids), wait) for turn, wait in zip(turns, waits, strict=True))
+
+
+def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
+    """(base, share, assumed): seconds of a token = base + share * n, by least squares, neither negative."""
+    n, seconds = (np.array([getattr(load, name) for load in loads]) for name in ("sampling", "token_s"))
+    if n.max() < DIFFER * n.min():
+        token_s = float(seconds.mean())
+        return FIXED * token_s, (1 - FIXED) * token_s / float(n.mean()), True
+    share, base = np.polyfit(n, seconds, 1)
+    if share < 0:
+        return float(seconds.mean()), 0.0, False
+    if base < 0:
+        return 0.0, float(n @ seconds / (n @ n)), False
+    return float(base), float(share), False
+
+
+def steady(rows: Sequence[T]) -> Sequence[T]:
+    """Those of committed steps without the first third, while the pipeline fills, and the last one or two,
+    while it empties."""
+    return rows[len(rows) // 3 : len(rows) - math.ceil(len(rows) / 20)]
+
+
+def fit(
+    config: RunConfig, rows: Sequence[Row], recorded: Recorded, loads: Sequence[EngineLoad], publish_s: float
+) -> Rates:
+    """Rates of a run. `rows`: of its committed steps; `loads`: of this and of other runs with these engines.
+    ConfigError when it is too short."""
+    rows = steady(rows)
+    if not rows or not recorded:
+        raise ConfigError(
+            "too little was recorded to plan from: it needs 4 committed steps, and groups whose turns are "
+            "kept (store.keep_bytes); let the run go on, or measure a probe"
+        )
+    phases = [sum(row.get(f"timing_s/{name}", 0.0) for name in BY_EPISODE) for row in rows]
+    busy = [row["timing_s/step"] - row.get("timing_s/wait_data", 0.0) for row in rows]
+    trajectories = _mean(rows, "trainer/trajectories")
+    base, share, assumed = fit_engine(loads)
+    return Rates(
+        recorded=recorded,
+        base=base,
+        share=share,
+        assumed=assumed,
+        episode_s=statistics.mean(phases) / trajectories * config.trainer.ranks,
+        commit_s=max(0.0, statistics.mean(busy) - statistics.mean(phases)),
+        publish_s=publish_s,
+        group_tokens=_mean(rows, "perf/computed_tokens") / trajectories * config.buffer.episodes_per_group,
+        filtered=_mean(rows, "rollout/discarded_group_frac"),
+    )
+
+
+def measured(rows: Sequence[Row]) -> Forecast:
+    """What a run's steady steps were like."""
+    rows = steady(rows)
+    tokens, masked = _mean(rows, "trainer/model_tokens"), _mean(rows, "staleness/masked_token_frac")
+    return Forecast(
+        step_s=_mean(rows, "timing_s/step"),
+        lag=_mean(rows, "staleness/lag/mean"),
+        trainer_idle=_mean(rows, "async/trainer_idle_frac"),
+        rollout_idle=_mean(rows, "async/rollout_idle_frac"),
+        masked=masked,
+        tokens=tokens * (1 - masked),
+    )
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    """0 where no row has it."""
+    return statistics.mean([row[name] for row in rows if name in row] or [0.0])
+
+
+def stretched(recorded: Recorded, tail: float) -> Recorded:
+    """What is longer than its median (tokens of a turn, a wait) becomes `tail` times as far from it."""
+    turns = [turn for group in recorded for episode in group for turn in episode]
+    middle = [statistics.median(getattr(turn, name) for turn in turns) for name in ("tokens", "wait")]
+
+    def stretch(turn: RecordedTurn) -> RecordedTurn:
+        values = zip((turn.tokens, turn.wait), middle, strict=True)
+        return RecordedTurn(*(value + (tail - 1) * max(0.0, value - half) for value, half in values))
+
+    return tuple(tuple(tuple(map(stretch, episode)) for episode in group) for group in recorded)
+
+
+def workload(config: RunConfig, rates: Rates) -> Workload:
+    """What the simulator plays for a configuration, whose group policy is resolved."""
+    buffer, ranks = config.buffer, config.trainer.ranks
+    full = config.trainer.micro_batch_tokens * ranks / max(1.0, rates.group_tokens)
+    part = max(buffer.groups_per_batch / STREAM, full / FLOOR)  # as Batches has enough
+    return Workload(
+        groups=buffer.groups_per_batch,
+        members=buffer.episodes_per_group,
+        bound=buffer.max_staleness,
+        slots=config.rollout.slots * config.rollout.workers,
+        recorded=rates.recorded,
+        speed=math.inf,
+        rate=engines(config) / rates.share if rates.share else math.inf,
+        base=rates.base,
+        train=rates.episode_s * buffer.batch_size / ranks,
+        commit=rates.commit_s,
+        publish=rates.publish_s,
+        micro=max(1, math.ceil(min(full, part))),
+        filtered=min(rates.filtered, buffer.max_refill / (1 + buffer.max_refill)),  # as then it is trained
+        deadline=math.inf if buffer.group_policy == "complete" else buffer.group_deadline,
+        limit=config.rollout.episode_timeout,
+    )
+
+
+def engines(config: RunConfig) -> int:
+    return config.engine.keepers or config.rollout.workers
+
+
+def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
+    """The mean over simulated runs of `steps` steps, of those that are steady. 0: as many as settle.
+    ConfigError where no batch could ever fill."""
+    return simulate(workload(config, rates), config.buffer.target_staleness, steps, seeds)
+
+
+def simulate(
+    work: Workload, target: float | str = "auto", steps: int = 0, seeds: Sequence[int] = (0,)
+) -> Forecast:
+    """The same of a workload."""
+    size = work.groups * work.members
+    steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // size))
+    fixed = None if isinstance(target, str) else target
+    try:
+        found = [step for seed in seeds for step in steady(Simulation(work, seed, fixed).run(steps))]
+    except ValueError as error:
+        raise ConfigError(f"no step of this configuration can be predicted: {error}") from None
+    seconds = statistics.mean(step.measured.seconds for step in found)
+    return Forecast(
+        step_s=seconds,
+        lag=statistics.mean(step.lag for step in found),
+        trainer_idle=1 - statistics.mean(step.measured.train for step in found) / seconds,
+        rollout_idle=1 - statistics.mean(step.measured.rollout for step in found) / seconds,
+        masked=statistics.mean(step.measured.masked for step in found),
+        tokens=statistics.mean(step.tokens for step in found),
+    )
+
+
+def limits(config: RunConfig, rates: Rates, now: Forecast) -> dict[str, float]:
+    """By name, the share of a step's seconds that is saved where one thing is twice as fast, or there is
+    twice as much of it."""
+    work, target = workload(config, rates), config.buffer.target_staleness
+    waits = tuple(
+        tuple(tuple(replace(turn, wait=turn.wait / 2) for turn in episode) for episode in group)
+        for group in work.recorded
+    )
+    changes = {
+        "engines": replace(work, base=work.base / 2, rate=work.rate * 2),
+        "trainer": replace(work, train=work.train / 2, commit=work.commit / 2),
+        "tools and rewards": replace(work, recorded=waits),
+        "rollout.slots": replace(work, slots=work.slots * 2),
+        "buffer.max_staleness": replace(work, bound=work.bound * 2 + 1),
+        "pushes of weights": replace(work, publish=work.publish / 2),
+    }
+    return {
+        name: max(0.0, 1 - simulate(changed, target).step_s / now.step_s) for name, changed in changes.items()
+    }

@@ -1,0 +1,307 @@
+"""`asyncrl plan`: what limits a run, and what other splits, slots, batches and bounds would do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.commands.regrade import kept_turns
+from asyncrl.commands.runs import find_run
+from asyncrl.config import RunConfig, parse
+from asyncrl.config.composition import compose, recompose
+from asyncrl.errors import ConfigError
+from asyncrl.observe.files import read_lines, read_rows
+from asyncrl.observe.summary import latest
+
+if TYPE_CHECKING:
+    from asyncrl.buffer.planner import EngineLoad, Forecast, Rates, Row
+    from asyncrl.buffer.simulator import Recorded
+
+HELP = """\
+Say what limits a run, and predict other settings of it, from what it measured and a simulation.
+
+  asyncrl plan demo                         of a run, which may be under way
+  asyncrl plan demo rollout.slots=128       what it would do with other keys
+  asyncrl plan demo small                   the engines' speed from two runs with different loads
+  asyncrl plan demo --devices 16            split 16 devices between rollout and training
+  asyncrl plan demo --tail 2                long responses and slow tools twice as far from the median
+  asyncrl plan experiment=calculator        without a run: two short ones measure first, one with fewer slots
+
+docs/planning.md says what is assumed, and how far predictions were off."""
+
+Keys = dict[str, int]
+SLOTS, GROUPS, BOUND = "rollout.slots", "buffer.groups_per_batch", "buffer.max_staleness"
+FIGURES = (
+    ("seconds a step", "step_s", ".3g"),
+    ("tokens/s within bound", "tokens_per_s", ".0f"),
+    ("lag, mean", "lag", ".2f"),
+    ("masked tokens", "masked", ".2%"),
+    ("trainer idle", "trainer_idle", ".0%"),
+    ("rollout idle", "rollout_idle", ".0%"),
+)
+MOST_GROUPS = 500  # the newest ones, that episodes are drawn from
+NEWEST = (
+    0.1  # share of the groups that is left out: of those, the fast ones have landed, and the slow ones not
+)
+PROBE_STEPS, FEWER = 10, 4  # steps of a probe; the second one has 1/FEWER of the slots
+MOST_SPLITS = 8
+SHOWN = 10  # candidates
+ALIKE = 0.03  # tokens/s that differ by less are alike: then the lower lag is better
+
+
+class Measurements(msgspec.Struct, frozen=True):
+    """What a run recorded. `recorded`, turns of episodes, by group; `publish_s`: seconds from the trainer's
+    snapshot until an engine had it."""
+
+    config: RunConfig
+    rows: Sequence[Row]
+    recorded: Recorded
+    load: EngineLoad
+    publish_s: float
+
+    @classmethod
+    def of(cls, run_dir: Path, config: RunConfig) -> Measurements:
+        """ConfigError where there is too little."""
+        from asyncrl.buffer.planner import EngineLoad
+
+        recorded, seconds, tokens = _episodes(run_dir)
+        sampling = _sampling(run_dir, config)
+        if not tokens or not sampling:
+            raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
+        rows = latest(row for row in read_rows(run_dir) if "timing_s/step" in row)
+        spans = _spans(run_dir, "coordinator-*.jsonl")
+        publish = sum(
+            _mean([e - s for name, s, e, _ in spans if name == n]) for n in ("write_weights", "push")
+        )
+        return cls(config, rows, recorded, EngineLoad(sampling, seconds / tokens), publish)
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments, measure where no run is named, predict and print."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl plan", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="+", metavar="RUN|KEY=VALUE", help="runs, or directories; overrides")
+    parser.add_argument("--devices", type=int, default=0, help="of engines and trainer ranks; as they are")
+    parser.add_argument("--tail", type=float, default=1.0, help="stretch what is longer than its median")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    parser.add_argument("--config-dir", type=Path, help="configuration groups of your own, for a probe")
+    options = parser.parse_intermixed_args(argv)
+    if options.tail <= 0:
+        raise ConfigError(f"--tail {options.tail:g}: give a factor above 0; 1 leaves the tail as it is")
+    names = [word for word in options.what if "=" not in word]
+    overrides = [word for word in options.what if "=" in word]
+    if names:
+        found = [find_run(options.run_dir, name) for name in names]
+        runs = [Measurements.of(path, recompose(path, [])) for path in found]
+        wanted = recompose(found[0], overrides)
+    else:
+        wanted = compose(overrides, options.config_dir)
+        runs = probe(wanted)
+    from asyncrl.algorithms.recipe import with_group_policy
+    from asyncrl.buffer.planner import fit, stretched
+
+    first = runs[0]
+    rates = fit(first.config, first.rows, first.recorded, [run.load for run in runs], first.publish_s)
+    if options.tail != 1:
+        rates = replace(rates, recorded=stretched(rates.recorded, options.tail))
+    same = wanted == first.config and options.tail == 1
+    report(with_group_policy(wanted), rates, first.rows if same or not names else (), options.devices)
+    return 0
+
+
+def probe(config: RunConfig) -> list[Measurements]:
+    """Two short runs of a configuration, the second with fewer slots: how an engine's speed depends on its
+    load shows only at different loads."""
+    from asyncrl.launch.start import train
+
+    sys.path.insert(0, os.getcwd())  # plug-ins named module:function, as for `asyncrl train`
+    with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
+        found = []
+        for name, slots in ("all-slots", config.rollout.slots), ("few-slots", config.rollout.slots // FEWER):
+            short = replace(
+                config,
+                name=name,
+                run_dir=folder,
+                total_steps=PROBE_STEPS,
+                rollout=replace(config.rollout, slots=max(1, slots)),
+                validation=replace(config.validation, samples=0),
+                checkpoint=replace(config.checkpoint, every=0),
+                observe=replace(config.observe, console="plain", trackers=[], plot=False),
+            )
+            print(f"probe: {PROBE_STEPS} steps with rollout.slots={short.rollout.slots}", flush=True)
+            if train(short):
+                raise ConfigError(f"the probe failed; try it: asyncrl train total_steps={PROBE_STEPS} …")
+            run_dir = Path(folder) / name
+            found.append(Measurements.of(run_dir, recompose(run_dir, [])))
+        return found
+
+
+# -- reading a run ---------------------------------------------------------------------------------
+
+
+def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
+    """Turns of the groups that are over, seconds of sampling and tokens of them all."""
+    from asyncrl.buffer.planner import recorded_turns
+    from asyncrl.store.reader import RunReader
+
+    reader = RunReader.open(run_dir)
+    found, seconds, tokens = [], 0.0, 0
+    try:
+        groups = reader.groups()
+        groups = groups[: len(groups) - round(NEWEST * len(groups))][-MOST_GROUPS:]
+        for group in groups:
+            episodes = []
+            for episode in reader.members(group.id):
+                turns = [] if episode.greedy else kept_turns(reader, episode)
+                if turns:
+                    episodes.append(recorded_turns(turns, episode.stats))
+                    seconds += sum(turn.seconds for turn in turns)
+                    tokens += sum(len(turn.ids) for turn in turns)
+            if episodes:
+                found.append(tuple(episodes))
+    finally:
+        reader.close()
+    return tuple(found), seconds, tokens
+
+
+def _sampling(run_dir: Path, config: RunConfig) -> float:
+    """Episodes that sampled on an engine at once, as those that sample meet it; validations apart."""
+    from asyncrl.buffer.planner import engines
+    from asyncrl.runtime.busy_timer import DECODE
+
+    held_out = [(s, e) for name, s, e, _ in _spans(run_dir, "coordinator-*.jsonl") if name == "validation"]
+    spans = [
+        (end - start, seconds)
+        for name, start, end, seconds in _spans(run_dir, "rollout-*.jsonl")
+        if name == DECODE and end > start and not any(s < end and start < e for s, e in held_out)
+    ]
+    total = sum(seconds for _, seconds in spans)
+    at_once = sum(seconds**2 / length for length, seconds in spans) / total if total else 0.0
+    return at_once * config.rollout.workers / engines(config)
+
+
+def _spans(run_dir: Path, files: str) -> list[tuple[str, float, float, float]]:
+    """(name, start, end, seconds of joined calls) of the timeline's spans."""
+    return [
+        (row["name"], row["start"], row["end"], row.get("seconds", 0.0))
+        for path in sorted((run_dir / "timeline").glob(files))
+        for row in read_lines(path)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+def changed(config: RunConfig, keys: Keys) -> RunConfig | None:
+    """With other values of some keys; None where they cannot work together."""
+    tree = msgspec.to_builtins(config)
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    try:
+        return parse(tree)
+    except ConfigError:
+        return None
+
+
+def splits(config: RunConfig, devices: int) -> list[Keys]:
+    """Engines and trainer ranks that use all of so many devices, or, of many, some of these."""
+    key, tp = engine_key(config)
+    found = [(n, devices - n * tp) for n in range(1, devices) if n * tp < devices]
+    return [{key: n, "trainer.ranks": ranks} for n, ranks in found[:: -(-len(found) // MOST_SPLITS) or 1]]
+
+
+def engine_key(config: RunConfig) -> tuple[str, int]:
+    """The key that says how many engines there are, and how many devices one takes."""
+    return ("engine.servers", config.engine.tp) if config.engine.remote else ("rollout.workers", 1)
+
+
+def candidates(config: RunConfig, rates: Rates, devices: int) -> list[tuple[Keys, Forecast]]:
+    """What other values of these keys predict, the best first. Splits and slots are tried together; batch and
+    bound with the best of them."""
+    from asyncrl.buffer.planner import predict
+
+    buffer, slots = config.buffer, config.rollout.slots
+    groups, bound = buffer.groups_per_batch, buffer.max_staleness
+    tried: dict[tuple[int, ...], tuple[Keys, Forecast]] = {}
+
+    def attempt(keys: Keys) -> None:
+        other = changed(config, keys)
+        if other is not None and tuple(keys.values()) not in tried:
+            tried[tuple(keys.values())] = keys, predict(other, rates)
+
+    for split in splits(config, devices):
+        for some in (slots // 2, slots, 2 * slots):
+            attempt(split | {SLOTS: some, GROUPS: groups, BOUND: bound})
+    if not tried:
+        raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
+    best = ranked(tried.values())[0][0]
+    for batch in (groups // 2, groups, 2 * groups):
+        for most in (bound // 2, bound, 2 * bound):
+            attempt(best | {GROUPS: batch, BOUND: most})
+    return ranked(tried.values())
+
+
+def ranked(tried: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]]:
+    """Those with about the most tokens/s by their lag, then the others by tokens/s."""
+    listed = sorted(tried, key=lambda one: -one[1].tokens_per_s)
+    least = (1 - ALIKE) * listed[0][1].tokens_per_s
+    alike = [one for one in listed if one[1].tokens_per_s >= least]
+    return sorted(alike, key=lambda one: one[1].lag) + listed[len(alike) :]
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -> None:
+    """Print it. `rows`: of a run with just this configuration; none where there was none."""
+    from asyncrl.buffer.planner import engines, limits, measured, predict
+
+    key, tp = engine_key(config)
+    devices = devices or engines(config) * tp + config.trainer.ranks
+    found = candidates(config, rates, devices)
+    predicted = predict(config, rates, seeds=(0, 1, 2))
+    saved = sorted(limits(config, rates, predicted).items(), key=lambda one: -one[1])
+    columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
+    print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
+    for label, name, form in FIGURES:
+        print(f"{label:24}" + "".join(f"{getattr(one, name):>12{form}}" for one in columns.values()))
+    note = (
+        "\n(how a token's time splits is assumed, as the load hardly differed: name a second run with other\n"
+        "slots, or measure a probe)"
+    )
+    print(
+        f"\nmeasured: {len(rates.recorded)} groups; a token takes {1e3 * rates.base:.3g} ms + "
+        f"{1e3 * rates.share:.3g} ms for each episode that samples on its engine;\n"
+        f"an episode {1e3 * rates.episode_s:.3g} ms of training on one rank, a step {rates.commit_s:.3g} s "
+        f"more, a push {rates.publish_s:.3g} s{note * rates.assumed}"
+    )
+    print("\nseconds a step that twice of it, or twice as fast, would save:")
+    print("  " + ", ".join(f"{name} {share:.0%}" for name, share in saved))
+    print(f"limited by: {saved[0][0] if saved[0][1] > ALIKE else 'nothing alone'}")
+    names = (key, "trainer.ranks", SLOTS, GROUPS, BOUND)
+    print(f"\n{devices} devices; tokens/s within about {ALIKE:.0%} of the best first, by lag:")
+    print(
+        " ".join(f"{name.partition('.')[2]:>16}" for name in names)
+        + "   tokens/s  s/step   lag  masked  idle"
+    )
+    for keys, one in found[:SHOWN]:
+        print(
+            " ".join(f"{keys[name]:>16}" for name in names)
+            + f"{one.tokens_per_s:>11.0f}{one.step_s:>8.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
+            + f"  trainer {one.trainer_idle:.0%}, rollout {one.rollout_idle:.0%}"
+        )
+    print("\n" + " ".join(f"{name}={found[0][0][name]}" for name in names))

@@ -1,0 +1,150 @@
+"""`asyncrl plan` of runs that were written by hand: what it reads, fits, predicts and refuses."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl import cli
+from asyncrl.buffer import planner
+from asyncrl.buffer.planner import Forecast
+from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
+from asyncrl.buffer.simulator import RecordedTurn
+from asyncrl.commands.plan import Measurements, changed, ranked, splits
+from asyncrl.config import RunConfig, parse
+from asyncrl.config.composition import recompose
+from asyncrl.observe.timeline import Timeline
+from asyncrl.rollout.context import generated
+from asyncrl.store.runstore import RunStore
+from asyncrl.types import EpisodeStats, StopReason, Turn, VersionSpan
+from asyncrl.wire.messages.shared import Attempt
+
+BASE, SHARE = 0.02, 0.001  # seconds of a token, and for each episode beside
+TOKENS, WAIT, TRAIN, COMMIT = 10, 0.5, 1.6, 0.2
+ROW = {
+    "timing_s/step": 4.0,
+    "timing_s/wait_data": 4.0 - TRAIN - COMMIT,
+    "timing_s/update_actor": TRAIN,
+    "trainer/trajectories": 16.0,
+    "trainer/model_tokens": 160.0,
+    "perf/computed_tokens": 160.0,
+    "async/trainer_idle_frac": 0.55,
+    "staleness/lag/mean": 0.25,
+}
+
+
+def make_run(parent: Path, name: str, slots: int) -> Path:
+    """Twenty groups of 4 episodes of one turn each, `slots` at once all the time."""
+    run_dir = parent / name
+    run_dir.mkdir(parents=True)
+    sections = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "buffer": {"groups_per_batch": 4, "episodes_per_group": 4, "group_policy": "complete"},
+        "rollout": {"slots": slots},
+    }
+    (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(parse({"name": name, **sections})))
+    rows = ({"training/step": step} | ROW for step in range(1, 9))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seconds = TOKENS * (BASE + SHARE * slots)
+    span = (VersionSpan(0, TOKENS, 0, 0),)
+    ids = tuple(range(TOKENS))
+    turn = Turn(0, (1,), ids, (0.0,) * TOKENS, span, StopReason.STOP, seconds=seconds)
+    with closing(RunStore(run_dir)) as store:
+        for group in range(20):
+            uids = [f"{group}.{member}" for member in range(4)]
+            store.put_groups([GroupRecord(group, group, 0, uids, settled=True)], {})
+            stats = EpisodeStats(1, seconds=seconds + WAIT)
+            store.put_episodes(
+                EpisodeRecord(uid, group, number, state=State.TRAINED, turns=1, stats=stats)
+                for number, uid in enumerate(uids)
+            )
+            for uid in uids:
+                store.put_frame(uid, 0, "generated", generated(Attempt(uid, 0), turn)[1])
+        store.sync()
+        store.commit()
+    rollout = Timeline(run_dir / "timeline" / "rollout-0.jsonl")
+    for start in range(100, 110, 2):
+        rollout.record("decode", start, start + 2, calls=9, seconds=2.0 * slots)
+    rollout.record("decode", 120, 122, calls=900, seconds=900.0)
+    rollout.close()
+    coordinator = Timeline(run_dir / "timeline" / "coordinator-0.jsonl")
+    coordinator.record("validation", 119, 130)  # what is sampled in it is left out
+    coordinator.record("write_weights", 100, 100.25)
+    coordinator.record("push", 100.25, 100.75)
+    coordinator.close()
+    return run_dir
+
+
+def configured(devices: dict[str, object]) -> RunConfig:
+    return parse({"name": "n", "model": {"path": "m"}, "data": {"train": "t"}, **devices})
+
+
+def test_what_a_run_recorded(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "one", 16)
+    found = Measurements.of(run_dir, recompose(run_dir, []))
+    assert (
+        found.recorded == (((RecordedTurn(TOKENS, pytest.approx(WAIT)),),) * 4,) * 18
+    )  # the newest left out
+    assert found.load.sampling == pytest.approx(16)
+    assert found.load.token_s == pytest.approx(BASE + 16 * SHARE)
+    assert found.publish_s == pytest.approx(0.75) and len(found.rows) == 8
+
+
+def test_two_runs_give_the_law_and_one_a_guess(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first 6 groups are live, 4 of them being trained: so after 1.8 s of training the next batch
+    waits for two groups, 0.36 s of sampling and 0.5 s of waits."""
+    monkeypatch.setattr(planner, "MOST_STEPS", 6)
+    monkeypatch.setattr(planner, "LEAST_STEPS", 6)
+    one, few = (str(make_run(tmp_path, name, slots)) for name, slots in (("one", 16), ("few", 4)))
+    assert cli.main(["plan", one, few]) == 0
+    text = capsys.readouterr().out
+    assert "a token takes 20 ms + 1 ms for each" in text and "is assumed" not in text
+    assert "limited by: trainer" in text and "an episode 100 ms of training on one rank, a step 0.2 s" in text
+    seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds a step "))
+    assert float(seconds[-2]) == pytest.approx(TRAIN + COMMIT + 0.86, rel=0.02) and seconds[-1] == "4"
+    assert "trainer.ranks=1 rollout.slots=" in text.splitlines()[-1]
+    assert cli.main(["plan", one, "--tail", "2", "--devices", "3", "rollout.slots=8"]) == 0
+    text = capsys.readouterr().out
+    assert "is assumed" in text and "3 devices" in text and "measured\n" not in text
+
+
+def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(tmp_path, "one", 4)
+    for arguments, told in {
+        (str(run_dir), "--tail", "0"): "give a factor above 0",
+        (str(run_dir), "--devices", "1"): "too few for an engine and a trainer rank",
+        ("nothing", "--run-dir", str(tmp_path)): "no run 'nothing'",
+    }.items():
+        assert cli.main(["plan", *arguments]) == 2
+        assert told in capsys.readouterr().err
+    (run_dir / "timeline" / "rollout-0.jsonl").unlink()
+    assert cli.main(["plan", str(run_dir)]) == 2
+    assert "recorded no sampled turns" in capsys.readouterr().err
+
+
+def test_splits_use_the_devices() -> None:
+    embedded, servers = configured({}), configured({"engine": {"name": "sglang", "tp": 4}})
+    assert splits(embedded, 3) == [
+        {"rollout.workers": 1, "trainer.ranks": 2},
+        {"rollout.workers": 2, "trainer.ranks": 1},
+    ]
+    assert splits(servers, 16) == [{"engine.servers": n, "trainer.ranks": 16 - 4 * n} for n in (1, 2, 3)]
+    assert splits(servers, 4) == [] and len(splits(servers, 512)) == 8
+    assert changed(servers, {"rollout.slots": 0}) is None
+    other = changed(servers, {"rollout.slots": 7})
+    assert other is not None and other.rollout.slots == 7 and other.engine == servers.engine
+
+
+def test_of_those_that_are_as_fast_the_lowest_lag_is_first() -> None:
+    def outcome(step_s: float, lag: float) -> Forecast:
+        return Forecast(step_s, lag, 0.0, 0.0, 0.0, tokens=100.0)
+
+    tried = [({"a": 1}, outcome(1.0, 3.0)), ({"a": 2}, outcome(2.0, 0.1)), ({"a": 3}, outcome(1.02, 1.0))]
+    assert [keys["a"] for keys, _ in ranked(tried)] == [3, 1, 2]

@@ -1,0 +1,100 @@
+"""How far predictions of `asyncrl plan` are from runs: four configurations, each with several seeds.
+
+    python tools/bench/plan_error.py                 # 14 runs of about 45 seconds
+    python tools/bench/plan_error.py --seeds 1
+
+The rates are measured in two other runs, with seeds of their own and 32 and 8 slots. All runs are of the real
+pipeline. Tools take log-normal times with a heavy tail, drawn by (seed, episode), and the engine and the
+trainer take as long as replayed.py says, mostly asleep, so that the machine's load matters little. Seconds a
+step and lag are means over the steady steps, of the run and of a simulated run as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+from async_ratio import COMMON, HERE, TOOL
+from common import table, train
+
+from asyncrl.algorithms.recipe import with_group_policy
+from asyncrl.buffer.planner import Forecast, fit, measured, predict
+from asyncrl.commands.plan import Measurements
+from asyncrl.config import RunConfig
+from asyncrl.config.composition import recompose
+
+STEPS = 20
+SETTINGS = [
+    *(f"engine.name={HERE / 'replayed.py'}:paced", f"algorithm.loss={HERE / 'replayed.py'}:paced_reinforce"),
+    *(f"total_steps={STEPS}", "rollout.slots=32", "launch.restarts=0"),
+]
+DELAY = "mu: -1.5, sigma: 1.3"  # of the logarithm of a call's seconds: 0.52 on average
+PROBES = {"probe": [], "probe-few": ["rollout.slots=8"]}
+PROBE_SEED = 100
+CONFIGURATIONS = {
+    "rollout-bound": [],
+    "few slots": ["rollout.slots=16"],
+    "trainer-bound": ["rollout.workers=2", "rollout.slots=64"],
+    "bound of 1": ["buffer.max_staleness=1", "rollout.slots=64"],
+}
+
+
+HEADER = ["configuration", "seed", "s/step: predicted", "measured", "error", "lag: predicted", "measured",
+          "trainer idle: predicted", "measured"]  # fmt: skip
+
+
+def run(name: str, folder: Path, seed: int, overrides: list[str]) -> Measurements:
+    """A run to its end, and what it measured. SystemExit when it fails."""
+    arguments = (
+        f"{{{TOOL.replace(':', chr(92) + ':')}: {{log: {folder / name}.lives, seed: {seed}, {DELAY}}}}}"
+    )
+    own = [f"rollout.tool_args={arguments}", f"seed={seed}", "resume=never"]
+    if train(name, folder, [*COMMON, *SETTINGS, *own, *overrides], deadline=600.0)["exit_code"]:
+        raise SystemExit(f"{name} failed; see {folder / name}.out")
+    return Measurements.of(folder / name, recompose(folder / name, []))
+
+
+def error(predicted: float, found: float) -> float:
+    return abs(predicted / found - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--run-dir", type=Path, required=True, help="a new directory")
+    options = parser.parse_args()
+    folder: Path = options.run_dir.resolve()
+    probes = [run(name, folder, PROBE_SEED, keys) for name, keys in PROBES.items()]
+    first = probes[0]
+    rates = fit(first.config, first.rows, first.recorded, [one.load for one in probes], first.publish_s)
+    print(f"a token: {rates.base:.4f} s + {rates.share:.5f} s * n", flush=True)
+    lines, errors, lags = [], [], []
+    for name, keys in CONFIGURATIONS.items():
+        for seed in range(options.seeds):
+            label = f"{name.replace(' ', '-')}-{seed}"
+            found = run(label, folder, seed, keys)
+            config: RunConfig = with_group_policy(found.config)
+            told, was = predict(config, rates, STEPS, (0, 1, 2)), measured(found.rows)
+            errors.append(error(told.step_s, was.step_s))
+            lags.append(abs(told.lag - was.lag))
+            lines.append(line(name, seed, told, was))
+            print(" ".join(lines[-1]), flush=True)
+    print(table(HEADER, lines))
+    print(
+        f"\nseconds a step: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; "
+        f"lag: median error {statistics.median(lags):.2f} steps, largest {max(lags):.2f}"
+    )
+
+
+def line(name: str, seed: int, told: Forecast, was: Forecast) -> list[str]:
+    return [
+        *(name, str(seed), f"{told.step_s:.2f}", f"{was.step_s:.2f}", f"{told.step_s / was.step_s - 1:+.1%}"),
+        *(f"{told.lag:.2f}", f"{was.lag:.2f}", f"{told.trainer_idle:.0%}", f"{was.trainer_idle:.0%}"),
+    ]
+
+
+if __name__ == "__main__":
+    main()
