@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.commands.arguments import find_run
 from asyncrl.commands.regrade import kept_turns
-from asyncrl.commands.runs import find_run
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose, recompose
 from asyncrl.errors import ConfigError
