@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.commands.arguments import find_run
+from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.commands.regrade import kept_turns
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose, recompose
@@ -86,13 +85,10 @@ class Measurements(msgspec.Struct, frozen=True):
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, measure where no run is named, predict and print."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl plan", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("plan", HELP)
     parser.add_argument("what", nargs="+", metavar="RUN|KEY=VALUE", help="runs, or directories; overrides")
     parser.add_argument("--devices", type=int, default=0, help="of engines and trainer ranks; as they are")
     parser.add_argument("--tail", type=float, default=1.0, help="stretch what is longer than its median")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     parser.add_argument("--config-dir", type=Path, help="configuration groups of your own, for a probe")
     options = parser.parse_intermixed_args(argv)
     if options.tail <= 0:
