@@ -1,7 +1,7 @@
 """How far predictions of `asyncrl plan` are from runs: four configurations, each with several seeds.
 
-    python tools/bench/plan_error.py                 # 14 runs of about 45 seconds
-    python tools/bench/plan_error.py --seeds 1
+    python tools/bench/plan_error.py --run-dir DIR             # 14 runs of one to nine minutes, six at once
+    python tools/bench/plan_error.py --run-dir DIR --seeds 1
 
 The rates are measured in two other runs, with seeds of their own and 32 and 8 slots. All runs are of the real
 pipeline. Tools take log-normal times with a heavy tail, drawn by (seed, episode), and the engine and the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from async_ratio import COMMON, HERE, TOOL
@@ -30,9 +31,9 @@ SETTINGS = [
     *(f"total_steps={STEPS}", "rollout.slots=32", "launch.restarts=0"),
 ]
 DELAY = "mu: -1.5, sigma: 1.3"  # of the logarithm of a call's seconds: 0.52 on average
-PROBES = {"probe": [], "probe-few": ["rollout.slots=8"]}
+PROBES: dict[str, list[str]] = {"probe": [], "probe-few": ["rollout.slots=8"]}
 PROBE_SEED = 100
-CONFIGURATIONS = {
+CONFIGURATIONS: dict[str, list[str]] = {
     "rollout-bound": [],
     "few slots": ["rollout.slots=16"],
     "trainer-bound": ["rollout.workers=2", "rollout.slots=64"],
@@ -64,18 +65,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2% of a core once it runs")
     parser.add_argument("--run-dir", type=Path, required=True, help="a new directory")
     options = parser.parse_args()
     folder: Path = options.run_dir.resolve()
-    probes = [run(name, folder, PROBE_SEED, keys) for name, keys in PROBES.items()]
+    wanted = {name: (PROBE_SEED, keys) for name, keys in PROBES.items()} | {
+        f"{name.replace(' ', '-')}-{seed}": (seed, keys)
+        for name, keys in CONFIGURATIONS.items()
+        for seed in range(options.seeds)
+    }
+    with ThreadPoolExecutor(options.at_once) as pool:
+        runs = {name: pool.submit(run, name, folder, *how) for name, how in wanted.items()}
+        probes = [runs[name].result() for name in PROBES]
     first = probes[0]
     rates = fit(first.config, first.rows, first.recorded, [one.load for one in probes], first.publish_s)
     print(f"a token: {rates.base:.4f} s + {rates.share:.5f} s * n", flush=True)
     lines, errors, lags = [], [], []
-    for name, keys in CONFIGURATIONS.items():
+    for name in CONFIGURATIONS:
         for seed in range(options.seeds):
-            label = f"{name.replace(' ', '-')}-{seed}"
-            found = run(label, folder, seed, keys)
+            found = runs[f"{name.replace(' ', '-')}-{seed}"].result()
             config: RunConfig = with_group_policy(found.config)
             told, was = predict(config, rates, STEPS, (0, 1, 2)), measured(found.rows)
             errors.append(error(told.step_s, was.step_s))
