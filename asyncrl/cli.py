@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": ["MODEL data=FILE          mean@k, pass@k, maj@k of a model, a checkpoint or a run"],
     "generate": ["MODEL data=FILE out=FILE.parquet      its answers, with rewards, as a data set"],
     "merge": ["CHECKPOINT OUT          a Hugging Face directory of it; or adapters alone"],
+    "doctor": ["[OVERRIDES]            what a run would find here: machine, model, data, memory"],
     "data": [
         "gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK",
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
@@ -13,36 +12,25 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.devices import sees_gpu
-from asyncrl.launch.estimates import cost_warnings
-from asyncrl.launch.memory import check_memory
-from asyncrl.launch.model_directory import chat_template, check_model
-from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
-from asyncrl.launch.servers import check_servers
-from asyncrl.observe.trackers import check_trackers
+from asyncrl.launch.estimates import cost_warnings, sized
+from asyncrl.launch.model_directory import chat_template
+from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.store.schema import DATABASE
-from asyncrl.tools import Tool
+from asyncrl.tools import Tool, Toolbox
+from asyncrl.types import Sample
 from asyncrl.weights.model_files import weight_bytes
 
 
-def check(config: RunConfig) -> RunData:
-    """Raise the first ConfigError, cheap checks first. Nothing is written and nothing started. The data, with
-    all warnings about what is valid, but probably a mistake, one line each."""
-    check_resumed(config)
+def check_ray(config: RunConfig) -> None:
+    """Ray is installed, where it is asked for."""
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
-    check_trackers(config)
-    check_model(config)
-    tools = check_names(config)
+
+
+def load_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
+    """`check_data`, without the logs of libraries."""
     with _quiet():
-        data = check_data(config, tools)
-    check_device(config)
-    if config.total_steps:
-        check_memory(config, sees_gpu(config))
-    check_weights_directory(config)
-    check_checkpoint_directory(config)
-    check_servers(config)
-    found = [*warnings(config), *check_template(config, tools, data), *data.warnings]
-    return data._replace(warnings=found)
+        return check_data(config, tools)
 
 
 def check_names(config: RunConfig) -> Mapping[str, Tool]:
@@ -84,15 +72,40 @@ def check_template(config: RunConfig, tools: Mapping[str, Tool], data: RunData) 
         return check_chat(config, tools, data.train[0].prompt)
 
 
+def describe_chat(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> Iterator[str]:
+    """How turns end, and the first prompt exactly as the model reads it, for a person to read. Of a
+    conversation that is to be learned: what precedes its first answer."""
+    from asyncrl.conversation.demonstration import demonstrated
+    from asyncrl.conversation.tokenizer import load_tokenizer
+    from asyncrl.rollout.components import load_rules
+    from asyncrl.rollout.demonstrations import shown_tools
+
+    with _quiet():
+        tokenizer, rules = load_tokenizer(config.model.path), load_rules(config)
+    ends = rules.chat.stop_ids
+    names = zip(tokenizer.convert_ids_to_tokens(ends), ends, strict=True)
+    stops = ", ".join(f"{name} ({number})" for name, number in names)
+    yield f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}"
+    if config.rollout.environment or config.rollout.agent:  # which write more, or all of it
+        return
+    box = Toolbox(tools)
+    if sample.demonstration:
+        turns = demonstrated(rules, sample, shown_tools(box, sample))
+        ids = turns[0].context if isinstance(turns, tuple) else ()  # the check before has refused a Fail
+    else:
+        ids = rules.chat.prompt_ids(sample.prompt, box.schemas(sample))
+    yield f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}:\n{rules.chat.decode(ids)}"
+
+
 def check_device(config: RunConfig) -> None:
     """A GPU that is asked for exists."""
     if config.model.device == "cuda" and sees_gpu(config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
 
 
-def check_weights_directory(config: RunConfig) -> None:
+def check_weights_directory(config: RunConfig) -> str:
     """Versions can be written where the configuration says; where it insists on /dev/shm, there is room for
-    as many as are kept."""
+    as many as are kept. Returns where, and how much they take, for a person to read."""
     from asyncrl.weights.disk import bytes_needed, weights_directory
 
     needed = bytes_needed(
@@ -100,6 +113,7 @@ def check_weights_directory(config: RunConfig) -> None:
     )
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
+    return f"{where}, at most {sized(needed)} at once"
 
 
 def check_checkpoint_directory(config: RunConfig) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,15 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig, without_defaults
-from asyncrl.errors import ConfigError, one_line, recorded
-from asyncrl.launch import placement, preflight
+from asyncrl.errors import recorded
+from asyncrl.launch import checks, placement, preflight
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.devices import sees_gpu
-from asyncrl.launch.estimates import describe_costs
 from asyncrl.launch.local import LocalSpawner
-from asyncrl.launch.memory import describe_memory
-from asyncrl.launch.models import resolve_models
+from asyncrl.launch.notes import Inputs
 from asyncrl.launch.picture import open_picture
-from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
-from asyncrl.launch.run_directory import check_run_directory, locked, run_directory
+from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, Spawn
+from asyncrl.launch.run_directory import locked, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
@@ -30,8 +29,6 @@ from asyncrl.observe.machine import record_machine
 from asyncrl.observe.table import print_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
-from asyncrl.runtime.imports import quick_imports
-from asyncrl.store.schema import check_schema
 from asyncrl.wire.messages.observer import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
@@ -41,23 +38,12 @@ Rendezvous = Callable[[placement.Unit, str], str]
 def train(config: RunConfig, dry_run: bool = False) -> int:
     """Check everything, then launch and watch the run; the exit code. Raises ConfigError for bad input, while
     nothing is started."""
-    named = config.model.template
-    try:
-        check_run_directory(config)  # before a model is fetched
-        with quick_imports():
-            import asyncrl.rollout.components  # noqa: F401 (torch and transformers, which the checks need)
-            from asyncrl.algorithms.recipe import with_group_policy
-        config = with_group_policy(resolve_models(config))
-        data = preflight.check(config)
-        run_dir, units = run_directory(config), placement.plan(config)
-        check_schema(run_dir)
-    except OSError as error:  # of a path that no check has foreseen
-        raise ConfigError(one_line(error)) from error
-    endpoints = choose_endpoints(config.launch.host, config.launch.port)
     if dry_run:
-        shown = replace(config, model=replace(config.model, template=named))  # not the template's whole text
-        _print_plan(shown, units, data.warnings)
-        return COMPLETED
+        return _plan(config)
+    inputs = checks.check(config)
+    config, data = inputs.config, inputs.samples
+    run_dir, units = run_directory(config), placement.plan(config)
+    endpoints = choose_endpoints(config.launch.host, config.launch.port)
     with ExitStack() as stack:
         stack.enter_context(locked(config))
         data.save(run_dir)
@@ -91,18 +77,23 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     return conclude(config, run_dir, ending.code, ending.error, console)
 
 
-def _print_plan(config: RunConfig, units: Sequence[placement.Unit], warnings: Iterable[str]) -> None:
-    """What is to be read most comes last."""
-    gpu = sees_gpu(config)
+def _plan(config: RunConfig) -> int:
+    """Run all checks and print the plan, what is to be read most last; or all errors."""
+    inputs = Inputs(config)
+    found = list(checks.examine(checks.ALL, inputs))
+    if errors := [finding.text for finding in found if finding.level == "error"]:
+        print(*(f"asyncrl: {text}" for text in errors), sep="\n", file=sys.stderr)
+        return BAD_INPUT
+    shown = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
     print("# what differs from the defaults (docs/configuration.md)")
-    print(msgspec.yaml.encode(without_defaults(config)).decode())
-    print(f"run directory: {run_directory(config)}\n")
-    print(*placement.describe(config, units, gpu), sep="\n")
-    memory, warning = describe_memory(config, gpu) if config.total_steps else ("", "")
-    if config.total_steps:
-        print(*describe_costs(config, gpu), memory, sep="\n")
-    for line in (*warnings, *filter(None, [warning])):
-        print(f"warning: {line}")
+    print(msgspec.yaml.encode(without_defaults(shown)).decode())
+    print(f"run directory: {run_directory(shown)}\n")
+    print(*placement.describe(shown, placement.plan(shown), sees_gpu(shown)), sep="\n")
+    print(*(text for level, name, text in found if (level, name) == ("ok", checks.ESTIMATE.name)), sep="\n")
+    for level, _, text in found:
+        if level == "warning":
+            print(f"warning: {text}")
+    return COMPLETED
 
 
 @contextmanager

@@ -28,7 +28,8 @@ def describe_machine() -> dict[str, str]:
     found = {
         "CPU": f"{_cpu()}, {cores}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "GPUs": ", ".join(f"{count} × {name}" for name, count in Counter(_gpus()).items()) or "none found",
+        "GPUs": ", ".join(f"{count} × {name}" for name, count in Counter(list_gpus()).items())
+        or "none found",
         "system": platform.platform(),
         "Python": platform.python_version(),
     }
@@ -60,8 +61,8 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> list[str]:
-    """By NVIDIA's own tool: torch would take memory on each of them."""
+def list_gpus() -> list[str]:
+    """Name and memory of each, by NVIDIA's own tool: torch would take memory on each of them."""
     if not shutil.which(LIST_GPUS[0]):
         return []
     try:

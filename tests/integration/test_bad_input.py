@@ -74,12 +74,13 @@ def inputs(tmp_path: Path, model: Path) -> Inputs:
 
 
 def train(
-    folder: Path, *arguments: str, cwd: Path = ROOT
+    folder: Path, *arguments: str, cwd: Path = ROOT, command: str = "train"
 ) -> tuple[subprocess.CompletedProcess[str], list[int]]:
     """`asyncrl train`, and what it left running; in a fork of a process that has the imports behind it, which
     are most of a refusal's time."""
+    arguments = (command, *arguments)
     mark, files = uuid.uuid4().hex, (folder / "stdout", folder / "stderr")
-    process = FORKED.Process(target=_train, args=(arguments, mark, files, cwd))
+    process = FORKED.Process(target=_run, args=(arguments, mark, files, cwd))
     process.start()
     process.join(240)
     assert process.exitcode is not None, "it did not end"
@@ -87,12 +88,12 @@ def train(
     return subprocess.CompletedProcess(arguments, process.exitcode, out, err), left_by(mark)
 
 
-def _train(arguments: tuple[str, ...], mark: str, files: tuple[Path, Path], cwd: Path) -> NoReturn:
+def _run(arguments: tuple[str, ...], mark: str, files: tuple[Path, Path], cwd: Path) -> NoReturn:
     os.environ[MARK] = mark
     os.chdir(cwd)
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.exit(cli.main(["train", *arguments]))
+    sys.exit(cli.main(list(arguments)))
 
 
 def left_by(mark: str) -> list[int]:
@@ -306,3 +307,11 @@ def test_a_dry_run_starts_nothing_and_writes_nothing(inputs: Inputs) -> None:
     assert done.returncode == 0 and not left and not inputs.runs.exists()
     assert "max_staleness" not in done.stdout, "a default"
     assert any(line.split()[:3] == ["rollout", "2", "1"] for line in done.stdout.splitlines())
+
+
+def test_the_doctor_of_good_input_writes_nothing_and_shows_what_the_model_reads(inputs: Inputs) -> None:
+    done, left = train(inputs.folder, *inputs.overrides, cwd=inputs.folder, command="doctor")
+    text = done.stdout
+    assert done.returncode == 0 and not left and not inputs.runs.exists(), text
+    assert text.endswith(" 0 error, 0 skipped\n") and "tensors of a trainer rank" in text
+    assert "40 samples" in text and "<|im_start|>user" in text and "a turn ends with <|im_end|> (" in text

@@ -84,7 +84,7 @@ def test_resume_decides_about_an_existing_run(tmp_path: Path) -> None:
 def test_ray_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"which is not installed; pip install 'asyncrl\[ray\]'"):
-        preflight.check(config(tmp_path, launch={"kind": "ray"}))
+        preflight.check_ray(config(tmp_path, launch={"kind": "ray"}))
 
 
 def begun(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from rich.console import Console as Terminal
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch import preflight, run_directory, start
+from asyncrl.launch import checks, preflight, run_directory, start
 from asyncrl.launch.console import Console
 from asyncrl.launch.console_view import ConsoleState
 from asyncrl.launch.data import RunData
+from asyncrl.launch.notes import Inputs, ok, warning
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize
@@ -45,7 +46,7 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
         seen.append(left.exists())
         raise ConfigError("no such tracker")
 
-    monkeypatch.setattr(preflight, "check", lambda config: CHECKED)
+    monkeypatch.setattr(checks, "check", lambda config: Inputs(config, data=CHECKED))
     monkeypatch.setattr(start.Trackers, "open", refuse)
     with pytest.raises(ConfigError, match="no such tracker"):
         start.train(config)
@@ -71,8 +72,7 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
 def test_a_full_disk_is_one_line_and_leaves_no_run(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "check", lambda config: CHECKED)
-    monkeypatch.setattr(start, "check_run_directory", lambda config: None)
+    monkeypatch.setattr(checks, "check", lambda config: Inputs(config, data=CHECKED))
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.yaml").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"x: cannot be written .No space left on device.; set run_dir="):
@@ -119,9 +119,13 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the keys that are not the defaults."""
-    monkeypatch.setattr(preflight, "check", lambda config: CHECKED._replace(warnings=["far too fast"]))
-    monkeypatch.setattr(start, "describe_costs", lambda config, gpu: ["model  7 parameters"])
-    monkeypatch.setattr(start, "describe_memory", lambda config, gpu: ("memory  9 bytes", "too much memory"))
+    found = (
+        checks.Check("settings", lambda inputs: [warning("far too fast")]),
+        checks.Check(
+            "estimate", lambda inputs: [ok("model  7"), ok("memory  9"), warning("too much memory")]
+        ),
+    )
+    monkeypatch.setattr(checks, "ALL", found)
     assert start.train(config, dry_run=True) == COMPLETED
     text = capsys.readouterr().out
     tree, _, plan = text.partition("run directory: ")
@@ -129,7 +133,6 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
         "name": "x",
         "run_dir": config.run_dir,
         "model": {"path": config.model.path},
-        "buffer": {"group_policy": "partial"},  # what auto means here
         "data": {"train": "t"},
     }
     assert (

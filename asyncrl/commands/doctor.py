@@ -1,0 +1,63 @@
+"""`asyncrl doctor [OVERRIDES]`: what a run would find on this machine, with these keys."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from textwrap import indent
+
+from asyncrl.config.composition import compose
+from asyncrl.errors import MissingKeyError
+
+HELP = """\
+Check the machine, and with model.path and data.train also these, as a run would use them. Every line is
+"ok", a "warning", or an "error" with what to do about it. Nothing is written or started, but a model of the
+hub is fetched, and a sandbox tried. OVERRIDES are those of asyncrl train.
+
+  asyncrl doctor                                       the machine
+  asyncrl doctor experiment=calculator                 and the demo
+  asyncrl doctor model.path=DIR data.train=FILE        and your own
+
+Exit code 0 without errors, 2 with some.
+"""
+NO_MODEL = ["model.path=none", "data.train=none"]  # of a configuration for checks that look at neither
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments, run the checks and print what they find."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl doctor", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
+    parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
+    options = parser.parse_intermixed_args(argv)
+    from asyncrl.launch.checks import ALL, MACHINE, Finding, examine
+    from asyncrl.launch.notes import Inputs
+
+    checks = ALL
+    try:
+        config = compose(options.overrides, options.config_dir)
+    except MissingKeyError as error:
+        if error.key != "model.path":
+            raise
+        checks, config = MACHINE, compose([*NO_MODEL, *options.overrides], options.config_dir)
+    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for a run
+
+    def shown(findings: Iterable[Finding]) -> Iterable[str]:
+        """The level of each, printed as soon as it is found."""
+        for level, check, text in findings:
+            first, _, more = text.partition("\n")
+            print(f"{level:<8} {check:<14} {first}", flush=True)
+            if more:
+                print(indent(more, " " * 24, lambda line: True))
+            yield level
+
+    levels = list(shown(examine(checks, Inputs(config))))
+    counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))
+    print(f"\n{counts}")
+    if checks is MACHINE:
+        print("only the machine was checked; name model.path and data.train to have them checked, too")
+    return 2 if "error" in levels else 0
