@@ -60,13 +60,13 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
 
 
 def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
-    """A line of the plan, or two with adapters, and a warning, or ''."""
+    """A line of the plan, or two with adapters, and a warning; '' for each that there is not."""
     from asyncrl.trainer.footprint import footprint
 
     with recorded() as failure:
         found = footprint(config)
     if failure:
-        return f"memory        not estimated: {failure.line}", ""
+        return "", f"the memory of a trainer rank is not estimated: {failure.line}"
     ranks, there, own = config.trainer.ranks, room(config, gpu), psutil.Process().memory_info().rss
     parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
     each = ", ".join(f"{name} {sized(size)}" for name, size in parts.items())
