@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import indent
 
+from asyncrl.commands.arguments import command_parser
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
 
@@ -28,9 +28,7 @@ NO_MODEL = ["model.path=none", "data.train=none"]  # of a configuration for chec
 
 def main(argv: list[str]) -> int:
     """Parse the arguments, run the checks and print what they find."""
-    parser = argparse.ArgumentParser(
-        prog="asyncrl doctor", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("doctor", HELP, run_dir="")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
