@@ -5,7 +5,7 @@
 
 The rates are measured in two other runs, with seeds of their own and 32 and 8 slots. All runs are of the real
 pipeline. Tools take log-normal times with a heavy tail, drawn by (seed, episode), and the engine and the
-trainer take as long as replayed.py says, mostly asleep, so that the machine's load matters little. Seconds a
+trainer take as long as paced.py says, mostly asleep, so that the machine's load matters little. Seconds a
 step and lag are means over the steady steps, of the run and of a simulated run as long.
 """
 
@@ -27,7 +27,7 @@ from asyncrl.config.composition import recompose
 
 STEPS = 20
 SETTINGS = [
-    *(f"engine.name={HERE / 'replayed.py'}:paced", f"algorithm.loss={HERE / 'replayed.py'}:paced_reinforce"),
+    *(f"engine.name={HERE / 'paced.py'}:paced", f"algorithm.loss={HERE / 'paced.py'}:paced_reinforce"),
     *(f"total_steps={STEPS}", "rollout.slots=32", "launch.restarts=0"),
 ]
 DELAY = "mu: -1.5, sigma: 1.3"  # of the logarithm of a call's seconds: 0.52 on average

@@ -1,5 +1,4 @@
-"""Delays and lengths that runs replay from a seed: the tool and the engine of async_ratio.py; and
-an engine and a loss that take as long as they are told, for plan_error.py.
+"""Delays and lengths that runs replay from a seed: the tool and the engine of async_ratio.py.
 
 The k-th call of a member of a sample's group waits equally long in every run that is compared. A worker opens
 the episodes of a sample in the order of its members, so a tool can count them: with one worker and without
@@ -19,8 +18,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
-from asyncrl.algorithms.token_losses import reinforce
 from asyncrl.engines.base import Engine, Request, engines
 from asyncrl.tools import Tool, tool
 from asyncrl.types import Generation, Sample
@@ -76,30 +73,3 @@ class _ForcedLengths:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
-
-
-BASE_S, SHARE_S, TRAIN_S = 0.025, 0.0015, 0.0015  # of paced: a step, of that each episode; a trained token
-
-
-def paced(**arguments: Any) -> Engine:
-    """The embedded engine, whose steps take BASE_S + SHARE_S * n seconds for n requests under way: longer
-    than they take to compute, so that a busy machine changes nothing."""
-    engine = engines.load("torch")(**arguments)
-    batcher = engine._batcher  # type: ignore[attr-defined]
-    step = batcher.step
-
-    def slowly() -> Any:
-        ends = time.monotonic() + BASE_S + SHARE_S * len(batcher.runs)
-        done = step()
-        time.sleep(max(0.0, ends - time.monotonic()))
-        return done
-
-    batcher.step = slowly
-    return engine  # type: ignore[return-value]
-
-
-@loss("paced_reinforce", ratio="prox", linear=True)
-def paced_reinforce(given: LossInput) -> TokenLoss:
-    """`reinforce`, and TRAIN_S seconds for each token."""
-    time.sleep(TRAIN_S * given.logp.numel())
-    return reinforce.of(given)

@@ -1,0 +1,36 @@
+"""An engine and a loss that take as long as they are told (plan_error.py). The import registers the loss."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
+from asyncrl.algorithms.token_losses import reinforce
+from asyncrl.engines.base import Engine, engines
+
+BASE_S, SHARE_S, TRAIN_S = 0.025, 0.0015, 0.0015  # of paced: a step, of that each episode; a trained token
+
+
+def paced(**arguments: Any) -> Engine:
+    """The embedded engine, whose steps take BASE_S + SHARE_S * n seconds for n requests under way: longer
+    than they take to compute, so that a busy machine changes nothing."""
+    engine = engines.load("torch")(**arguments)
+    batcher = engine._batcher  # type: ignore[attr-defined]
+    step = batcher.step
+
+    def slowly() -> Any:
+        ends = time.monotonic() + BASE_S + SHARE_S * len(batcher.runs)
+        done = step()
+        time.sleep(max(0.0, ends - time.monotonic()))
+        return done
+
+    batcher.step = slowly
+    return engine  # type: ignore[return-value]
+
+
+@loss("paced_reinforce", ratio="prox", linear=True)
+def paced_reinforce(given: LossInput) -> TokenLoss:
+    """`reinforce`, and TRAIN_S seconds for each token."""
+    time.sleep(TRAIN_S * given.logp.numel())
+    return reinforce.of(given)
