@@ -213,6 +213,7 @@ class Hub:
         _configure(self.socket)
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may dial again before its old end is gone
         self.socket.bind(endpoint)
         self._gate, self._codecs = gate, {role: Codec(union) for role, union in unions.items()}
         self.refused = 0  # messages that could not be read
@@ -393,8 +394,7 @@ def introduce(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
 
 def _configure(sock: Any) -> None:
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE)
-    sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
-    sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    sock.set_hwm(HIGH_WATER)
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
     sock.setsockopt(zmq.LINGER, LINGER)
