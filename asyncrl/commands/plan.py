@@ -109,8 +109,8 @@ def main(argv: list[str]) -> int:
     rates = fit(first.config, first.rows, first.recorded, [run.load for run in runs], first.publish_s)
     if options.tail != 1:
         rates = replace(rates, recorded=stretched(rates.recorded, options.tail))
-    same = wanted == first.config and options.tail == 1
-    report(with_group_policy(wanted), rates, first.rows if same or not names else (), options.devices)
+    same = options.tail == 1 and (not names or wanted == first.config)
+    report(with_group_policy(wanted), rates, first.rows if same else (), options.devices)
     return 0
 
 
@@ -120,7 +120,9 @@ def probe(config: RunConfig) -> list[Measurements]:
     from asyncrl.launch.start import train
 
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function, as for `asyncrl train`
-    with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
+    runs = Path(config.run_dir)  # whose disk has room for checkpoints
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=runs) as folder:
         found = []
         for name, slots in ("all-slots", config.rollout.slots), ("few-slots", config.rollout.slots // FEWER):
             short = replace(
@@ -130,7 +132,7 @@ def probe(config: RunConfig) -> list[Measurements]:
                 total_steps=PROBE_STEPS,
                 rollout=replace(config.rollout, slots=max(1, slots)),
                 validation=replace(config.validation, samples=0),
-                checkpoint=replace(config.checkpoint, every=0),
+                checkpoint=replace(config.checkpoint, every=0, directory=""),
                 observe=replace(config.observe, console="plain", trackers=[], plot=False),
             )
             print(f"probe: {PROBE_STEPS} steps with rollout.slots={short.rollout.slots}", flush=True)
@@ -214,10 +216,13 @@ def changed(config: RunConfig, keys: Keys) -> RunConfig | None:
 
 
 def splits(config: RunConfig, devices: int) -> list[Keys]:
-    """Engines and trainer ranks that use all of so many devices, or, of many, some of these."""
+    """Engines and trainer ranks that use all of so many devices, or, of many, some of these. Servers that
+    are there already (engine.urls) stay as many."""
     key, tp = engine_key(config)
-    found = [(n, devices - n * tp) for n in range(1, devices) if n * tp < devices]
-    return [{key: n, "trainer.ranks": ranks} for n, ranks in found[:: -(-len(found) // MOST_SPLITS) or 1]]
+    most = (devices - 1) // tp
+    own = config.engine.keepers or config.rollout.workers
+    counts = [own] if config.engine.urls else [*range(1, most + 1, -(-most // MOST_SPLITS) or 1), own]
+    return [{key: n, "trainer.ranks": devices - n * tp} for n in dict.fromkeys(counts) if n <= most]
 
 
 def engine_key(config: RunConfig) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.launch import machine, placement, preflight
 from asyncrl.launch.devices import sees_gpu
 from asyncrl.launch.estimates import describe_costs
@@ -58,7 +58,7 @@ def examine(checks: Iterable[Check], inputs: Inputs) -> Iterator[Finding]:
         try:
             for note in _notes(each, inputs):
                 yield Finding(note.level, each.name, note.text)
-        except ConfigError as error:
+        except AsyncrlError as error:
             failed.add(each.name)
             yield Finding("error", each.name, " ".join(str(error).split()))
 

@@ -98,7 +98,9 @@ def _sglang_of(program: str) -> Note:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", "") or one_line(error)).strip().splitlines()[-1]
+        printed = getattr(error, "stderr", None)  # bytes, or none, at a timeout
+        lines = printed.strip().splitlines() if isinstance(printed, str) else []
+        said = lines[-1] if lines else one_line(error)
         return warning(f"{program} does not tell its version of sglang ({said}); install it there")
     found, known = done.stdout.strip(), ", ".join(DIALECTS)
     if found not in DIALECTS:

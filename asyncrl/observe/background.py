@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
+from asyncrl.errors import recorded
+
+log = logging.getLogger("asyncrl.observe")
+
 
 class Background:
     """A daemon thread that runs one call after another. `call` never waits: with `most` calls waiting the
-    next one is not made, and counted as `lost`. A call must not raise."""
+    next one is not made, and counted as `lost`, as one that raises is."""
 
     def __init__(self, name: str, most: int) -> None:
         self.lost = 0
@@ -42,5 +47,9 @@ class Background:
 
     def _serve(self) -> None:
         while (function := self._calls.get()) is not None:
-            function()
+            with recorded() as failure:
+                function()
+            if failure:
+                self.lost += 1
+                log.warning("%s: %s", self._thread.name, failure.line)
             self._calls.task_done()

@@ -279,7 +279,7 @@ class Learner:
             examples = self._credited(with_values(examples, "value", value.detach()), tally)
             micro = micro.updated(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
-        if self.ratios is not None:
+        if self.ratios is not None and not self.recipe.loss.demonstrations:  # those have no mu
             state = found.state
             self.ratios.note(examples, scores.logp.detach() - micro.mu, state.correction.masked & state.fresh)
         denominator = math.fsum(e.denominator for e in examples)
