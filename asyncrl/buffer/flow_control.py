@@ -20,7 +20,9 @@ MOST_CROSSED = 1.0  # batches' worth that the correction counts at once: a batch
 DOUBT = 1.0  # DOUBT / sqrt(groups settled so far): relative amount by which the true tail may be longer
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 WAITING = 0.75  # batches' worth of groups that have settled and are not committed, where the budget decides
-WARM = 64  # groups that must have settled before the limit grows: the slowest ones are seen last
+# Groups that must have settled before the limit grows (the slowest ones are seen last): so many, or those of
+# so many batches where batches are small.
+WARM, WARM_BATCHES = 64, 8
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -70,7 +72,7 @@ class FlowControl:
         self._correct(crossed, decides=within < feed)
         wanted = max(size, min(feed, within))
         step = (wanted - self.level) / (1 + self.level / size)
-        grows = m.trainer_idle >= BUSY and m.settled >= WARM
+        grows = m.trainer_idle >= BUSY and m.settled >= min(WARM, WARM_BATCHES * size)
         if abs(wanted - self.level) >= 1 and (step < 0 or grows):
             self.level += min(max(step, -size / 4), size / 4)
 

@@ -11,7 +11,7 @@ from asyncrl.observe.files import read_lines, read_summary
 
 def main(argv: list[str]) -> int:
     """Parse the arguments and run the action."""
-    parser = command_parser("runs", "List runs, or show one.")
+    parser = command_parser("runs", "List runs, or show the summary or the transcripts of one.")
     parser.add_argument("action", choices=("list", "show", "transcripts"))
     parser.add_argument("name", nargs="?", default="", help="run to show; the newest one by default")
     parser.add_argument(

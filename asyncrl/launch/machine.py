@@ -47,8 +47,12 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
     """What torch sees, beside what the driver lists."""
     from torch import cuda, version
 
-    if cuda.is_available():
-        names = [cuda.get_device_properties(index) for index in range(cuda.device_count())]
+    try:
+        count = cuda.device_count() if cuda.is_available() else 0
+        names = [cuda.get_device_properties(index) for index in range(count)]
+    except RuntimeError as error:
+        raise ConfigError(f"torch cannot use the GPUs: {one_line(error)}; nvidia-smi may say more") from None
+    if names:
         yield ok(f"CUDA {version.cuda}: " + ", ".join(f"{p.name}, {sized(p.total_memory)}" for p in names))
     elif listed := list_gpus():
         built = f"is built for CUDA {version.cuda}" if version.cuda else "is built without CUDA"

@@ -73,6 +73,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
         ending = session.run()
+        write_status(run_dir, read_status(run_dir) | {"code": ending.code, "error": ending.error})
         trackers.summarize(read_summary(run_dir))
     return conclude(config, run_dir, ending.code, ending.error, console)
 
@@ -89,7 +90,9 @@ def _plan(config: RunConfig) -> int:
     print(msgspec.yaml.encode(without_defaults(shown)).decode())
     print(f"run directory: {run_directory(shown)}\n")
     print(*placement.describe(shown, placement.plan(shown), sees_gpu(shown)), sep="\n")
-    print(*(text for level, name, text in found if (level, name) == ("ok", checks.ESTIMATE.name)), sep="\n")
+    for level, name, text in found:
+        if (level, name) == ("ok", checks.ESTIMATE.name):
+            print(text)
     for level, _, text in found:
         if level == "warning":
             print(f"warning: {text}")
@@ -116,7 +119,6 @@ def _remove_outside_weights(config: RunConfig) -> None:
 
 def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:
     """Complete and print the summary, and draw run.png; after an interrupt neither, to end at once."""
-    write_status(run_dir, read_status(run_dir) | {"code": code, "error": error})
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         with recorded() as failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,7 +50,10 @@ class BackgroundFile:
     def _put(self, data: bytes) -> None:
         with suppress(OSError):
             while data:
-                data = data[os.write(self._fd, data) :]
+                try:
+                    data = data[os.write(self._fd, data) :]
+                except BlockingIOError:  # another program has set the terminal so
+                    select.select([], [self._fd], [])
 
 
 @contextmanager

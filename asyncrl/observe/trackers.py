@@ -99,7 +99,11 @@ class Trackers:
         self._now(lambda tracker: tracker.log(step, metrics, values, lags))
         if self._trackers and VALIDATED in metrics:
             path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
-            if entries := list(read_lines(path)):
+            with recorded() as failure:
+                entries = list(read_lines(path))
+            if failure:
+                log.warning("trackers: no transcripts of step %d: %s", step, failure.line)
+            elif entries:
                 self._now(lambda tracker: tracker.transcripts(step, entries))
 
     def _now(self, call: Callable[[Tracker], None]) -> None:
@@ -256,7 +260,9 @@ def _not_started(name: str, error: Exception) -> str:
 
 def _wandb(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     described = _described(config)
-    run = module.init(**described, dir=str(run_dir), resume="allow", id=run_id(run_dir))
+    settings = {"finish_timeout": PATIENCE} if hasattr(module.setup().settings, "finish_timeout") else {}
+    kept = {"dir": str(run_dir), "resume": "allow", "id": run_id(run_dir)}
+    run = module.init(**described, **kept, settings=module.Settings(**settings))
     return _WandbTracker(module, run)
 
 

@@ -59,4 +59,11 @@ class Math:
         formats = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
         found = parse(box + inside, formats, parsing_timeout=self._seconds)
         score = float(verify(gold, found, timeout_seconds=self._seconds))
-        return {"score": score, "pred": str(found[0])} if found else {"score": score}
+        return {"score": score, "pred": _written(found[0])} if found else {"score": score}
+
+
+def _written(found: Any) -> str:
+    try:
+        return str(found)
+    except ValueError:  # an integer with more digits than Python writes
+        return "a number that is too long to be written"

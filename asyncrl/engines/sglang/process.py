@@ -95,19 +95,22 @@ class ServerProcess:
     async def start(cls, config: RunConfig, index: int, host: str, directory: Path) -> ServerProcess:
         """Start one on `host`. EngineError when there is no such command."""
         reserved = reserve_port(host)
-        port = int(reserved.getsockname()[1])
-        command = arguments(config, index, host, port, torch.cuda.device_count())
-        if shutil.which(command[0]) is None:
-            reserved.close()
-            raise EngineError(
-                f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
+        try:
+            port = int(reserved.getsockname()[1])
+            command = arguments(config, index, host, port, torch.cuda.device_count())
+            if shutil.which(command[0]) is None:
+                raise EngineError(
+                    f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
+                )
+            key_file = _write_keys(config.engine, index, directory)
+            if key_file is not None:
+                command += ["--config", str(key_file)]
+            process = await asyncio.create_subprocess_exec(
+                *wrapped(command, STOP_SECONDS), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
-        key_file = _write_keys(config.engine, index, directory)
-        if key_file is not None:
-            command += ["--config", str(key_file)]
-        process = await asyncio.create_subprocess_exec(
-            *wrapped(command, STOP_SECONDS), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-        )
+        except BaseException:
+            reserved.close()
+            raise
         return cls(process, f"http://{host}:{port}", reserved, key_file)
 
     @property
