@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 BY_EPISODE = ("update_actor", "update_critic", "values", "ref", "adv")  # of timing_s/: grow with the batch
 FIXED = 0.5  # share of a token's seconds that does not depend on the load, where loads hardly differ
+LEAST_ROWS = 4  # committed steps of a run: the first third and the last one are left out
 DIFFER = 1.2  # loads that differ by less say nothing of it
 MOST_EPISODES, MOST_STEPS, LEAST_STEPS = 16_000, 40, 18  # of a simulated run
 
@@ -110,12 +111,12 @@ def fit(
 ) -> Rates:
     """Rates of a run. `rows`: of its committed steps; `loads`: of this and of other runs with these engines.
     ConfigError when it is too short."""
-    rows = steady(rows)
-    if not rows or not recorded:
+    if len(rows) < LEAST_ROWS or not recorded:
         raise ConfigError(
-            "too little was recorded to plan from: it needs 4 committed steps, and groups whose turns are "
-            "kept (store.keep_bytes); let the run go on, or measure a probe"
+            f"too little was recorded to plan from: it needs {LEAST_ROWS} committed steps, and groups whose "
+            "turns are kept (store.keep_bytes); let the run go on, or measure a probe"
         )
+    rows = steady(rows)
     phases = [sum(row.get(f"timing_s/{name}", 0.0) for name in BY_EPISODE) for row in rows]
     busy = [row["timing_s/step"] - row.get("timing_s/wait_data", 0.0) for row in rows]
     trajectories = _mean(rows, "trainer/trajectories")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +18,9 @@ from asyncrl.commands.regrade import kept_turns
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose, recompose
 from asyncrl.errors import ConfigError
-from asyncrl.observe.files import read_lines, read_rows
+from asyncrl.observe.files import read_rows
 from asyncrl.observe.summary import latest
+from asyncrl.observe.timeline import Line, files, union
 
 if TYPE_CHECKING:
     from asyncrl.buffer.planner import EngineLoad, Forecast, Rates, Row
@@ -51,6 +53,7 @@ NEWEST = (
     0.1  # share of the groups that is left out: of those, the fast ones have landed, and the slow ones not
 )
 PROBE_STEPS, FEWER = 10, 4  # steps of a probe; the second one has 1/FEWER of the slots
+ROLES = ("rollout", "coordinator")  # whose timelines are read
 MOST_SPLITS = 8
 SHOWN = 10  # candidates
 ALIKE = 0.03  # tokens/s that differ by less are alike: then the lower lag is better
@@ -72,13 +75,14 @@ class Measurements(msgspec.Struct, frozen=True):
         from asyncrl.buffer.planner import EngineLoad
 
         recorded, seconds, tokens = _episodes(run_dir)
-        sampling = _sampling(run_dir, config)
+        spans = [span for file in files(run_dir) if file.role in ROLES for span in file.added()]
+        sampling = _sampling(spans, config)
         if not tokens or not sampling:
             raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
         rows = latest(row for row in read_rows(run_dir) if "timing_s/step" in row)
-        spans = _spans(run_dir, "coordinator-*.jsonl")
         publish = sum(
-            _mean([e - s for name, s, e, _ in spans if name == n]) for n in ("write_weights", "push")
+            _mean([span.end - span.start for span in spans if span.name == name])
+            for name in ("write_weights", "push")
         )
         return cls(config, rows, recorded, EngineLoad(sampling, seconds / tokens), publish)
 
@@ -93,8 +97,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.tail <= 0:
         raise ConfigError(f"--tail {options.tail:g}: give a factor above 0; 1 leaves the tail as it is")
-    names = [word for word in options.what if "=" not in word]
-    overrides = [word for word in options.what if "=" in word]
+    names = [word for word in options.what if "=" not in word or Path(word, "config.yaml").is_file()]
+    overrides = [word for word in options.what if word not in names]
     if names:
         found = [find_run(options.run_dir, name) for name in names]
         runs = [Measurements.of(path, recompose(path, [])) for path in found]
@@ -117,6 +121,7 @@ def main(argv: list[str]) -> int:
 def probe(config: RunConfig) -> list[Measurements]:
     """Two short runs of a configuration, the second with fewer slots: how an engine's speed depends on its
     load shows only at different loads."""
+    from asyncrl.launch.process import INTERRUPTED
     from asyncrl.launch.start import train
 
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function, as for `asyncrl train`
@@ -136,7 +141,10 @@ def probe(config: RunConfig) -> list[Measurements]:
                 observe=replace(config.observe, console="plain", trackers=[], plot=False),
             )
             print(f"probe: {PROBE_STEPS} steps with rollout.slots={short.rollout.slots}", flush=True)
-            if train(short):
+            code = train(short)
+            if code == INTERRUPTED:
+                raise KeyboardInterrupt
+            if code:
                 raise ConfigError(f"the probe failed; try it: asyncrl train total_steps={PROBE_STEPS} …")
             run_dir = Path(folder) / name
             found.append(Measurements.of(run_dir, recompose(run_dir, [])))
@@ -171,29 +179,22 @@ def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     return tuple(found), seconds, tokens
 
 
-def _sampling(run_dir: Path, config: RunConfig) -> float:
+def _sampling(spans: Sequence[Line], config: RunConfig) -> float:
     """Episodes that sampled on an engine at once, as those that sample meet it; validations apart."""
     from asyncrl.buffer.planner import engines
     from asyncrl.runtime.busy_timer import DECODE
 
-    held_out = [(s, e) for name, s, e, _ in _spans(run_dir, "coordinator-*.jsonl") if name == "validation"]
-    spans = [
-        (end - start, seconds)
-        for name, start, end, seconds in _spans(run_dir, "rollout-*.jsonl")
-        if name == DECODE and end > start and not any(s < end and start < e for s, e in held_out)
-    ]
-    total = sum(seconds for _, seconds in spans)
-    at_once = sum(seconds**2 / length for length, seconds in spans) / total if total else 0.0
+    held_out = union((span.start, span.end) for span in spans if span.name == "validation")
+    ends = [end for _, end in held_out]
+
+    def validates(span: Line) -> bool:
+        after = bisect_right(ends, span.start)
+        return after < len(held_out) and held_out[after][0] < span.end
+
+    decode = [s for s in spans if s.name == DECODE and s.end > s.start and not validates(s)]
+    total = sum(span.seconds for span in decode)
+    at_once = sum(span.seconds**2 / (span.end - span.start) for span in decode) / total if total else 0.0
     return at_once * config.rollout.workers / engines(config)
-
-
-def _spans(run_dir: Path, files: str) -> list[tuple[str, float, float, float]]:
-    """(name, start, end, seconds of joined calls) of the timeline's spans."""
-    return [
-        (row["name"], row["start"], row["end"], row.get("seconds", 0.0))
-        for path in sorted((run_dir / "timeline").glob(files))
-        for row in read_lines(path)
-    ]
 
 
 def _mean(values: Sequence[float]) -> float:

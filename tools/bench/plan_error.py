@@ -2,6 +2,7 @@
 
     python tools/bench/plan_error.py --run-dir DIR             # 14 runs of one to nine minutes, six at once
     python tools/bench/plan_error.py --run-dir DIR --seeds 1
+    python tools/bench/plan_error.py --run-dir DIR --only 'two workers'
 
 The rates are measured in two other runs, with seeds of their own and 32 and 8 slots. All runs are of the real
 pipeline. Tools take log-normal times with a heavy tail, drawn by (seed, episode), and the engine and the
@@ -36,7 +37,7 @@ PROBE_SEED = 100
 CONFIGURATIONS: dict[str, list[str]] = {
     "rollout-bound": [],
     "few slots": ["rollout.slots=16"],
-    "trainer-bound": ["rollout.workers=2", "rollout.slots=64"],
+    "two workers": ["rollout.workers=2", "rollout.slots=64"],
     "bound of 1": ["buffer.max_staleness=1", "rollout.slots=64"],
 }
 
@@ -65,13 +66,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--only", choices=CONFIGURATIONS, help="one configuration, besides the two that measure"
+    )
     parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2% of a core once it runs")
     parser.add_argument("--run-dir", type=Path, required=True, help="a new directory")
     options = parser.parse_args()
     folder: Path = options.run_dir.resolve()
+    chosen = [options.only] if options.only else list(CONFIGURATIONS)
     wanted = {name: (PROBE_SEED, keys) for name, keys in PROBES.items()} | {
-        f"{name.replace(' ', '-')}-{seed}": (seed, keys)
-        for name, keys in CONFIGURATIONS.items()
+        f"{name.replace(' ', '-')}-{seed}": (seed, CONFIGURATIONS[name])
+        for name in chosen
         for seed in range(options.seeds)
     }
     with ThreadPoolExecutor(options.at_once) as pool:
@@ -81,7 +86,7 @@ def main() -> None:
     rates = fit(first.config, first.rows, first.recorded, [one.load for one in probes], first.publish_s)
     print(f"a token: {rates.base:.4f} s + {rates.share:.5f} s * n", flush=True)
     lines, errors, lags = [], [], []
-    for name in CONFIGURATIONS:
+    for name in chosen:
         for seed in range(options.seeds):
             found = runs[f"{name.replace(' ', '-')}-{seed}"].result()
             config: RunConfig = with_group_policy(found.config)

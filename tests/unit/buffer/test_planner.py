@@ -130,7 +130,7 @@ def test_rates_of_a_run() -> None:
 
 def test_a_run_that_is_too_short_is_named() -> None:
     with pytest.raises(ConfigError, match="needs 4 committed steps"):
-        fit(configured(), [], RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3)
+        fit(configured(), [{"timing_s/step": 1.0}] * 3, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3)
     with pytest.raises(ConfigError, match="keep_bytes"):
         fit(configured(), [{"timing_s/step": 1.0}] * 9, (), [EngineLoad(8.0, 0.02)], 0.3)
 
