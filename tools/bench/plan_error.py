@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=CONFIGURATIONS, help="one configuration, besides the two that measure"
     )
-    parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2% of a core once it runs")
+    parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2%% of a core once it runs")
     parser.add_argument("--run-dir", type=Path, required=True, help="a new directory")
     options = parser.parse_args()
     folder: Path = options.run_dir.resolve()
