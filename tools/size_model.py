@@ -35,10 +35,9 @@ SIZES = {
 }
 
 
-def write(name: str, directory: Path) -> int:
-    """Write the directory, which must not exist; returns the number of parameters."""
+def qwen3(name: str) -> Qwen3Config:
     hidden, feed_forward, layers, heads, tied = SIZES[name]
-    config = Qwen3Config(
+    return Qwen3Config(
         hidden_size=hidden,
         intermediate_size=feed_forward,
         num_hidden_layers=layers,
@@ -48,6 +47,11 @@ def write(name: str, directory: Path) -> int:
         architectures=["Qwen3ForCausalLM"],
         **COMMON,
     )
+
+
+def write(name: str, directory: Path) -> int:
+    """Write the directory, which must not exist; returns the number of parameters."""
+    config = qwen3(name)
     with init_empty_weights():
         model = Qwen3ForCausalLM(config)
     model.tie_weights()  # emptying parameters one by one separates shared ones

@@ -221,9 +221,9 @@ def simulate(
     )
 
 
-def limits(config: RunConfig, rates: Rates, now: Forecast) -> dict[str, float]:
+def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict[str, float]:
     """By name, the share of a step's seconds that is saved where one thing is twice as fast, or there is
-    twice as much of it."""
+    twice as much of it. Of the same simulated runs, without and with the change."""
     work, target = workload(config, rates), config.buffer.target_staleness
     waits = tuple(
         tuple(tuple(replace(turn, wait=turn.wait / 2) for turn in episode) for episode in group)
@@ -237,6 +237,8 @@ def limits(config: RunConfig, rates: Rates, now: Forecast) -> dict[str, float]:
         "buffer.max_staleness": replace(work, bound=work.bound * 2 + 1),
         "pushes of weights": replace(work, publish=work.publish / 2),
     }
+    now = simulate(work, target, seeds=seeds).step_s
     return {
-        name: max(0.0, 1 - simulate(changed, target).step_s / now.step_s) for name, changed in changes.items()
+        name: max(0.0, 1 - simulate(changed, target, seeds=seeds).step_s / now)
+        for name, changed in changes.items()
     }

@@ -56,6 +56,7 @@ PROBE_STEPS, FEWER = 10, 4  # steps of a probe; the second one has 1/FEWER of th
 ROLES = ("rollout", "coordinator")  # whose timelines are read
 MOST_SPLITS = 8
 SHOWN = 10  # candidates
+SEEDS = (0, 1, 2)  # of the simulated runs of this configuration
 ALIKE = 0.03  # tokens/s that differ by less are alike: then the lower lag is better
 
 
@@ -275,8 +276,8 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -
     key, tp = engine_key(config)
     devices = devices or engines(config) * tp + config.trainer.ranks
     found = candidates(config, rates, devices)
-    predicted = predict(config, rates, seeds=(0, 1, 2))
-    saved = sorted(limits(config, rates, predicted).items(), key=lambda one: -one[1])
+    predicted = predict(config, rates, seeds=SEEDS)
+    saved = sorted(limits(config, rates, SEEDS).items(), key=lambda one: -one[1])
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
     for label, name, form in FIGURES:

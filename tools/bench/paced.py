@@ -1,4 +1,4 @@
-"""An engine and a loss that take as long as they are told (plan_error.py). The import registers the loss."""
+"""An engine and losses that take as long as they are told, for plan_error.py. The import registers these."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from asyncrl.algorithms.token_losses import reinforce
 from asyncrl.engines.base import Engine, engines
 
 BASE_S, SHARE_S, TRAIN_S = 0.025, 0.0015, 0.0015  # of paced: a step, of that each episode; a trained token
+SLOWER = 5
 
 
 def paced(**arguments: Any) -> Engine:
@@ -33,4 +34,11 @@ def paced(**arguments: Any) -> Engine:
 def paced_reinforce(given: LossInput) -> TokenLoss:
     """`reinforce`, and TRAIN_S seconds for each token."""
     time.sleep(TRAIN_S * given.logp.numel())
+    return reinforce.of(given)
+
+
+@loss("paced_reinforce_slow", ratio="prox", linear=True)
+def paced_reinforce_slow(given: LossInput) -> TokenLoss:
+    """With SLOWER * TRAIN_S seconds for each token."""
+    time.sleep(SLOWER * TRAIN_S * given.logp.numel())
     return reinforce.of(given)

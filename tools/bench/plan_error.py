@@ -1,10 +1,11 @@
-"""How far predictions of `asyncrl plan` are from runs: four configurations, each with several seeds.
+"""How far predictions of `asyncrl plan` are from runs: five configurations, each with several seeds.
 
-    python tools/bench/plan_error.py --run-dir DIR             # 14 runs of one to nine minutes, six at once
+    python tools/bench/plan_error.py --run-dir DIR             # 18 runs of one to nine minutes, six at once
     python tools/bench/plan_error.py --run-dir DIR --seeds 1
     python tools/bench/plan_error.py --run-dir DIR --only 'two workers'
 
-The rates are measured in two other runs, with seeds of their own and 32 and 8 slots. All runs are of the real
+The rates are measured in other runs, with seeds of their own: those of the engine with 32 and 8 slots, those
+of the trainer with each loss. All runs are of the real
 pipeline. Tools take log-normal times with a heavy tail, drawn by (seed, episode), and the engine and the
 trainer take as long as paced.py says, mostly asleep, so that the machine's load matters little. Seconds a
 step and lag are means over the steady steps, of the run and of a simulated run as long.
@@ -32,12 +33,14 @@ SETTINGS = [
     *(f"total_steps={STEPS}", "rollout.slots=32", "launch.restarts=0"),
 ]
 DELAY = "mu: -1.5, sigma: 1.3"  # of the logarithm of a call's seconds: 0.52 on average
-PROBES: dict[str, list[str]] = {"probe": [], "probe-few": ["rollout.slots=8"]}
+SLOW = [f"algorithm.loss={HERE / 'paced.py'}:paced_reinforce_slow"]
+PROBES: dict[str, list[str]] = {"probe": [], "probe-few": ["rollout.slots=8"], "probe-slow": SLOW}
 PROBE_SEED = 100
 CONFIGURATIONS: dict[str, list[str]] = {
     "rollout-bound": [],
     "few slots": ["rollout.slots=16"],
     "two workers": ["rollout.workers=2", "rollout.slots=64"],
+    "slow trainer": SLOW,
     "bound of 1": ["buffer.max_staleness=1", "rollout.slots=64"],
 }
 
@@ -67,7 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--only", choices=CONFIGURATIONS, help="one configuration, besides the two that measure"
+        "--only", choices=CONFIGURATIONS, help="one configuration, besides those that measure"
     )
     parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2%% of a core once it runs")
     parser.add_argument("--run-dir", type=Path, required=True, help="a new directory")
@@ -82,14 +85,15 @@ def main() -> None:
     with ThreadPoolExecutor(options.at_once) as pool:
         runs = {name: pool.submit(run, name, folder, *how) for name, how in wanted.items()}
         probes = [runs[name].result() for name in PROBES]
-    first = probes[0]
-    rates = fit(first.config, first.rows, first.recorded, [one.load for one in probes], first.publish_s)
-    print(f"a token: {rates.base:.4f} s + {rates.share:.5f} s * n", flush=True)
+    loads = [one.load for one in probes[:2]]
+    fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
+    print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
     lines, errors, lags = [], [], []
     for name in chosen:
         for seed in range(options.seeds):
             found = runs[f"{name.replace(' ', '-')}-{seed}"].result()
             config: RunConfig = with_group_policy(found.config)
+            rates = slow if CONFIGURATIONS[name] == SLOW else fast
             told, was = predict(config, rates, STEPS, (0, 1, 2)), measured(found.rows)
             errors.append(error(told.step_s, was.step_s))
             lags.append(abs(told.lag - was.lag))

@@ -78,7 +78,7 @@ def test_slots_are_the_limit_where_episodes_wait_for_one() -> None:
     """Episodes of 2.5 s in 4 slots: 8 turns of these are a batch. With twice the slots, 4 turns."""
     found = predict(configured(slots=4), RATES)
     assert found.step_s == pytest.approx(8 * 2.5, rel=0.02)
-    saved = limits(configured(slots=4), RATES, found)
+    saved = limits(configured(slots=4), RATES)
     assert (
         saved["rollout.slots"] == pytest.approx(0.5, abs=0.05) == saved["engines"]
     )  # each ends what they wait for

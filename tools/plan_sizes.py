@@ -1,0 +1,93 @@
+"""What `asyncrl plan` predicts for the recipes of docs/recipes.md, from assumptions: none has run on a GPU.
+
+    python tools/plan_sizes.py
+
+Nothing here is measured. The assumptions are the constants below: what the GPU's data sheet says, what part
+of it is used, and how long answers are. The prediction is the planner's, which plays them in its simulator.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+from accelerate import init_empty_weights
+from size_model import COMMON, SIZES, qwen3
+from transformers import Qwen3ForCausalLM
+
+from asyncrl.algorithms.recipe import with_group_policy
+from asyncrl.buffer.planner import Rates, limits, predict
+from asyncrl.buffer.simulator import Recorded, RecordedTurn
+from asyncrl.config import RunConfig
+from asyncrl.config.composition import compose
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"
+FLOPS, BANDWIDTH = 989e12, 3.35e12  # an H100's: bfloat16 without sparsity; bytes/s of its memory
+TRAIN_USE, DECODE_USE = 0.35, 0.6  # of the FLOPs in training; of the bandwidth and the FLOPs in decoding
+SHARED = 0.5  # of everything, where trainer and server share a GPU
+PUSH = 2e9  # bytes/s from the trainer to the servers
+COMMIT = 0.5  # seconds of a step beside the micro-batches
+PROMPT, MEDIAN, SIGMA = 150, 600, 0.8  # tokens of a prompt; log-normal ones of an answer, cut at the limit
+REWARD = 0.05  # seconds
+GROUPS, SEEDS = 200, (0, 1, 2)
+
+
+def parameters(name: str) -> int:
+    with init_empty_weights():
+        model = Qwen3ForCausalLM(qwen3(name))
+    model.tie_weights()
+    return sum(p.numel() for p in model.parameters())
+
+
+def answers(config: RunConfig) -> Recorded:
+    """Groups of episodes of one turn."""
+    members, most = config.buffer.episodes_per_group, config.rollout.max_new_tokens
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, (GROUPS, members))
+    return tuple(tuple((RecordedTurn(min(most, int(n)), REWARD),) for n in group) for group in drawn)
+
+
+def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
+    """A token of a batch reads the weights once for all and its own KV cache; training computes 6 FLOPs a
+    parameter and token, 8 where activations are computed again."""
+    count, layers, tp = parameters(name), SIZES[name][2], config.engine.tp
+    recorded = answers(config)
+    lengths = [turn.tokens for group in recorded for (turn,) in group]
+    tokens = float(np.mean(lengths)) + PROMPT
+    kv = 2 * 2 * layers * COMMON["num_key_value_heads"] * COMMON["head_dim"] * (PROMPT + np.mean(lengths) / 2)
+    share = SHARED if gpus < config.engine.servers * tp + config.trainer.ranks else 1.0
+    memory, decode = share * DECODE_USE * tp * BANDWIDTH, share * DECODE_USE * tp * FLOPS
+    passes = 8 if config.trainer.activation_checkpointing == "full" else 6
+    return Rates(
+        recorded=recorded,
+        base=2 * count / memory,
+        share=float(kv) / memory + 2 * count / decode,
+        assumed=False,
+        episode_s=passes * count * tokens / (share * TRAIN_USE * FLOPS),
+        commit_s=COMMIT,
+        publish_s=2 * count / PUSH,
+        group_tokens=tokens * config.buffer.episodes_per_group,
+        filtered=0.0,
+    )
+
+
+def main() -> None:
+    print("| recipe | s/step | lag | trainer idle | rollout idle | tokens/s sampled | limited by |")
+    print("|---|---|---|---|---|---|---|")
+    for size, gpus, command in re.findall(
+        r"^## (\S+) on (\d+) GPUs?$.*?^asyncrl train (.*?)^```$", PAGE.read_text(), re.M | re.S
+    ):
+        config = with_group_policy(compose(shlex.split(command.replace("\\\n", " "))))
+        rates = assumed(config, f"Qwen3-{size}", int(gpus))
+        told, saved = predict(config, rates, seeds=SEEDS), limits(config, rates, SEEDS)
+        name, most = max(saved.items(), key=lambda one: one[1])
+        print(
+            f"| {size} on {gpus} | {told.step_s:.1f} | {told.lag:.2f} | {told.trainer_idle:.0%} | "
+            f"{told.rollout_idle:.0%} | {told.tokens_per_s:.0f} | {name} ({most:.0%}) |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
