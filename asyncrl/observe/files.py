@@ -31,6 +31,12 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
     return list(read_lines(run_dir / "metrics.jsonl"))
 
 
+def size_of_rows(run_dir: Path) -> int:
+    """Bytes of the metrics so far: they grow with each row."""
+    path = run_dir / "metrics.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """The summary of a run, {} while there is none. ConfigError for one that cannot be read."""
     return _read(run_dir / "summary.json")

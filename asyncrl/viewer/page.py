@@ -75,10 +75,8 @@ def _answer(views: Views, name: str, **query: object) -> Any:
 
 
 def _inside(recorded: Mapping[str, Any] | None) -> str:
-    """As JSON inside of a script element, which no text in it can end."""
-    return (
-        msgspec.json.encode(recorded).decode().replace("<", "\\u003c")
-    )  # json.dumps writes NaN, which is none
+    """As JSON inside of a script element, which no text in it can end. (json.dumps would write NaN.)"""
+    return msgspec.json.encode(recorded).decode().replace("<", "\\u003c")
 
 
 def _text(name: str) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 import msgspec
 from aiohttp import web
@@ -39,6 +40,7 @@ class ViewServer:
     def __init__(self, views: Views, port: int = 0) -> None:
         self._views, self._port = views, port
         self._token = secrets.token_urlsafe(32)
+        self._listing = asyncio.Lock()
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
         app = web.Application(middlewares=[self._guard])
@@ -81,7 +83,9 @@ class ViewServer:
         if name not in self._views.names:
             return _error(404, f"no view {name!r}")
         try:
-            async with asyncio.timeout(DEADLINE):
+            # A list reads all that may fit: one at a time, or lists would take all threads.
+            turn = self._listing if name == "episodes" else nullcontext()
+            async with asyncio.timeout(DEADLINE), turn:
                 found = await asyncio.to_thread(self._views.answer, name, dict(request.query))
         except AsyncrlError as error:
             return _error(400, str(error))

@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
-from asyncrl.observe.files import read_rows, read_status
+from asyncrl.observe.files import read_rows, read_status, size_of_rows
 from asyncrl.observe.summary import identity_line
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
@@ -35,7 +35,7 @@ class Views:
         self._runs, self._ended = runs, ended
         self._decoders: dict[str, Decode] = {}
         self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
-        self._loading, self._listing, self._reading = (threading.Lock() for _ in range(3))
+        self._loading, self._reading = threading.Lock(), threading.Lock()
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
@@ -57,7 +57,6 @@ class Views:
 
     def warm_up(self) -> None:
         """Load what the first transcript needs, beforehand: torch and a tokenizer take seconds."""
-
         for path in self._runs:
             with suppress(AsyncrlError):  # said where a transcript is asked for
                 self._decoder(_config(path).model.path)
@@ -84,6 +83,7 @@ class Views:
             "seconds": seconds,
             "eta": (total - done) * seconds / done if done and not ended else None,
             "flow": identity_line(flow, Flow(**flow).conserved) if flow else "",
+            "rows": size_of_rows(path),
             "waits": status.get("waits", []) if not ended else [],
             "failed": status.get("failed", ""),
         }
@@ -94,7 +94,7 @@ class Views:
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})
-        with self._listing, self._reader(query) as reader:  # one at a time: each reads all that may fit
+        with self._reader(query) as reader:
             return {**episodes.page(reader, wanted), "counts": episodes.counts(reader)}
 
     def _episode(self, query: Query) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Tab:
 @asynccontextmanager
 async def browser(profile: Path) -> AsyncIterator[Tab]:
     """Killed at the end of the body."""
-    assert CHROMIUM
+    assert CHROMIUM, "no Chromium: apt-get install chromium"
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, *FLAGS, f"--user-data-dir={profile}", stderr=asyncio.subprocess.PIPE
     )

@@ -27,14 +27,14 @@ const X = { step: "step", tokens: "tokens trained", seconds: "seconds" };
 
 let shownBy = "step";
 let extra = [];
-let steps = null; // of all runs, when their metrics were asked for: there are no newer ones until they change
+let shown = null; // how many bytes of metrics there were: until there are more nothing is asked for
 
 export async function refresh(state) {
-  const now = JSON.stringify(state.runs.map((run) => [run.step, run.ended]));
-  if (now === steps) return;
+  const now = JSON.stringify(state.runs.map((run) => [run.rows, run.ended]));
+  if (now === shown) return;
   const answers = await Promise.all(state.runs.map((_, run) => ask("rows", { run })));
-  steps = now;
   draw(state, answers);
+  shown = now;
 }
 
 function draw(state, answers) {

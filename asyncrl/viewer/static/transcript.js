@@ -15,8 +15,8 @@ const LEGENDS = {
   logprobs: "full: the engine's log-prob is -5 or less",
   versions: "a colour for each version, again after seven",
   lags: "full: the lag is buffer.max_staleness or more",
-  ratios: "blue: the policy in training makes the token likelier than the engine did, full from 2 on; red: less likely, full from 1/2 on",
-  advantages: "blue: above 0, red: below; full: the largest of the turn",
+  ratios: "blue: the policy in training makes the token likelier than the engine did, full from 2 on; orange: less likely, full from 1/2 on",
+  advantages: "blue: above 0, orange: below; full: the largest of the turn",
   masked: "red and struck out: it was not trained on",
 };
 
