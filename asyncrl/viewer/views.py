@@ -3,6 +3,7 @@ kept in memory are tokenizers, and the spans of timelines."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -57,6 +58,7 @@ class Views:
 
     def warm_up(self) -> None:
         """Load what the first transcript needs, beforehand: torch and a tokenizer take seconds."""
+        importlib.import_module("asyncrl.trainer.repeat")  # what computes advantages
         for path in self._runs:
             with suppress(AsyncrlError):  # said where a transcript is asked for
                 self._decoder(_config(path).model.path)
