@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import ipaddress
 import os
 import shutil
 from urllib.parse import urlsplit
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, EngineError
+from asyncrl.launch.nodes import is_loopback
 
 ANSWER_SECONDS = 30.0  # seconds in which an attached server must answer
 
@@ -41,8 +41,8 @@ def check_servers(config: RunConfig) -> None:
 def check_group_address(config: RunConfig) -> None:
     """Servers on other machines join the trainer at the launcher's address: with a loopback address they
     would look for the trainer on their own machine, and hang."""
-    far = [url for url in config.engine.urls if not _loopback(urlsplit(url).hostname or "")]
-    if config.weights.transport == "collective" and _loopback(config.launch.host) and far:
+    far = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
+    if config.weights.transport == "collective" and is_loopback(config.launch.host) and far:
         raise ConfigError(
             f"launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
             "collective needs; set launch.host to this machine's address in the servers' network"
@@ -65,11 +65,3 @@ def check_urls(config: RunConfig) -> None:
             raise ConfigError(f"engine.urls: {url} does not answer within {ANSWER_SECONDS:g} s") from None
         except EngineError as error:
             raise ConfigError(f"engine.urls: {error}") from None
-
-
-def _loopback(host: str) -> bool:
-    """True for an address or a name of the machine itself, such as 127.0.0.1 or localhost."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -64,6 +64,10 @@ class Node:
         """The output of a shell script on this machine; CalledProcessError when it fails."""
         return _shell(self.command("sh", "-c", script))
 
+    def seen(self, path: str) -> Path:
+        """A file of this machine, for who is on none."""
+        return Path(f"/proc/{self.pid}/root{path}")
+
     def cut(self) -> None:
         """Take the cable out: packets are lost, connections stay open."""
         _shell(enter(self.outer, "ip", "link", "set", self.name, "down"))
