@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, RolePlace, Unit
 
 FETCHED = ("logs/*.log", "timeline/*.jsonl")  # of a run directory
@@ -123,11 +124,14 @@ class WrittenFiles:
 
 
 class FetchedFiles:
-    """Appends what was fetched of one machine to the files of the run directory here."""
+    """Appends what was fetched of one machine to the files of the run directory here. How much that was is
+    kept for the next launch, as files stay where they are."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, machine: str) -> None:
+        self._run_dir, self._kept = run_dir, run_dir / "fetched" / f"{machine}.json"
         self.read: dict[str, int] = {}
+        with suppress(OSError, *UNDECODABLE):
+            self.read = msgspec.json.decode(self._kept.read_bytes(), type=dict[str, int])
 
     def add(self, found: Mapping[str, bytes]) -> None:
         """Names that are no files of roles are left out. Raises OSError."""
@@ -139,3 +143,5 @@ class FetchedFiles:
             with path.open("ab") as file:
                 file.write(new)
             self.read[name] = self.read.get(name, 0) + len(new)
+        self._kept.parent.mkdir(exist_ok=True)
+        self._kept.write_bytes(msgspec.json.encode(self.read))

@@ -157,7 +157,8 @@ class FileFetcher:
                     max_restarts=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 )
-                self._agents[node] = agent.remote(self._run_dir), FetchedFiles(self._run_dir)
+                address = next((one.address for one in machines() if one.id == node), node)
+                self._agents[node] = agent.remote(self._run_dir), FetchedFiles(self._run_dir, address)
 
 
 class RaySpawner:
@@ -216,17 +217,26 @@ class RaySpawner:
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def _options(self, place: RolePlace) -> dict[str, Any]:
-        """CPUs are not reserved: on one machine the roles share cores. Ranks fill this machine first, as they
-        talk most; others spread."""
-        near = NodeAffinitySchedulingStrategy(self._here, soft=not stays(place))
+        """CPUs are not reserved: on one machine the roles share cores."""
+        gpus = gpus_of(self._config, place) if ray.cluster_resources().get("GPU", 0) else 0
         return {
             "num_cpus": 0,
-            "num_gpus": gpus_of(self._config, place) if ray.cluster_resources().get("GPU", 0) else 0,
+            "num_gpus": gpus,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "scheduling_strategy": near if stays(place) or place.role == TRAINER else "SPREAD",
+            "scheduling_strategy": self._strategy(place, gpus),
             "runtime_env": {"env_vars": environment(place)},
         }
+
+    def _strategy(self, place: RolePlace, gpus: int) -> Any:
+        """Ranks fill this machine first, as they talk most. What needs no GPU goes to the machines in turn,
+        the others first: Ray's SPREAD looks at what is reserved."""
+        if place.role == TRAINER or stays(place):
+            return NodeAffinitySchedulingStrategy(self._here, soft=not stays(place))
+        if gpus:
+            return "SPREAD"
+        there = sorted(machines(), key=lambda node: (node.id == self._here, node.address))
+        return NodeAffinitySchedulingStrategy(there[place.index % len(there)].id, soft=True)
 
 
 def machines() -> list[Node]:

@@ -68,7 +68,7 @@ def test_keys_travel_that_the_configuration_names(monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_of_another_machine_are_appended_once(tmp_path: Path) -> None:
-    there, here = WrittenFiles(tmp_path / "there"), FetchedFiles(tmp_path / "here")
+    there, here = WrittenFiles(tmp_path / "there"), FetchedFiles(tmp_path / "here", "10.0.0.2")
     for name in ("there/logs", "there/timeline", "here"):
         (tmp_path / name).mkdir(parents=True)
     long = b"x" * (FETCH_BYTES + 5)
@@ -79,6 +79,7 @@ def test_files_of_another_machine_are_appended_once(tmp_path: Path) -> None:
         here.add(found)
     with (tmp_path / "there/logs/rollout-1.log").open("ab") as file:
         file.write(b"more")
+    here = FetchedFiles(tmp_path / "here", "10.0.0.2")  # of the next launch
     here.add(there.after(here.read))
     assert (tmp_path / "here/logs/rollout-1.log").read_bytes() == long + b"more"
     assert (tmp_path / "here/timeline/rollout-1.jsonl").read_bytes() == b"{}\n"
@@ -97,5 +98,5 @@ def test_nothing_is_fetched_from_a_directory_that_is_shared(tmp_path: Path) -> N
 )
 def test_names_that_are_no_files_of_roles_are_left_out(name: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    FetchedFiles(tmp_path / "run").add({name: b"x"})
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    FetchedFiles(tmp_path / "run", "10.0.0.2").add({name: b"x"})
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["10.0.0.2.json"]
