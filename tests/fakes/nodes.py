@@ -1,7 +1,7 @@
 """Machines that share nothing but the programs, emulated by Linux namespaces.
 
     outer user and network namespace: a bridge
-      ├── node-1: 10.77.0.1, own hostname, /dev/shm, /tmp, processes' semaphores, loopback
+      ├── node-1: 10.77.0.1, own hostname, /dev/shm, files of Ray, WORK, semaphores, loopback
       └── node-2: 10.77.0.2, the same
 
 Each node is a process that holds its namespaces; `Node.start` runs a program in them. Processes are in view
@@ -24,9 +24,11 @@ import psutil
 START_SECONDS = 20.0
 BRIDGE = "ip link set lo up && ip link add switch type bridge && ip link set switch up"
 NODE = (
-    "hostname {name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp && ip link set lo up && "
-    "mkdir -p /tmp/work"
+    "hostname {name} && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && mkdir -p {own} && "
+    "for each in {own}; do mount -t tmpfs tmpfs $each; done"
 )
+WORK = "/tmp/asyncrl-node"
+OWN = f"/tmp/ray {WORK}"  # not all of /tmp: the checkout may lie there
 CABLE = (
     "ip link add {name} type veth peer name eth0 netns {pid} && ip link set {name} master switch && "
     "ip link set {name} up"
@@ -36,13 +38,12 @@ ADDRESS = "ip address add {address}/24 dev eth0 && ip link set eth0 up && ip rou
 
 @dataclass(frozen=True)
 class Node:
-    """A machine. `work` is a directory that only it has."""
+    """A machine. WORK is a directory that each has for itself."""
 
     name: str
     address: str
     pid: int
     outer: int  # the process that holds the bridge
-    work: Path = Path("/tmp/work")
 
     def command(self, *words: str) -> list[str]:
         return enter(self.pid, "--mount", "--uts", "--ipc", *words)
@@ -52,7 +53,7 @@ class Node:
         *words: str,
         out: IO[bytes] | int = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
-        cwd: str = "/tmp/work",
+        cwd: str = WORK,
     ) -> subprocess.Popen[bytes]:
         """Run a program on this machine, in the background."""
         inside = ["env", f"--chdir={cwd}", *words]
@@ -122,7 +123,7 @@ def emulated(count: int) -> Iterator[list[Node]]:
 @contextmanager
 def _node(outer: int, number: int) -> Iterator[Node]:
     name, address = f"node-{number}", f"10.77.0.{number}"
-    with _holder(enter(outer, "unshare", "-mnui"), NODE.format(name=name)) as pid:
+    with _holder(enter(outer, "unshare", "-mnui"), NODE.format(name=name, own=OWN)) as pid:
         _shell(enter(outer, "sh", "-c", CABLE.format(name=name, pid=pid)))
         _shell(enter(pid, "sh", "-c", ADDRESS.format(address=address)))
         node = Node(name, address, pid, outer)

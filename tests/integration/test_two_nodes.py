@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observe.files import read_rows, read_summary
-from tests.fakes.nodes import Node, emulated, forbidden
+from tests.fakes.nodes import WORK, Node, emulated, forbidden
 from tests.integration.runs import ROOT, SMALL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 PORT = 6379
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
@@ -87,7 +87,7 @@ def shared_directory() -> Iterator[Path]:
 def train(nodes: list[Node], out: Path, *overrides: str) -> tuple[int, str]:
     """Exit code and output of a launcher on the first machine, with workers on the second one as well."""
     cluster = ("launch=ray", f"launch.ray_address={nodes[0].address}:{PORT}")
-    command = ["-m", "asyncrl.cli", "train", "experiment=calculator", "name=run", "run_dir=/tmp/work/runs"]
+    command = ["-m", "asyncrl.cli", "train", "experiment=calculator", "name=run", f"run_dir={WORK}/runs"]
     with out.open("wb") as file:
         process = nodes[0].start(
             sys.executable, *command, *cluster, *SMALL, *overrides, out=file, env=ENVIRONMENT, cwd=str(ROOT)
@@ -104,10 +104,10 @@ def test_workers_on_another_machine_sample_with_new_weights(cluster: list[Node],
             cluster, tmp_path / "out", "total_steps=6", "rollout.workers=2", f"launch.host={first.address}",
             f"weights.directory={weights}", "launch.lease=30",
         )  # fmt: skip
-    run = first.seen("/tmp/work/runs/run")
+    run = first.seen(f"{WORK}/runs/run")
     summary = read_summary(run)
     assert code == 0 and summary["outcome"] == "completed" and summary["conserved"], said[-3000:]
-    assert second.seen("/tmp/work/runs/run/logs/rollout-0.log").exists(), said[-3000:]
+    assert second.seen(f"{WORK}/runs/run/logs/rollout-0.log").exists(), said[-3000:]
     for index in range(2):
         log = (run / "logs" / f"rollout-{index}.log").read_text()
         assert len(re.findall("ends with 0", log)) == 1, "logs of all machines are here, once and whole"
