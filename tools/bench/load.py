@@ -1,6 +1,8 @@
 """How much load the coordinator can handle: its real process, with simulated workers, keepers and a trainer.
 
     python tools/bench/load.py --workers 512 --servers 64 --slots 20 --episodes 40000
+    python tools/bench/load.py --slots 128 --life 20 --episodes 200000
+    python tools/bench/load.py --turns 8 --tokens 1084 --life 10 --episodes 40000
 
 The peers speak the real messages over real sockets, all from this process: hellos, heartbeats, turns with
 payloads, endings; loads of every version; plans, commits, checkpoints. A load, a micro-batch and an
@@ -8,10 +10,12 @@ optimizer step take no time; an episode takes `--life` seconds on average (unifo
 limit the rate, to about 0.7 * slots / life (a group waits for its slowest member); with more slots the
 coordinator does. It prints:
 
-- episodes per second, and CPU seconds of the coordinator per 1,000 of them, between 10% and 90% of the run;
+- episodes per second, their payloads in MiB per second, and CPU seconds of the coordinator per 1,000 of them,
+  between 10% and 90% of the run: those of its loop, and those of the thread that encrypts and decrypts;
 - quantiles of the turns of its loop from the start of the run on, in wall and in CPU time: on a machine with
   other work the wall times contain that work;
-- its memory, and the share of its core that this process used: near 1, the peers are the limit.
+- its memory at 10%, 30%, … 90% of the run, and the share of a core that this process used: near 1, the peers
+  are the limit.
 
 `--profile FILE` writes cProfile's statistics of the coordinator; its times are then of no use.
 """
@@ -24,11 +28,11 @@ import heapq
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +41,7 @@ import msgspec
 import psutil
 import zmq
 from common import ROOT, SINGLE_THREAD, table
-from load_peers import TOKENS, Keeper, Observer, Peer, Trainer, Worker
+from load_peers import Keeper, Observer, Peer, Trainer, Worker
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator.loop import Coordinator, run
@@ -57,13 +61,14 @@ QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     """In place of the coordinator's `run` in its process: each turn of the loop is timed."""
-    turns: list[tuple[float, float]] = []
+    walls, cpus = array("d"), array("d")  # small: the memory of this process is measured
     turn, profile = Coordinator.turn, cProfile.Profile()
 
     def measured(self: Coordinator, now: float) -> None:
         wall, cpu = time.perf_counter(), time.thread_time()
         turn(self, now)
-        turns.append((time.perf_counter() - wall, time.thread_time() - cpu))
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.thread_time() - cpu)
 
     Coordinator.turn = measured  # type: ignore[method-assign]
     if path := os.environ.get("LOAD_PROFILE"):
@@ -71,8 +76,7 @@ def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
         profile.dump_stats(path)
     else:
         code = run(config, endpoints, incarnation)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = {"turns": turns, "memory": memory}
+    found = {"wall": walls.tolist(), "cpu": cpus.tolist()}
     (Path(config.run_dir) / config.name / TURNS).write_text(json.dumps(found))
     return code
 
@@ -88,7 +92,8 @@ class Bench:
         self.ending: RunEnd | None = None
         self.status: Status | None = None
         self.count = 0  # landed and acknowledged
-        self.marks: list[tuple[int, float, float]] = []  # (landed, wall, CPU of the coordinator)
+        # (landed, wall, CPU of the coordinator's loop, of its other threads, its memory) at 10%, 30%, … 90%
+        self.marks: list[tuple[int, float, float, float, int]] = []
         self._poller, self._ends = zmq.Poller(), {}  # type: ignore[var-annotated]
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
         self._order = 0
@@ -122,7 +127,7 @@ class Bench:
     def payload(self, turn: int, version: int) -> bytes:
         key = (turn, version)
         if key not in self._payloads:
-            half = TOKENS // 2
+            half = self.options.tokens // 2
             ids, logprobs = tuple(range(1000, 1000 + half)), (-0.25,) * half
             span = (VersionSpan(0, half, version, version),)
             made = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
@@ -131,9 +136,11 @@ class Bench:
 
     def landed(self) -> None:
         self.count += 1
-        if self.count in (self.options.episodes // 10, 9 * self.options.episodes // 10):
-            cpu = self.process.cpu_times()
-            self.marks.append((self.count, time.monotonic(), cpu.user + cpu.system))
+        if self.count == (2 * len(self.marks) + 1) * self.options.episodes // 10:
+            cpu = {thread.id: thread.user_time + thread.system_time for thread in self.process.threads()}
+            loop = cpu.pop(self.process.pid)
+            memory = self.process.memory_info().rss
+            self.marks.append((self.count, time.monotonic(), loop, sum(cpu.values()), memory))
 
     def serve(self) -> None:
         """Until the run is over, or its process is gone."""
@@ -171,7 +178,12 @@ def prepare(options: argparse.Namespace) -> Path:
             "model": {"path": str(run_dir / "model"), "dtype": "float32", "device": "cpu"},
             "data": {"train": "none"},
             "engine": {"name": "sglang", "servers": options.servers} if options.servers else {},
-            "rollout": {"workers": options.workers, "slots": options.slots},
+            "rollout": {
+                "workers": options.workers,
+                "slots": options.slots,
+                "max_tokens": options.turns * options.tokens,
+            },
+            "trainer": {"micro_batch_tokens": 32 * options.turns * options.tokens},  # 32 episodes in each
             "buffer": {
                 "groups_per_batch": groups,
                 "episodes_per_group": size,
@@ -224,22 +236,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         process.kill()
         bench.context.destroy(linger=0)
-    if bench.ending is None or bench.ending.error or len(bench.marks) < 2:
+    if bench.ending is None or bench.ending.error or len(bench.marks) < 5:
         raise SystemExit(
             f"no measurement: {bench.ending}, {bench.count} landed; see {run_dir}/coordinator.log; waits: "
             f"{bench.status.waits[:5] if bench.status else None}"
         )
-    (low, t0, c0), (high, t1, c1) = bench.marks
+    (low, t0, loop0, other0, _), *_, (high, t1, loop1, other1, _) = bench.marks
     told = json.loads((run_dir / TURNS).read_text())
+    rate, size = (high - low) / (t1 - t0), sum(len(bench.payload(turn, 0)) for turn in range(options.turns))
     return {
-        "rate": (high - low) / (t1 - t0),
-        "cpu": 1000 * (c1 - c0) / (high - low),
-        "memory": told["memory"],
+        "rate": rate,
+        "bytes": rate * size,
+        "loop": 1000 * (loop1 - loop0) / (high - low),
+        "other": 1000 * (other1 - other0) / (high - low),
+        "memory": [memory for *_, memory in bench.marks],
         "conserved": read_summary(run_dir)["conserved"],
         "share": share,
-        "turns": len(told["turns"]),
-        "wall": quantiles([wall for wall, _ in told["turns"]]),
-        "turn_cpu": quantiles([cpu for _, cpu in told["turns"]]),
+        "turns": len(told["wall"]),
+        "wall": quantiles(told["wall"]),
+        "cpu": quantiles(told["cpu"]),
     }
 
 
@@ -257,6 +272,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=20, help="of a worker")
     parser.add_argument("--episodes", type=int, default=40_000)
     parser.add_argument("--turns", type=int, default=1, help="of an episode")
+    parser.add_argument("--tokens", type=int, default=256, help="of a turn, half of them the model's")
     parser.add_argument("--life", type=float, default=2.5, help="mean seconds of an episode")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps")
@@ -274,12 +290,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     found = measure(options)
-    ms = [" / ".join(f"{1000 * value:.1f}" for value in found[kind]) for kind in ("wall", "turn_cpu")]
-    header = ["workers × servers", "in flight", "episodes", "episodes/s", "CPU s per 1,000"]
+    ms = [" / ".join(f"{1000 * value:.1f}" for value in found[kind]) for kind in ("wall", "cpu")]
+    header = ["workers × servers", "in flight", "episodes", "episodes/s", "MiB/s"]
+    header += ["CPU s per 1,000: loop + others", "turns of the loop"]
     header += ["turn p50 / p99 / p99.9 / max, ms", "the same, CPU", "MiB", "peers' share of a core"]
     size = f"{options.workers} × {options.servers}"
     line = [size, f"{options.workers * options.slots:,}", f"{options.episodes:,}", f"{found['rate']:.0f}"]
-    line += [f"{found['cpu']:.2f}", *ms, f"{found['memory'] / 2**20:.0f}", f"{found['share']:.2f}"]
+    line += [f"{found['bytes'] / 2**20:.1f}", f"{found['loop']:.2f} + {found['other']:.2f}"]
+    line += [f"{found['turns']:,}", *ms]
+    line += [" / ".join(f"{value / 2**20:.0f}" for value in found["memory"]), f"{found['share']:.2f}"]
     print(table(header, [line]))
     if not found["conserved"]:
         raise SystemExit("the run's audit disagrees: an episode was lost or counted twice")

@@ -42,8 +42,6 @@ from asyncrl.wire.sockets import Codec, encode, identity, introduce
 if TYPE_CHECKING:
     from load import Bench
 
-TOKENS = 256  # of a turn, half of them the model's
-
 
 class Peer:
     """A process's sockets. `receive` is called with what comes."""
@@ -120,10 +118,10 @@ class Worker(Peer):
         """One turn of an episode is sampled; after the last one it ends."""
         if attempt not in self.held:
             return
-        half, turns = TOKENS // 2, self.bench.options.turns
+        half, turns = self.bench.options.tokens // 2, self.bench.options.turns
         self.seq += 1
         self.tokens += half
-        report = Generated(self.seq, attempt, turn, TOKENS, half, self.version, self.version, 1.0)
+        report = Generated(self.seq, attempt, turn, 2 * half, half, self.version, self.version, 1.0)
         self.send(self.bulk, report, self.bench.payload(turn, self.version))
         if self.uses:
             use = self.uses[self.seq % len(self.uses)]
@@ -134,7 +132,7 @@ class Worker(Peer):
             self.bench.play(self, attempt, turn + 1)
             return
         result = EpisodeResult(float(self.bench.random.random() < 0.5), turns * half)
-        stats = EpisodeStats(turns, longest_row=turns * TOKENS, prompt=half, seconds=1.0)
+        stats = EpisodeStats(turns, longest_row=2 * turns * half, prompt=half, seconds=1.0)
         self.send(self.bulk, Finished(self.seq, attempt, result, stats))
         self.ends.append((self.seq, attempt))
 
