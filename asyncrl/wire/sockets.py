@@ -44,6 +44,8 @@ EVERY_ADDRESS = "0.0.0.0"
 ENVELOPE = 1024  # bytes that encryption may add to a frame
 COORDINATOR, OBSERVER, TOKEN = "coordinator", "observer", "token"
 ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
+# An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
+ZERO_COPY_RECV = 10
 RETRIED = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
@@ -164,6 +166,7 @@ class Gate:
         self.own = endpoints.keys[COORDINATOR]
         self.members = {endpoints.keys[role].public: role for role in ROLES} | dict(enrolled)
         self.context = zmq.Context()
+        self.context.set(ZERO_COPY_RECV, 0)
         handler: zmq.Socket = self.context.socket(zmq.REP)
         handler.bind("inproc://zeromq.zap.01")
         threading.Thread(target=self._serve, args=(handler,), daemon=True, name="gate").start()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -91,6 +92,17 @@ def visitors() -> Iterator[Visitors]:
     made = Visitors()
     yield made
     made.close()
+
+
+def test_what_waits_to_be_read_keeps_little_more_memory_than_its_size(visitors: Visitors) -> None:
+    visitors.send(GOOD)
+    visitors.expect(ObserverHello(), refused=0)
+    before, held = psutil.Process().memory_info().rss, []
+    for _ in range(1000):  # each comes alone
+        visitors._sockets[0].send(b"x" * 100)
+        assert visitors.hub.socket.poll(10_000)
+        held.append(visitors.hub.socket.recv_multipart(copy=False))
+    assert psutil.Process().memory_info().rss - before < 4 << 20
 
 
 @pytest.mark.parametrize(
