@@ -1,7 +1,7 @@
 """The payloads of turns: what training takes for granted of them, and what becomes of an episode without.
 
-They are checked when they come, before they are acknowledged; when a run is loaded, as a power cut or a bad
-sector may have taken some; and when they are taken.
+They are checked when they come, before they are acknowledged; and when a run is loaded, as a power cut or a
+bad sector may have taken some. When they are taken the store compares their digests, no more.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
     for turn in turns:
         versions = [span.version for span in turn.spans]
         oldest, newest = min(versions, default=0), max(versions, default=0)
-        buffer.turn(episode, len(turn.context) + len(turn.ids), len(turn.ids), oldest, newest)
+        tokens = len(turn.context) + len(turn.ids)
+        buffer.turn(episode, tokens, len(turn.ids), oldest, newest, row=turn.row)
     episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
     group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
     group.baseline = tuple(member for member in group.baseline if member != episode.member)

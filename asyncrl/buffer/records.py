@@ -53,6 +53,7 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
     newest: int = -1
     bound: int = -1  # version that it was started on, at least
     turns: int = 0  # durable turns
+    rows: int = 0  # that they are of
     tokens: int = 0  # of all rows
     seconds: float = 0.0  # that its durable turns took
     result: EpisodeResult = EpisodeResult(0.0)  # of the attempt that landed
@@ -74,7 +75,7 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""
         self.oldest = self.newest = -1
-        self.turns = self.tokens = 0
+        self.turns = self.rows = self.tokens = 0
         self.seconds = 0.0
 
 

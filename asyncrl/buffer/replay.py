@@ -180,9 +180,11 @@ class ReplayBuffer:
         oldest: int,
         newest: int,
         seconds: float = 0.0,
+        row: int = 0,
     ) -> None:
         """A turn became durable, `seconds` after the episode began."""
         episode.turns += 1
+        episode.rows = max(episode.rows, row + 1)
         episode.seconds = max(episode.seconds, seconds)
         episode.tokens += tokens
         if model_tokens:

@@ -274,7 +274,10 @@ class EngineHandler:
         servers in the same order, and perhaps more of them."""
         for use, had in zip(now, chain(before, repeat(NO_USE)), strict=False):
             if use != had:
-                self._uses[use.name].update({n: getattr(use, n) - getattr(had, n) for n in COUNTS})
+                totals = self._uses[use.name]
+                for name in COUNTS:
+                    if more := getattr(use, name) - getattr(had, name):
+                        totals[name] += more
                 self.state.live_limit.kv.retracted += use.retracted - had.retracted
 
     def gauges(self) -> dict[str, float]:

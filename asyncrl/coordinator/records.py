@@ -132,7 +132,7 @@ class RecordHandler:
             self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
             return
         turn = decode_turn(frame := _single_frame(frames))
-        check_turn(episode.uid, turn, turn.row, self.state.vocabulary)  # its row is checked when it is taken
+        check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
         check_logprobs(episode.uid, turn)
         _check_header(message, turn)
         if episode.tokens + message.tokens > self._most_tokens:
@@ -142,7 +142,9 @@ class RecordHandler:
         self.reporter.on_turn(message.model_tokens)
         self.state.buffer.meter.sampled(episode.uid, message.model_tokens, now)
         self.state.buffer.turn(
-            episode, message.tokens, message.model_tokens, message.oldest, message.newest, message.seconds
+            *(episode, message.tokens, message.model_tokens, message.oldest, message.newest),
+            seconds=message.seconds,
+            row=turn.row,
         )
 
     def queue_acks(self) -> None:

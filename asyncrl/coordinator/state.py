@@ -161,6 +161,16 @@ class RunState:
         self.store.commit()
         self.outbox.flush()
 
+    def payloads(self, episode: EpisodeRecord) -> list[bytes]:
+        """Of its turns, without the replies to them; [] where one cannot be read. They were checked when they
+        came: to decode them again takes most of the time of a plan."""
+        try:
+            found = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
+        except StoreError as error:
+            log.error("episode %s: %s", episode.uid, error)
+            return []
+        return found if all(found) else []
+
     def readable(self, episode: EpisodeRecord) -> list[bytes]:
         """Its payloads, two per turn, as far as they can be read. An untaken episode that has more turns than
         that is cut back to them."""

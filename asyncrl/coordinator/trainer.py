@@ -375,8 +375,8 @@ class TrainerHandler:
         frames: list[bytes] = []
         for uid in (uid for uid in uids if uid not in state.batches.batches[step].lost):
             episode = state.batches.taken[uid]
-            turns = state.readable(episode)[::2]  # replies are in the next turn's context
-            if len(turns) < episode.turns:
+            turns = state.payloads(episode)  # replies are in the next turn's context
+            if not turns:
                 state.batches.mark_lost(step, uid)
                 continue
             baseline, temperature = state.batches.baselines[episode.group], state.config.rollout.temperature

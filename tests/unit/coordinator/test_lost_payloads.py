@@ -170,7 +170,7 @@ class Training:
 
 def damage(state: RunState, uid: str) -> None:
     """From now on the first turn of an episode cannot be read."""
-    state.store.put_frame(uid, 0, "generated", b"no turn")
+    state.store.forget_frames(uid)
     state.persist()
 
 
