@@ -133,6 +133,12 @@ class LaunchConfig(Section, frozen=True):
     """Local subprocesses, or Ray actors."""
     ray_address: str = ""
     """Ray cluster; empty: a local one is started."""
+    pools: dict[Literal["engine", "rollout", "trainer"], Text] = {}
+    """Ray: the resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
+    Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
+    gpus: dict[Literal["engine", "rollout", "trainer"], Annotated[float, Meta(ge=0)]] = {}
+    """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two on one. Others: one for a rank,
+    `engine.tp` for a server, one for a worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
     """Address of this machine that the coordinator binds to, and all others dial. `0.0.0.0`: it binds to all,
     and they dial the one of the default route."""
@@ -234,7 +240,7 @@ def _numbers(path: str, tree: Any) -> Iterator[tuple[str, float]]:
 
 def _plain(complaint: str) -> str:
     """msgspec's error with the key in front, and what to write."""
-    what, _, path = complaint.partition(" - at `$.")
+    what, _, path = complaint.replace(" - at `key` in `$.", " - at `$.").partition(" - at `$.")
     key = path.rstrip("`")
     kind: Any = RunConfig
     for name in key.partition("[")[0].split("."):

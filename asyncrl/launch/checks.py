@@ -140,6 +140,10 @@ def _chat(inputs: Inputs) -> Iterator[Note]:
     return map(ok, preflight.describe_chat(inputs.config, inputs.tools, inputs.samples.train[0]))
 
 
+def _cluster(inputs: Inputs) -> Iterator[Note]:
+    return map(ok, preflight.describe_cluster(inputs.config))
+
+
 def _estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
         gpu = sees_gpu(inputs.config)
@@ -176,5 +180,6 @@ MACHINE = (
     Check("disk", machine.check_disk),
     Check("sandbox", machine.check_sandbox),
 )
+CLUSTER = Check("cluster", _cluster, ("launch",))
 ESTIMATE = Check("estimate", _estimate, ("model", "memory"))
-ALL = tuple(dict.fromkeys((*MACHINE, *RUN, Check("chat", _chat, ("template",)), ESTIMATE)))
+ALL = tuple(dict.fromkeys((*MACHINE, *RUN, Check("chat", _chat, ("template",)), CLUSTER, ESTIMATE)))

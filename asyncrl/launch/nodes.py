@@ -1,79 +1,183 @@
-"""Several machines of one run: what it needs of them, what travels to them, and what is fetched from them."""
+"""Several machines of one run: where its processes go, what it needs of them, and which secrets travel.
+
+Pure: what `--dry-run` prints for a cluster is what is launched on it.
+
+    trainer rank 0       the launcher's machine, where the run directory is
+    other ranks          the launcher's machine, then as few others as possible: they talk most
+    servers              each on the machine with most free GPUs
+    what needs no GPU    the machines in turn, the launcher's last; workers where servers are
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, RolePlace, Unit
 
-FETCHED = ("logs/*.log", "timeline/*.jsonl")  # of a run directory
-FETCH_BYTES = 1 << 20  # of a file, at once
-ROLES = (ENGINE, ROLLOUT, TRAINER)  # that may use GPUs
+ORDER = (COORDINATOR, TRAINER, ENGINE, ROLLOUT)  # in which processes choose a machine
 KEY_NAMES = "key_env"  # how the names of keys end whose value is the name of a variable with a secret
+VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # in headers
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster. `gpus`: of all, whoever uses them."""
+    """A machine of the cluster. `gpus`: of all; `free`: of those, what nobody had when it was looked at.
+    `resources`: names of what it has, for pools."""
 
     id: str
     address: str
-    gpus: int
+    gpus: float = 0
+    free: float = 0
+    resources: frozenset[str] = frozenset()
 
 
-def gpus_of(config: RunConfig, place: RolePlace) -> int:
-    """One for a rank, `engine.tp` for a server; one for an embedded engine only with `model.device=cuda`."""
-    wants = {
-        TRAINER: int(config.model.device != "cpu" and config.total_steps > 0),
-        ENGINE: place.gpus,
-        ROLLOUT: int(config.model.device == "cuda" and not config.engine.remote),
-    }
-    return wants.get(place.role, 0)
+class Placing:
+    """Which machine each process of a run has. ConfigError when the machines cannot have them all."""
+
+    def __init__(self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], here: str) -> None:
+        """`here`: the id of the launcher's machine."""
+        self._config, self._here = config, here
+        self._anywhere = not any(node.gpus for node in nodes)  # no GPU is known of
+        self._free = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
+        self._at: dict[str, str] = {}  # id of the machine of each process
+        self._places = [place for unit in units for place in unit.places]
+        for place in sorted(self._places, key=lambda place: (ORDER.index(place.role), place.index)):
+            if self.choose(place, nodes) is None:
+                raise ConfigError(self._lack(place, nodes))
+
+    def choose(self, place: RolePlace, nodes: Sequence[Node]) -> Node | None:
+        """The machine of a process that starts: the one that it had while that is there, or else one that has
+        room now; None when none has."""
+        there = {node.id: node for node in nodes}
+        for node in nodes:
+            self._free.setdefault(node.id, node.free)
+        if (had := self._at.pop(place.name, None)) in there:
+            self._at[place.name] = str(had)
+            return there[str(had)]
+        fitting = [node for node in nodes if self._fits(place, node)]
+        if not fitting:
+            return None
+        chosen = min(fitting, key=lambda node: self._cost(place, node))
+        self._at[place.name] = chosen.id
+        return chosen
+
+    def gpus(self, place: RolePlace) -> float:
+        """As `launch.gpus` says, or else one for a rank and `engine.tp` for a server, and one for an embedded
+        engine with `model.device=cuda`; none on a cluster without any, unless they are asked for."""
+        config, role = self._config, place.role
+        for name, gpus in config.launch.gpus.items():
+            if name == role:
+                return gpus
+        cuda = config.model.device == "cuda"
+        if role == TRAINER and config.total_steps:
+            return int(cuda or (config.model.device == "auto" and not self._anywhere))
+        if role == ROLLOUT:
+            return int(cuda and not config.engine.remote)
+        return place.gpus if role == ENGINE and not self._anywhere else 0
+
+    def pool(self, place: RolePlace) -> str:
+        """The resource that its machine must have; '' for none."""
+        return next((pool for role, pool in self._config.launch.pools.items() if role == place.role), "")
+
+    def machines(self, role: str) -> set[str]:
+        """Of all processes of a role."""
+        return {self._at[place.name] for place in self._places if place.role == role}
+
+    def describe(self, nodes: Sequence[Node]) -> list[str]:
+        """A line for each machine, for a person to read."""
+        lines = []
+        for node in nodes:
+            mine = [place.name for place in self._places if self._at[place.name] == node.id]
+            gpus = f", {node.free:g} of {node.gpus:g} GPUs free, {self._held(node):g} for this run"
+            here = " (this machine)" if node.id == self._here else ""
+            lines.append(f"{node.address}{here}{gpus * bool(node.gpus)}: {', '.join(mine) or 'nothing'}")
+        return lines
+
+    def _fits(self, place: RolePlace, node: Node) -> bool:
+        pool = self.pool(place)
+        room = self._free[node.id] - self._held(node) >= self.gpus(place)
+        return room and (not stays(place) or node.id == self._here) and (not pool or pool in node.resources)
+
+    def _held(self, node: Node) -> float:
+        return sum(self.gpus(place) for place in self._places if self._at.get(place.name) == node.id)
+
+    def _cost(self, place: RolePlace, node: Node) -> tuple[Any, ...]:
+        """Of a machine that fits; the least is chosen."""
+        away, left = node.id != self._here, self._free[node.id] - self._held(node)
+        mine = Counter(
+            self._at[one.name] for one in self._places if one.role == place.role and one.name in self._at
+        )
+        if place.role == TRAINER:
+            return away, not mine[node.id], -left, node.address
+        if self.gpus(place):
+            return -left, not away, node.address
+        servers = self._config.engine.remote and place.role == ROLLOUT
+        beside = servers and any(
+            one.role == ENGINE and self._at.get(one.name) == node.id for one in self._places
+        )
+        return servers and not beside, mine[node.id], not away, node.address
+
+    def _lack(self, place: RolePlace, nodes: Sequence[Node]) -> str:
+        """What the machines have not, and what to do."""
+        wants, pool = self.gpus(place), self.pool(place)
+        if stays(place):
+            nodes = [node for node in nodes if node.id == self._here]
+            where, advice = "the launcher's machine", "start asyncrl on another one"
+        else:
+            where, advice = "one machine", "change trainer.ranks, engine.servers or engine.tp"
+        if pool and not any(pool in node.resources for node in nodes):
+            return (
+                f"launch.pools: {place.name} needs {pool!r}, which {where} must have; start Ray "
+                f"there with ray start --resources='{{\"{pool}\": 1}}'"
+            )
+        total = sum(map(self.gpus, self._places))
+        sums = {role: sum(self.gpus(one) for one in self._places if one.role == role) for role in ORDER}
+        listed = ", ".join(f"{role} {count:g}" for role, count in sums.items() if count)
+        left = ", ".join(
+            f"{node.address} {self._free[node.id] - self._held(node):g} of {node.gpus:g}" for node in nodes
+        )
+        return (
+            f"{place.name} needs {wants:g} GPU(s) of {where}, and there is left: {left} (the run needs "
+            f"{total:g}: {listed}); {advice}, or model.device=cpu"
+        )
 
 
 def stays(place: RolePlace) -> bool:
-    """On the launcher's machine, where the run directory is. The other ranks go there while it has GPUs."""
+    """On the launcher's machine, where the run directory is."""
     return place.role == COORDINATOR or (place.role == TRAINER and place.index == 0)
 
 
-def check_nodes(config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], here: Node) -> None:
-    """ConfigError where roles on these machines could not work: an address that only one of them knows,
-    weights that only one of them has, GPUs that are not there."""
-    if len(nodes) > 1 and is_loopback(config.launch.host):
+def check_shared(config: RunConfig, nodes: Sequence[Node], here: str, dialled: str, placing: Placing) -> None:
+    """ConfigError where processes on these machines could not work together: an address that only one of them
+    knows, weights or checkpoints that only one of them has. `dialled`: the coordinator's host."""
+    if len(nodes) < 2:
+        return
+    if is_loopback(dialled):
+        own = next(node.address for node in nodes if node.id == here)
         raise ConfigError(
-            f"launch.host: {config.launch.host} is another machine on each of the {len(nodes)} of the "
-            f"cluster; set launch.host={here.address}"
+            f"launch.host: {dialled} is another machine on each of the {len(nodes)} of the cluster; set "
+            f"launch.host={own}"
         )
     weights = config.weights
-    if len(nodes) > 1 and weights.transport == "disk" and weights.directory in ("auto", "shm", "run"):
+    if weights.transport == "disk" and weights.directory in ("auto", "shm", "run"):
         raise ConfigError(
             f"weights.directory: {weights.directory!r} is on one machine, and the cluster has {len(nodes)}; "
             "set it to a path that all of them share"
         )
-    if not any(node.gpus for node in nodes):
-        return
-    wanted = {place.name: gpus_of(config, place) for unit in units for place in unit.places}
-    there, most = sum(node.gpus for node in nodes), max(node.gpus for node in nodes)
-    if sum(wanted.values()) > there:
-        roles = {role: sum(n for name, n in wanted.items() if name.startswith(role)) for role in ROLES}
-        listed = ", ".join(f"{role} {count}" for role, count in roles.items() if count)
+    if len(placing.machines(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(
-            f"the run needs {sum(wanted.values())} GPUs ({listed}), and the cluster has {there}; change "
-            "trainer.ranks, engine.servers or engine.tp"
-        )
-    if max(wanted.values()) > most:
-        raise ConfigError(
-            f"engine.tp: a server needs {config.engine.tp} GPUs of one machine, which has {most}"
+            "checkpoint.directory: trainer ranks are on several machines; set it to a path that all of them "
+            "share, or to a URL"
         )
 
 
@@ -86,7 +190,8 @@ def is_loopback(host: str) -> bool:
 
 
 def named_secrets(config: RunConfig) -> dict[str, str]:
-    """Variables that the configuration names as those of API keys, which roles elsewhere need too."""
+    """Variables that the configuration names as those of API keys, of headers and of programs, which
+    processes elsewhere need too."""
     names = set(_named(msgspec.to_builtins(config)))
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
@@ -94,54 +199,14 @@ def named_secrets(config: RunConfig) -> dict[str, str]:
 def _named(tree: Any) -> Iterator[str]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            if isinstance(value, str) and value and str(key).endswith(KEY_NAMES):
-                yield value
+            if isinstance(value, str):
+                if str(key).endswith(KEY_NAMES):
+                    yield value
+                elif key == "env":
+                    yield from (name.strip() for name in value.split(","))
+                elif key == "headers":
+                    yield from VARIABLE.findall(value)
             yield from _named(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from _named(value)
-
-
-class WrittenFiles:
-    """What roles of a run have written on this machine."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-
-    def after(self, read: Mapping[str, int]) -> dict[str, bytes]:
-        """By name what is new of each file, at most FETCH_BYTES of it, where so many bytes of it were read.
-        Nothing where the launcher's own directory is visible: then all is there already."""
-        if (self._run_dir / "started").exists():
-            return {}
-        found = {}
-        for path in (path for pattern in FETCHED for path in self._run_dir.glob(pattern)):
-            name = str(path.relative_to(self._run_dir))
-            with path.open("rb") as file:
-                file.seek(read.get(name, 0))
-                if new := file.read(FETCH_BYTES):
-                    found[name] = new
-        return found
-
-
-class FetchedFiles:
-    """Appends what was fetched of one machine to the files of the run directory here. How much that was is
-    kept for the next launch, as files stay where they are."""
-
-    def __init__(self, run_dir: Path, machine: str) -> None:
-        self._run_dir, self._kept = run_dir, run_dir / "fetched" / f"{machine}.json"
-        self.read: dict[str, int] = {}
-        with suppress(OSError, *UNDECODABLE):
-            self.read = msgspec.json.decode(self._kept.read_bytes(), type=dict[str, int])
-
-    def add(self, found: Mapping[str, bytes]) -> None:
-        """Names that are no files of roles are left out. Raises OSError."""
-        for name, new in found.items():
-            if not any(Path(name).match(pattern) for pattern in FETCHED) or len(Path(name).parts) != 2:
-                continue
-            path = self._run_dir / name
-            path.parent.mkdir(exist_ok=True)
-            with path.open("ab") as file:
-                file.write(new)
-            self.read[name] = self.read.get(name, 0) + len(new)
-        self._kept.parent.mkdir(exist_ok=True)
-        self._kept.write_bytes(msgspec.json.encode(self.read))

@@ -19,10 +19,13 @@ from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, Toolbox
 from asyncrl.types import Sample
 from asyncrl.weights.model_files import weight_bytes
+from asyncrl.wire.sockets import EVERY_ADDRESS, own_address
 
 
 def check_ray(config: RunConfig) -> None:
     """Ray is installed, where it is asked for."""
+    if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
+        raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or leave them out")
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
 
@@ -172,6 +175,18 @@ def warnings(config: RunConfig) -> list[str]:
         *(message for message, applies in found.items() if applies),
         *(cost_warnings(config, gpu) if trains else ()),
     ]
+
+
+def describe_cluster(config: RunConfig) -> list[str]:
+    """Who would go where on the Ray cluster that there is, a line for each machine; none without one. Raises
+    ConfigError where it cannot have them all."""
+    if config.launch.kind != "ray" or not config.launch.ray_address:
+        return []
+    from asyncrl.launch.ray import planned
+
+    host = config.launch.host
+    with _quiet():
+        return planned(config, own_address() if host == EVERY_ADDRESS else host)
 
 
 @contextmanager

@@ -1,13 +1,11 @@
 """Roles as Ray actors. The only importer of ray.
 
-Ray places and starts; it never restarts (max_restarts=0, max_task_retries=0): the supervisor does, as for
-local processes, and a stop goes through the control socket, since `ray.kill` skips every clean-up.
+Ray starts; it never restarts (max_restarts=0, max_task_retries=0): the supervisor does, as for local
+processes, and a stop goes through the control socket, since `ray.kill` skips every clean-up. Where a process
+goes is decided here (`Placing`); what Ray reserves for it there are its GPUs.
 
     launcher's machine: launcher, coordinator, trainer rank 0, run directory ◄── logs and timelines
     the others:         engines, workers, more ranks; an agent ──────────────────────┘
-
-Processes elsewhere read published weights, so with several machines `weights.directory` is a path that all of
-them share.
 """
 
 from __future__ import annotations
@@ -15,198 +13,275 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from msgspec.structs import replace
+from ray._private.state import available_resources_per_node
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.launch.nodes import FetchedFiles, Node, WrittenFiles, check_nodes, gpus_of, named_secrets, stays
-from asyncrl.launch.placement import TRAINER, RolePlace, Unit, environment, plan
+from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets, stays
+from asyncrl.launch.placement import RolePlace, Unit, environment, plan
 from asyncrl.launch.process import BAD_INPUT, ProcessSpec, log_path
 from asyncrl.launch.role import execute, set_up_logging
 from asyncrl.launch.run_directory import run_directory
+from asyncrl.launch.written_files import FetchedFiles, WrittenFiles, parent_elsewhere
 from asyncrl.wire.sockets import Endpoints
 
 log = logging.getLogger("asyncrl.launch")
 
 KILLED = -9
 CONNECT_SECONDS = 5.0
-FETCH_EVERY, FETCH_SECONDS = 2.0, 3.0  # between two looks at a machine; deadline of a look
-PLACED_SECONDS = 20.0  # after which it is said that a role waits for a machine
+FETCH_EVERY, FETCH_SECONDS = 2.0, 5.0  # between two looks at a machine; deadline of a look
+PLACED_SECONDS = 20.0  # after which it is said that a process waits for a machine
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a process on any machine knows of its launch, beside its configuration. `here`: the launcher's
+    machine; `started`: its file of that name, which names the day of the run."""
+
+    id: str
+    here: str
+    cwd: str
+    started: bytes
+    secrets: dict[str, str]
 
 
 class RoleActor:
     """One role in an actor of its own."""
 
-    def node(self) -> str:
-        """Where it is."""
-        return str(ray.get_runtime_context().get_node_id())
+    def node(self) -> tuple[str, str]:
+        """Id and address of the machine where it is."""
+        return str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address()
 
-    def run(
-        self, order: ProcessSpec, config: RunConfig, endpoints: Endpoints, cwd: str, secrets: dict[str, str]
-    ) -> int:
-        """The role, in the launcher's directory and with its own log; returns its exit code."""
-        redirect_output(log_path(Path(cwd) / run_directory(config), order.place.name))
+    def run(self, order: ProcessSpec, config: RunConfig, endpoints: Endpoints, launch: Launch) -> int:
+        """The role, in the launcher's directory and with its own log; returns its exit code. Raises
+        ConfigError where this machine lacks what it needs."""
+        node, address = self.node()
+        config = at_home(config, launch) if node == launch.here else elsewhere(config, launch)
+        redirect_output(log_path(run_directory(config), order.place.name))
         set_up_logging()
-        try:
-            os.chdir(cwd)
-        except OSError as error:
-            log.error(
-                "%s: the launcher's directory %s is not on this machine (%s); start it in one that all have",
-                socket.gethostname(),
-                cwd,
-                error.strerror,
-            )
-            return BAD_INPUT
-        sys.path.insert(0, cwd)
-        os.environ.update(secrets)
+        os.chdir(launch.cwd)
+        sys.path.insert(0, launch.cwd)
+        os.environ.update(launch.secrets)
+        use_interface_of(address)
         place = order.place
         return execute(
             place.target, place.role, config, endpoints, place.index, order.incarnation, order.rendezvous
         )
 
 
+def at_home(config: RunConfig, launch: Launch) -> RunConfig:
+    """Of a process on the launcher's machine."""
+    return replace(config, run_dir=str(Path(launch.cwd) / config.run_dir))
+
+
+def elsewhere(config: RunConfig, launch: Launch) -> RunConfig:
+    """Of a process on another machine, which has a run directory of its own. Raises ConfigError."""
+    host = socket.gethostname()
+    if not Path(launch.cwd).is_dir():
+        raise ConfigError(
+            f"{host}: the launcher's directory {launch.cwd} is not on this machine; start asyncrl in a "
+            "directory that all machines have"
+        )
+    config = replace(config, run_dir=str(parent_elsewhere(config, launch.cwd, launch.id)))
+    try:
+        run_directory(config).mkdir(parents=True, exist_ok=True)
+        (run_directory(config) / "started").write_bytes(launch.started)
+    except OSError as error:
+        raise ConfigError(f"run_dir: on {host} it cannot be written to ({one_line(error)})") from None
+    return config
+
+
+def use_interface_of(address: str) -> None:
+    """Let collectives of ranks use the network of the cluster, unless a variable says otherwise: gloo looks
+    up the host's name, which is often a loopback address."""
+    for name, owned in psutil.net_if_addrs().items():
+        if any(one.address == address for one in owned):
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
+
+
 class RayProcess:
     """An actor and its one long call, which lasts as long as the role runs."""
 
-    def __init__(self, name: str, actor: Any, placed: Any, call: Any, fetch: FileFetcher) -> None:
-        self.name, self.placed = name, placed
-        self._actor, self._call, self._fetch = actor, call, fetch
+    def __init__(
+        self, name: str, actor: Any, placed: Any, call: Any, run_dir: Path, files: FileFetcher
+    ) -> None:
+        self.name = name
+        self._actor, self._placed, self._call = actor, placed, call
+        self._run_dir, self._files = run_dir, files
+        self._since = time.monotonic()
         self._code: int | None = None
+        self._fetched: threading.Event | None = None  # its last words, for the error message
+        self._until = 0.0
 
     def poll(self) -> int | None:
         if self._code is None and ray.wait([self._call], timeout=0)[0]:
-            try:
-                self._code = int(ray.get(self._call))
-            except RayError as error:
-                self._code = KILLED
-                log.warning("%s: %s", self.name, " ".join(str(error).split()))
-            if self._code:
-                self._fetch.now()  # its last words, for the error message
+            self._code = self._result()
             ray.kill(self._actor)  # it has returned or is lost: release its process
+            if self._code:
+                self._fetched, self._until = self._files.soon(), time.monotonic() + FETCH_SECONDS
+        if self._code is None and self._placed is not None:
+            self._look()
+        if self._fetched is not None and not self._fetched.is_set() and time.monotonic() < self._until:
+            return None
         return self._code
 
     def kill(self) -> None:
         ray.kill(self._actor)
 
+    def _result(self) -> int:
+        """The exit code. What Ray or this module knows of a failure goes to the log of the process."""
+        try:
+            return int(ray.get(self._call))
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else None
+            refused = isinstance(cause, ConfigError)
+            said = str(cause) if refused else " ".join(str(error).split())
+            log.warning("%s: %s", self.name, said)
+            path = log_path(self._run_dir, self.name)
+            with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)
+                with path.open("a") as file:
+                    file.write(f"{said}\n")
+            return BAD_INPUT if refused else KILLED
+
+    def _look(self) -> None:
+        """Whether it is placed by now."""
+        if ray.wait([self._placed], timeout=0)[0]:
+            with suppress(RayError):
+                self._files.follow(*ray.get(self._placed))
+            self._placed = None
+        elif time.monotonic() - self._since > PLACED_SECONDS:
+            log.warning("%s waits: no machine of the cluster has the free GPUs that it needs", self.name)
+            self._since = float("inf")
+
 
 class FileFetcher:
     """Brings logs and timelines of all machines into the run directory, in a thread of its own."""
 
-    def __init__(self, run_dir: Path, here: str) -> None:
-        self._run_dir, self._here = run_dir, here
-        self._started: dict[str, tuple[Any, float]] = {}  # where a role is placed, and since when it waits
-        self._agents: dict[str, tuple[Any, FetchedFiles]] = {}  # by machine
-        self._lock, self._stop = threading.Lock(), threading.Event()
+    def __init__(self, run_dir: Path, parent: Path, here: str) -> None:
+        self._run_dir, self._written, self._here = run_dir, (parent, run_dir.name), here
+        self._agents: dict[str, tuple[Any, FetchedFiles]] = {}  # by id of the machine
+        self._fetched: dict[str, FetchedFiles] = {}  # by its address: it may come back with another id
+        self._asked: list[threading.Event] = []
+        self._lock, self._wake, self._closing = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="files of other machines", daemon=True)
         self._thread.start()
 
-    def follow(self, process: RayProcess) -> None:
-        self._started[process.name] = process.placed, time.monotonic()
-
-    def now(self) -> None:
-        """Fetch what is there. What cannot be fetched in time is left for the next time."""
+    def follow(self, node: str, address: str) -> None:
+        """Fetch from this machine, too."""
         with self._lock:
-            self._look_for_machines()
-            for node, (agent, files) in list(self._agents.items()):
-                try:
-                    while found := ray.get(agent.after.remote(files.read), timeout=FETCH_SECONDS):
-                        files.add(found)
-                except GetTimeoutError:
-                    log.warning("machine %s does not answer: its logs are late", node[:8])
-                except (RayError, OSError) as error:
-                    log.warning("logs of machine %s are not fetched any more: %s", node[:8], one_line(error))
-                    del self._agents[node]
+            if node == self._here or node in self._agents:
+                return
+            agent: Any = ray.remote(WrittenFiles).options(  # type: ignore[attr-defined]
+                num_cpus=0,
+                max_restarts=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            files = self._fetched.setdefault(address, FetchedFiles(self._run_dir))
+            self._agents[node] = agent.remote(*self._written), files
+
+    def soon(self) -> threading.Event:
+        """Is set once all that is written now was fetched, or could not be."""
+        asked = threading.Event()
+        with self._lock:
+            self._asked.append(asked)
+        self._wake.set()
+        return asked
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join(FETCH_SECONDS)
-        if not self._thread.is_alive():
-            self.now()
+        """After a last look, within a deadline."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(FETCH_SECONDS * (1 + len(self._agents)))
+        if self._thread.is_alive():
+            log.warning("logs of other machines are not complete: a machine does not answer")
 
     def _run(self) -> None:
-        while not self._stop.wait(FETCH_EVERY):
-            self.now()
+        while True:
+            self._wake.wait(FETCH_EVERY)
+            self._wake.clear()
+            last = self._closing
+            with self._lock:
+                agents, asked, self._asked = dict(self._agents), self._asked, []
+            for node, (agent, files) in agents.items():
+                self._fetch(node, agent, files, last)
+            for event in asked:
+                event.set()
+            if last:
+                return
 
-    def _look_for_machines(self) -> None:
-        """An agent for each machine on which a role was placed since."""
-        for name, (placed, since) in list(self._started.items()):
-            if not ray.wait([placed], timeout=0)[0]:
-                if time.monotonic() - since > PLACED_SECONDS:
-                    log.warning("%s waits for Ray to place it: no machine has what it needs, free", name)
-                    self._started[name] = placed, float("inf")
-                continue
-            self._started.pop(name, None)
-            try:
-                node = ray.get(placed)
-            except RayError:
-                continue
-            if node != self._here and node not in self._agents:
-                agent: Any = ray.remote(WrittenFiles).options(  # type: ignore[attr-defined]
-                    num_cpus=0,
-                    max_restarts=0,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                )
-                address = next((one.address for one in machines() if one.id == node), node)
-                self._agents[node] = agent.remote(self._run_dir), FetchedFiles(self._run_dir, address)
+    def _fetch(self, node: str, agent: Any, files: FetchedFiles, last: bool) -> None:
+        until = time.monotonic() + FETCH_SECONDS
+        try:
+            while found := ray.get(
+                agent.after.remote(files.read), timeout=max(0.1, until - time.monotonic())
+            ):
+                files.add(found)
+            if last:
+                ray.get(agent.remove.remote(), timeout=max(0.1, until - time.monotonic()))
+        except ActorDiedError:
+            log.warning("machine %s is lost, and with it the end of its logs", node[:8])
+            with self._lock:
+                self._agents.pop(node, None)
+        except GetTimeoutError:
+            log.warning("machine %s does not answer: its logs are late", node[:8])
+        except (RayError, OSError) as error:
+            log.warning("logs of machine %s were not fetched: %s", node[:8], one_line(error))
 
 
 class RaySpawner:
     """Starts actors on a local or given cluster."""
 
-    def __init__(self, config: RunConfig, endpoints: Endpoints, fetcher: FileFetcher, here: str) -> None:
-        self._config, self._endpoints = config, endpoints
-        self._fetcher, self._here = fetcher, here
-        self._secrets = named_secrets(config)
+    def __init__(
+        self, config: RunConfig, endpoints: Endpoints, run_dir: Path, placing: Placing, launch: Launch
+    ) -> None:
+        self._config, self._endpoints, self._run_dir = config, endpoints, run_dir
+        self._placing, self._launch = placing, launch
+        parent = parent_elsewhere(config, launch.cwd, launch.id)
+        self.files = FileFetcher(run_dir.absolute(), parent, launch.here)
 
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator[RaySpawner]:
         """Connect to `launch.ray_address`, or start a cluster of this machine for as long as this lives."""
-        address = config.launch.ray_address
-        local = not address
-        try:
-            reach(address)
-            ray.init(
-                address=address or None,
-                include_dashboard=False if local else None,
-                log_to_driver=False,
-                configure_logging=False,
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
-                "correct it, or leave it empty to start one here"
-            ) from None
-        try:
-            own, nodes = str(ray.get_runtime_context().get_node_id()), machines()
-            check_nodes(config, plan(config), nodes, next(node for node in nodes if node.id == own))
-            fetcher = FileFetcher(run_dir.absolute(), own)
+        with cluster(config) as here:
+            nodes, dialled = machines(), urlsplit(endpoints.control).hostname or ""
+            placing = Placing(config, plan(config), nodes, here)
+            check_shared(config, nodes, here, dialled, placing)
+            started = (run_dir / "started").read_bytes()
+            launch = Launch(secrets.token_hex(6), here, os.getcwd(), started, named_secrets(config))
+            spawner = cls(config, endpoints, run_dir, placing, launch)
             try:
-                yield cls(config, endpoints, fetcher, own)
+                yield spawner
             finally:
-                fetcher.close()
-        finally:
-            ray.shutdown()
+                spawner.files.close()
 
     def __call__(self, order: ProcessSpec) -> RayProcess:
-        actor: Any = ray.remote(RoleActor).options(**self._options(order.place)).remote()  # type: ignore[attr-defined]
+        node = self._placing.choose(order.place, machines())
+        if node is not None:
+            self.files.follow(node.id, node.address)
+        actor: Any = ray.remote(RoleActor).options(**self._options(order.place, node)).remote()  # type: ignore[attr-defined]
         given = self._endpoints.given_to(order.place.role)  # by Ray's own channel: runtime_env is logged
-        placed = actor.node.remote()
-        call = actor.run.remote(order, self._config, given, os.getcwd(), self._secrets)
-        process = RayProcess(order.place.name, actor, placed, call, self._fetcher)
-        self._fetcher.follow(process)
-        return process
+        call = actor.run.remote(order, self._config, given, self._launch)
+        return RayProcess(order.place.name, actor, actor.node.remote(), call, self._run_dir, self.files)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
         """A free port of this node, where rank 0 is."""
@@ -216,33 +291,68 @@ class RaySpawner:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def _options(self, place: RolePlace) -> dict[str, Any]:
-        """CPUs are not reserved: on one machine the roles share cores."""
-        gpus = gpus_of(self._config, place) if ray.cluster_resources().get("GPU", 0) else 0
+    def _options(self, place: RolePlace, node: Node | None) -> dict[str, Any]:
+        """CPUs are not reserved: on one machine the roles share cores. Without a machine that has room, Ray
+        waits for one, also for one that joins the cluster."""
+        pool = self._placing.pool(place)
+        where: Any = "DEFAULT"
+        if node is not None:  # not there any more: another one
+            where = NodeAffinitySchedulingStrategy(node.id, soft=not stays(place))
         return {
             "num_cpus": 0,
-            "num_gpus": gpus,
+            "num_gpus": self._placing.gpus(place),
+            "resources": {pool: 0.001} if pool else None,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "scheduling_strategy": self._strategy(place, gpus),
+            "scheduling_strategy": where,
             "runtime_env": {"env_vars": environment(place)},
         }
 
-    def _strategy(self, place: RolePlace, gpus: int) -> Any:
-        """Ranks fill this machine first, as they talk most. What needs no GPU goes to the machines in turn,
-        the others first: Ray's SPREAD looks at what is reserved."""
-        if place.role == TRAINER or stays(place):
-            return NodeAffinitySchedulingStrategy(self._here, soft=not stays(place))
-        if gpus:
-            return "SPREAD"
-        there = sorted(machines(), key=lambda node: (node.id == self._here, node.address))
-        return NodeAffinitySchedulingStrategy(there[place.index % len(there)].id, soft=True)
+
+@contextmanager
+def cluster(config: RunConfig) -> Iterator[str]:
+    """Connect to `launch.ray_address`, or start a cluster of this machine; the id of this machine. Raises
+    ConfigError."""
+    address = config.launch.ray_address
+    try:
+        reach(address)
+        ray.init(
+            address=address or None,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
+            "correct it, or leave it empty to start one here"
+        ) from None
+    try:
+        yield str(ray.get_runtime_context().get_node_id())
+    finally:
+        ray.shutdown()
+
+
+def planned(config: RunConfig, host: str) -> list[str]:
+    """Who would go where on the cluster now, a line for each machine. Raises ConfigError."""
+    with cluster(config) as here:
+        nodes = machines()
+        placing = Placing(config, plan(config), nodes, here)
+        check_shared(config, nodes, here, host, placing)
+        return placing.describe(nodes)
 
 
 def machines() -> list[Node]:
     """Those of the cluster that are there."""
+    free = available_resources_per_node()
     return [
-        Node(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"].get("GPU", 0)))
+        Node(
+            one["NodeID"],
+            one["NodeManagerAddress"],
+            one["Resources"].get("GPU", 0),
+            free.get(one["NodeID"], {}).get("GPU", 0),
+            frozenset(one["Resources"]),
+        )
         for one in ray.nodes()
         if one["Alive"]
     ]

@@ -91,7 +91,7 @@ def _plan(config: RunConfig) -> int:
     print(f"run directory: {run_directory(shown)}\n")
     print(*placement.describe(shown, placement.plan(shown), sees_gpu(shown)), sep="\n")
     for level, name, text in found:
-        if (level, name) == ("ok", checks.ESTIMATE.name):
+        if level == "ok" and name in (checks.CLUSTER.name, checks.ESTIMATE.name):
             print(text)
     for level, _, text in found:
         if level == "warning":

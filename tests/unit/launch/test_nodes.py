@@ -1,102 +1,156 @@
-"""Several machines of one run: what is refused, what travels, what is fetched."""
+"""Several machines of one run: who goes where, what is refused, which secrets travel."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
-from asyncrl.launch.nodes import FETCH_BYTES, FetchedFiles, Node, WrittenFiles, check_nodes, named_secrets
+from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets
 from asyncrl.launch.placement import plan
 
-HERE, THERE = Node("a", "10.0.0.1", 0), Node("b", "10.0.0.2", 0)
+CUDA = ("model.device=cuda", "trainer.ranks=3", "checkpoint.directory=/shared")
+SERVERS = ("engine=sglang", "engine.servers=2", "engine.tp=2")
 REACHED = ("launch.host=10.0.0.1", "weights.directory=/shared")
 
 
-def checked(*overrides: str, nodes: tuple[Node, ...] = (HERE, THERE)) -> None:
+def machines(*gpus: float, resources: frozenset[str] = frozenset()) -> list[Node]:
+    """All free; the first one is the launcher's."""
+    return [Node(str(at), f"10.0.0.{at}", count, count, resources) for at, count in enumerate(gpus, 1)]
+
+
+def placing(nodes: list[Node], *overrides: str) -> Placing:
     config = compose(["experiment=calculator", "launch=ray", *overrides])
-    check_nodes(config, plan(config), nodes, nodes[0])
+    return Placing(config, plan(config), nodes, nodes[0].id)
 
 
-def with_gpus(*counts: int) -> tuple[Node, ...]:
-    return tuple(Node(str(at), f"10.0.0.{at}", count) for at, count in enumerate(counts, 1))
+def placed(nodes: list[Node], *overrides: str) -> list[str]:
+    """The processes of each machine."""
+    said = placing(nodes, *overrides).describe(nodes)
+    return [line.rpartition(": ")[2] for line in said]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "nodes", "said"),
+    ("gpus", "overrides", "there"),
     [
-        ((), (HERE, THERE), r"launch.host: 127.0.0.1 is another machine .* set launch.host=10.0.0.1"),
-        (("launch.host=localhost",), (HERE, THERE), r"launch.host: localhost"),
-        (REACHED[:1], (HERE, THERE), r"weights.directory: 'auto' is on one machine, and the cluster has 2"),
-        (
-            (*REACHED, "trainer.ranks=9", "model.device=cuda"),
-            with_gpus(8, 0),
-            r"needs 10 GPUs \(rollout 1, trainer 9\), and the cluster has 8",
+        ((0, 0), ("rollout.workers=3",), ["coordinator-0, rollout-1, trainer-0", "rollout-0, rollout-2"]),
+        ((0, 0), ("trainer.ranks=2",), ["coordinator-0, trainer-0, trainer-1", "rollout-0"]),
+        (  # more ranks than the launcher's machine has GPUs, on as few others as possible
+            (1, 4, 4),
+            ("model.device=cuda", "trainer.ranks=4"),
+            ["coordinator-0, trainer-0", "trainer-1, trainer-2, trainer-3", "rollout-0"],
         ),
-        (
-            (*REACHED, "engine=sglang", "engine.tp=4"),
-            with_gpus(3, 3),
-            r"engine.tp: a server needs 4 GPUs of one machine, which has 3",
+        (  # rank 0 has its GPU before servers and workers choose
+            (1, 4),
+            ("trainer.ranks=1", *SERVERS),
+            ["coordinator-0, trainer-0", "engine-0, engine-1, rollout-0"],
+        ),
+        (  # servers are spread; workers are where they are
+            (1, 2, 2, 0),
+            (*SERVERS, "rollout.workers=4"),
+            [
+                "coordinator-0, trainer-0",
+                "engine-0, rollout-0, rollout-2",
+                "engine-1, rollout-1, rollout-3",
+                "nothing",
+            ],
+        ),
+        (  # fractions
+            (1, 1),
+            ("model.device=cuda", "rollout.workers=3", "launch.gpus={rollout: 0.5, trainer: 0.5}"),
+            ["coordinator-0, rollout-2, trainer-0", "rollout-0, rollout-1"],
         ),
     ],
 )
-def test_what_cannot_work_is_refused(overrides: tuple[str, ...], nodes: tuple[Node, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        checked(*overrides, nodes=nodes)
+def test_who_goes_where(gpus: tuple[float, ...], overrides: tuple[str, ...], there: list[str]) -> None:
+    assert placed(machines(*gpus), *overrides) == there
 
 
-def test_what_works_is_not_refused() -> None:
-    checked(nodes=(HERE,))
-    checked(*REACHED)
-    checked("launch.host=0.0.0.0", "weights.directory=/shared")
-    checked(*REACHED, "trainer.ranks=7", "model.device=cuda", nodes=with_gpus(4, 4))
-
-
-def test_keys_travel_that_the_configuration_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVER_KEY", "one")
-    monkeypatch.setenv("JUDGE_KEY", "two")
-    monkeypatch.setenv("OTHER_KEY", "three")
-    config = compose(
-        [
-            *("experiment=calculator", "engine=sglang", "engine.api_key_env=SERVER_KEY"),
-            "rollout.reward={llm_judge: {api_key_env: JUDGE_KEY}}",
-        ]
-    )
-    assert named_secrets(config) == {"SERVER_KEY": "one", "JUDGE_KEY": "two"}
-
-
-def test_files_of_another_machine_are_appended_once(tmp_path: Path) -> None:
-    there, here = WrittenFiles(tmp_path / "there"), FetchedFiles(tmp_path / "here", "10.0.0.2")
-    for name in ("there/logs", "there/timeline", "here"):
-        (tmp_path / name).mkdir(parents=True)
-    long = b"x" * (FETCH_BYTES + 5)
-    (tmp_path / "there/logs/rollout-1.log").write_bytes(long)
-    (tmp_path / "there/timeline/rollout-1.jsonl").write_bytes(b"{}\n")
-    (tmp_path / "there/run.db").write_bytes(b"not fetched")
-    while found := there.after(here.read):
-        here.add(found)
-    with (tmp_path / "there/logs/rollout-1.log").open("ab") as file:
-        file.write(b"more")
-    here = FetchedFiles(tmp_path / "here", "10.0.0.2")  # of the next launch
-    here.add(there.after(here.read))
-    assert (tmp_path / "here/logs/rollout-1.log").read_bytes() == long + b"more"
-    assert (tmp_path / "here/timeline/rollout-1.jsonl").read_bytes() == b"{}\n"
-    assert not there.after(here.read) and not (tmp_path / "here/run.db").exists()
-
-
-def test_nothing_is_fetched_from_a_directory_that_is_shared(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/rollout-1.log").write_bytes(b"x")
-    (tmp_path / "started").touch()
-    assert WrittenFiles(tmp_path).after({}) == {}
+def test_a_pool_is_used_by_its_role_alone() -> None:
+    nodes = [*machines(0, 0), Node("3", "10.0.0.3", resources=frozenset(["big"]))]
+    there = placed(nodes, "rollout.workers=2", "launch.pools={rollout: big}")
+    assert there == ["coordinator-0, trainer-0", "nothing", "rollout-0, rollout-1"]
 
 
 @pytest.mark.parametrize(
-    "name", ["../logs/a.log", "/logs/a.log", "run.db", "logs/../../a.log", "logs/a/b.log"]
+    ("gpus", "overrides", "said"),
+    [
+        (
+            (2, 0),
+            CUDA,
+            r"trainer-2 needs 1 GPU\(s\) of one machine, and there is left: 10.0.0.1 0 of 2, 10.0.0.2 0 of 0 "
+            r"\(the run needs 4: trainer 3, rollout 1\); change trainer.ranks",
+        ),
+        (
+            (3, 3),
+            ("engine=sglang", "engine.tp=4"),
+            r"engine-0 needs 4 GPU\(s\) of one machine, .* 10.0.0.1 2 of 3, 10.0.0.2 3 of 3",
+        ),
+        (
+            (0, 4),
+            CUDA,
+            r"trainer-0 needs 1 GPU\(s\) of the launcher's machine, .* 10.0.0.1 0 of 0 .* start asyncrl on",
+        ),
+        ((0, 0), CUDA, r"trainer-0 needs 1 GPU\(s\) of the launcher's machine"),
+        (
+            (0, 0),
+            ("launch.pools={rollout: big}",),
+            r"launch.pools: rollout-0 needs 'big', which one machine must .*--resources='\{\"big\": 1\}'",
+        ),
+    ],
 )
-def test_names_that_are_no_files_of_roles_are_left_out(name: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    FetchedFiles(tmp_path / "run", "10.0.0.2").add({name: b"x"})
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["10.0.0.2.json"]
+def test_machines_that_cannot_have_all_are_refused(
+    gpus: tuple[float, ...], overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        placing(machines(*gpus), *overrides)
+
+
+def test_a_process_returns_to_its_machine_and_leaves_one_that_is_gone() -> None:
+    first, second, third = machines(1, 1, 1)
+    found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
+    worker = next(place for unit in plan(found._config) for place in unit.places if place.name == "rollout-0")
+    assert found.choose(worker, [first, second, third]) == second
+    assert found.choose(worker, [first, third]) is None, "the others' GPUs are taken"
+    back = Node("4", second.address, 1, 1)
+    assert found.choose(worker, [first, third, back]) == back
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dialled", "said"),
+    [
+        ((), "127.0.0.1", r"launch.host: 127.0.0.1 is another machine .* set launch.host=10.0.0.1"),
+        (("launch.host=0.0.0.0",), "127.0.0.1", r"launch.host: 127.0.0.1"),
+        (REACHED[:1], "10.0.0.1", r"weights.directory: 'auto' is on one machine, and the cluster has 2"),
+        (
+            (*REACHED, "trainer.ranks=2", "launch.gpus={trainer: 1}"),
+            "10.0.0.1",
+            r"checkpoint.directory: trainer ranks are on several machines",
+        ),
+    ],
+)
+def test_what_machines_must_share(overrides: tuple[str, ...], dialled: str, said: str) -> None:
+    nodes = machines(1, 1)
+    config = compose(["experiment=calculator", "launch=ray", *overrides])
+    with pytest.raises(ConfigError, match=said):
+        check_shared(config, nodes, "1", dialled, placing(nodes, *overrides))
+    works = (*REACHED, "checkpoint.directory=/shared", *overrides)
+    check_shared(
+        compose(["experiment=calculator", *works]), nodes, "1", "10.0.0.1", placing(nodes, *overrides)
+    )
+    check_shared(config, nodes[:1], "1", dialled, placing(nodes, *overrides))
+
+
+def test_secrets_travel_that_the_configuration_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SERVER_KEY", "JUDGE_KEY", "OTHER_KEY", "MCP_TOKEN", "SEEN_BY_SERVER"):
+        monkeypatch.setenv(name, name.lower())
+    config = compose(
+        [
+            *("experiment=calculator", "engine=sglang", "engine.api_key_env=SERVER_KEY"),
+            "rollout.reward={llm_judge: {api_key_env: JUDGE_KEY, headers: 'X-Token: $MCP_TOKEN', "
+            "env: 'SEEN_BY_SERVER, ABSENT'}}",
+        ]
+    )
+    assert named_secrets(config) == {
+        name: name.lower() for name in ("JUDGE_KEY", "MCP_TOKEN", "SEEN_BY_SERVER", "SERVER_KEY")
+    }

@@ -1,0 +1,39 @@
+"""Logs and timelines of other machines come into the run directory, once and whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.written_files import PIECE, FetchedFiles, WrittenFiles
+
+
+def test_files_of_another_machine_are_appended_once(tmp_path: Path) -> None:
+    there, here = WrittenFiles(tmp_path / "there", "run"), FetchedFiles(tmp_path / "here")
+    for name in ("there/run/logs", "there/run/timeline", "here/logs"):
+        (tmp_path / name).mkdir(parents=True)
+    long = b"x" * (PIECE + 5)
+    (tmp_path / "here/logs/rollout-1.log").write_bytes(b"of an earlier launch\n")
+    (tmp_path / "there/run/logs/rollout-1.log").write_bytes(long)
+    (tmp_path / "there/run/timeline/rollout-1.jsonl").write_bytes(b"{}\n")
+    (tmp_path / "there/run/run.db").write_bytes(b"not fetched")
+    while found := there.after(here.read):
+        here.add(found)
+    with (tmp_path / "there/run/logs/rollout-1.log").open("ab") as file:
+        file.write(b"more")
+    here.add(there.after(here.read))
+    assert not there.after(here.read)
+    there.remove()
+    assert (tmp_path / "here/logs/rollout-1.log").read_bytes() == b"of an earlier launch\n" + long + b"more"
+    assert (tmp_path / "here/timeline/rollout-1.jsonl").read_bytes() == b"{}\n"
+    assert not (tmp_path / "here/run.db").exists() and not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../logs/a.log", "/logs/a.log", "run.db", "logs/../../a.log", "logs/a/b.log"]
+)
+def test_names_that_are_no_files_of_processes_are_left_out(name: str, tmp_path: Path) -> None:
+    here = FetchedFiles(tmp_path / "run")
+    here.add({name: b"x"})
+    assert here.read == {} and not [path for path in tmp_path.rglob("*") if path.is_file()]
