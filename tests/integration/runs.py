@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -48,13 +48,14 @@ class Run:
         self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
         asyncrl = [sys.executable, *program, *command.split(), f"experiment={experiment}"]
         with self.out.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*asyncrl, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides],
-                cwd=ROOT,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            self.process = self.start(
+                [*asyncrl, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides], out
             )
+
+    def start(self, command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
 
     def __enter__(self) -> Run:
         return self

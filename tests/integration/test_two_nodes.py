@@ -1,25 +1,25 @@
-"""A run over two machines that share no memory, loopback or temporary files: a Ray cluster in namespaces."""
+"""Runs over two machines that share no memory, loopback or temporary files: a Ray cluster in namespaces."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
+import msgspec
 import pytest
 
-from asyncrl.observe.files import read_rows, read_summary
 from tests.fakes.nodes import WORK, Node, emulated, forbidden
-from tests.integration.runs import ROOT, SMALL
+from tests.integration.runs import ROOT, Run
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PORT = 6379
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
@@ -27,89 +27,161 @@ ENVIRONMENT = os.environ | {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A machine that does not answer is lost after 2 + 4 * 2 s.
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "4",
 }
 
 
+class Cluster:
+    """Two machines, one raylet each, which claims a GPU. `shared`: a directory that both see."""
+
+    def __init__(self, nodes: list[Node], logs: Path, shared: Path) -> None:
+        self.first, self.second = nodes
+        self.shared, self._logs = shared, logs
+        for node in nodes:
+            self.start_raylet(node)
+
+    def start_raylet(self, node: Node) -> None:
+        """Until Ray counts the machine: a raylet that has started is not known to it at once."""
+        address = f"{self.first.address}:{PORT}"
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        role = head if node is self.first else ["--address", address, '--resources={"second": 1}']
+        own = [f"--node-ip-address={node.address}", "--num-cpus=4", "--num-gpus=1", "--block"]
+        command = ["-m", "ray.scripts.scripts", "start", *role, *own, "--object-store-memory=80000000"]
+        log = self._logs / f"{node.name}-{time.monotonic_ns()}"
+        with log.open("wb") as out:
+            started = node.start(sys.executable, *command, out=out, env=ENVIRONMENT)
+        deadline = time.monotonic() + 90
+        while "Ray runtime started" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            try:
+                assert started.wait(0.2) is None, log.read_text()
+            except subprocess.TimeoutExpired:
+                continue
+        script = (
+            "import ray, time\n"
+            f"ray.init(address='{address}', log_to_driver=False)\n"
+            f"while not any(node['Alive'] and node['NodeManagerAddress'] == '{node.address}'"
+            " for node in ray.nodes()): time.sleep(0.1)\n"
+        )
+        with log.open("wb") as out:
+            counted = self.first.start(sys.executable, "-c", script, out=out, env=ENVIRONMENT)
+            assert counted.wait(90) == 0, log.read_text()
+
+
+class ClusterRun(Run):
+    """A run whose launcher is on the first machine. `path`: as it is seen from outside."""
+
+    def __init__(self, cluster: Cluster, out_dir: Path, *overrides: str) -> None:
+        self._cluster = cluster
+        super().__init__(
+            out_dir,
+            *("launch=ray", f"launch.ray_address={cluster.first.address}:{PORT}"),
+            *(f"launch.host={cluster.first.address}", f"weights.directory={cluster.shared / 'weights'}"),
+            *(
+                f"run_dir={WORK}/runs",
+                "launch.lease=30",
+            ),  # longer than a second machine needs to start workers
+            *overrides,
+            name=out_dir.name,
+        )
+        self.path = cluster.first.seen(f"{WORK}/runs/{out_dir.name}")
+
+    def start(self, command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
+        return self._cluster.first.start(*command, out=out, env=ENVIRONMENT, cwd=str(ROOT))
+
+    def spans(self, role: str) -> list[dict[str, Any]]:
+        """Its timeline here."""
+        with (self.path / "timeline" / f"{role}.jsonl").open("rb") as file:
+            return [msgspec.json.decode(line) for line in file]
+
+    def starts(self, role: str) -> int:
+        path = self.path / "logs" / f"{role}.log"
+        return path.read_text().count(f"{role} starts") if path.exists() else 0
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if why := forbidden():
         pytest.skip(why)
-    logs = tmp_path_factory.mktemp("raylets")
-    with emulated(2) as nodes:
-        for number, node in enumerate(nodes):
-            head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-            role = ["--address", f"{nodes[0].address}:{PORT}"] if number else head
-            start_raylet(node, role, logs / node.name)
-        await_members(nodes, logs / "members")
-        yield nodes
-
-
-def await_members(nodes: list[Node], log: Path) -> None:
-    """Until Ray counts them all: a raylet that has started is not known to it at once."""
-    script = (
-        "import ray, sys, time\n"
-        f"ray.init(address='{nodes[0].address}:{PORT}', log_to_driver=False)\n"
-        f"while sum(node['Alive'] for node in ray.nodes()) < {len(nodes)}: time.sleep(0.1)\n"
-    )
-    with log.open("wb") as out:
-        process = nodes[0].start(sys.executable, "-c", script, out=out, env=ENVIRONMENT)
-        assert process.wait(90) == 0, log.read_text()
-
-
-def start_raylet(node: Node, role: Sequence[str], log: Path) -> None:
-    """Until it says that it runs."""
-    ray = str(Path(sys.executable).with_name("ray"))
-    size = "--object-store-memory=80000000"
-    with log.open("wb") as out:
-        started = node.start(
-            ray, "start", *role, f"--node-ip-address={node.address}", "--num-cpus=4", size, "--block",
-            out=out, env=ENVIRONMENT,
-        )  # fmt: skip
-    deadline = time.monotonic() + 90
-    while "Ray runtime started" not in log.read_text():
-        assert started.poll() is None and time.monotonic() < deadline, log.read_text()
-        try:
-            started.wait(0.2)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-@contextmanager
-def shared_directory() -> Iterator[Path]:
-    """One that all machines see: temporary directories are their own."""
-    path = Path(tempfile.mkdtemp(prefix="asyncrl-shared-", dir="/var/tmp"))
+    shared = Path(
+        tempfile.mkdtemp(prefix="asyncrl-shared-", dir="/var/tmp")
+    )  # the machines' WORK is their own
     try:
-        yield path
+        with emulated(2) as nodes:
+            yield Cluster(nodes, tmp_path_factory.mktemp("raylets"), shared)
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(shared, ignore_errors=True)
 
 
-def train(nodes: list[Node], out: Path, *overrides: str) -> tuple[int, str]:
-    """Exit code and output of a launcher on the first machine, with workers on the second one as well."""
-    cluster = ("launch=ray", f"launch.ray_address={nodes[0].address}:{PORT}")
-    command = ["-m", "asyncrl.cli", "train", "experiment=calculator", "name=run", f"run_dir={WORK}/runs"]
-    with out.open("wb") as file:
-        process = nodes[0].start(
-            sys.executable, *command, *cluster, *SMALL, *overrides, out=file, env=ENVIRONMENT, cwd=str(ROOT)
-        )
-        code = process.wait(240)
-    return code, out.read_text()
+def test_workers_on_another_machine_sample_with_new_weights(cluster: Cluster, tmp_path: Path) -> None:
+    with ClusterRun(cluster, tmp_path, "total_steps=6", "rollout.workers=2") as run:
+        summary = run.completed(6)
+        for role in ("rollout-0", "rollout-1"):
+            assert (run.path / "logs" / f"{role}.log").read_text().count("ends with 0") == 1
+        spans = run.spans("rollout-0")
+        loads = [span["end"] for span in spans if span["name"] == "load_weights" and span["version"][1] > 0]
+        assert any(span["name"] == "decode" and span["end"] > loads[0] for span in spans)
+        assert max(row.get("staleness/lag/max", 0) for row in run.rows()) <= 4 and summary["conserved"]
+        assert not cluster.second.seen(f"{WORK}/runs/{run.path.name}/logs").exists()
+        left = cluster.second.seen(f"{WORK}/runs/{run.path.name}/elsewhere")
+        assert not list(left.iterdir()), "what was fetched is removed there"
 
 
-def test_workers_on_another_machine_sample_with_new_weights(cluster: list[Node], tmp_path: Path) -> None:
-    """The lease is longer than the second machine needs to start its first workers."""
-    first, second = cluster
-    with shared_directory() as weights:
-        code, said = train(
-            cluster, tmp_path / "out", "total_steps=6", "rollout.workers=2", f"launch.host={first.address}",
-            f"weights.directory={weights}", "launch.lease=30",
-        )  # fmt: skip
-    run = first.seen(f"{WORK}/runs/run")
-    summary = read_summary(run)
-    assert code == 0 and summary["outcome"] == "completed" and summary["conserved"], said[-3000:]
-    assert second.seen(f"{WORK}/runs/run/logs/rollout-0.log").exists(), said[-3000:]
-    for index in range(2):
-        log = (run / "logs" / f"rollout-{index}.log").read_text()
-        assert len(re.findall("ends with 0", log)) == 1, "logs of all machines are here, once and whole"
-        assert (run / "timeline" / f"rollout-{index}.jsonl").stat().st_size
-    assert max(row.get("staleness/lag/max", 0) for row in read_rows(run)) <= 4
+def two_ranks(cluster: Cluster, *overrides: str) -> tuple[str, ...]:
+    """One on each machine; so are the workers."""
+    return (
+        *("trainer.ranks=2", "launch.gpus={trainer: 1}", "rollout.workers=2", "checkpoint.every=2"),
+        *(f"checkpoint.directory={cluster.shared / 'checkpoints'}", *overrides),
+    )
+
+
+@pytest.mark.long
+def test_ranks_on_two_machines_go_on_from_their_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    with ClusterRun(cluster, tmp_path, *two_ranks(cluster, "total_steps=100")) as run:
+        run.until_step(5)
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait(60)
+        assert "trainer-1 starts" in (run.path / "logs/trainer-1.log").read_text()
+    with ClusterRun(cluster, tmp_path, *two_ranks(cluster, "total_steps=8", "resume=must")) as run:
+        run.completed(8)
+        assert run.starts("trainer-1") == 2
+        steps = [row["training/step"] for row in run.rows() if "timing_s/step" in row]
+        assert sorted(set(steps)) == list(range(1, 9))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("lease", "seconds"), [(30, 5.0), (5, 8.0)])
+def test_a_machine_that_cannot_be_reached_for_a_while(
+    cluster: Cluster, tmp_path: Path, lease: float, seconds: float
+) -> None:
+    """Shorter and longer than a lease, and not as long as Ray waits until a machine is lost."""
+    with ClusterRun(cluster, tmp_path, "total_steps=12", "rollout.workers=2", f"launch.lease={lease}") as run:
+        run.until_step(3)
+        cluster.second.cut()
+        cut_until = time.monotonic() + seconds
+        run.until(lambda: time.monotonic() > cut_until, "the cable is back")
+        cluster.second.join()
+        run.completed(12)
+        assert run.starts("rollout-0") == run.starts("rollout-1") == 1, run.text()
+
+
+@pytest.mark.long
+def test_a_machine_that_is_lost_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    """Its worker may be nowhere else, so it waits for it; the run goes on with the other one."""
+    # Both workers are of the pool: the second machine has one GPU, which two halves share.
+    keys = ("launch.pools={rollout: second}", "rollout.workers=2", "total_steps=100", "launch.restarts=20")
+    with ClusterRun(cluster, tmp_path, *keys) as run:
+        run.until_step(3)
+        before = {role: run.starts(role) for role in ("rollout-0", "rollout-1")}
+        cluster.second.kill()
+        run.until(lambda: "waits" in run.text(), "it is said that workers wait for a machine")
+        step = run.step
+        cluster.start_raylet(cluster.second)
+        run.until_step(step + 3)
+        assert all(run.starts(role) > before[role] for role in before)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 130 and run.summary()["conserved"]
