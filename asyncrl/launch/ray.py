@@ -343,9 +343,9 @@ def planned(config: RunConfig, host: str) -> list[str]:
 
 
 def machines() -> list[Node]:
-    """Those of the cluster that are there."""
+    """Those of the cluster that are there, by address."""
     free = available_resources_per_node()
-    return [
+    there = [
         Node(
             one["NodeID"],
             one["NodeManagerAddress"],
@@ -356,6 +356,7 @@ def machines() -> list[Node]:
         for one in ray.nodes()
         if one["Alive"]
     ]
+    return sorted(there, key=lambda node: node.address)
 
 
 def reach(address: str) -> None:

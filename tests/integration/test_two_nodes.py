@@ -131,6 +131,26 @@ def test_workers_on_another_machine_sample_with_new_weights(cluster: Cluster, tm
         assert not list(left.iterdir()), "what was fetched is removed there"
 
 
+def test_a_dry_run_says_who_would_go_where(cluster: Cluster, tmp_path: Path) -> None:
+    keys = ("--dry-run", "rollout.workers=2", "trainer.ranks=2", f"checkpoint.directory={cluster.shared}")
+    with ClusterRun(cluster, tmp_path, *keys) as run:
+        assert run.wait() == 0, run.text()
+        assert "10.77.0.1 (this machine), 1 of 1 GPUs free, 1 for this run: coordinator-0, " in run.text()
+        assert "10.77.0.2, 1 of 1 GPUs free, 1 for this run: rollout-0, trainer-1" in run.text()
+
+
+@pytest.mark.long
+def test_a_server_on_the_other_machine(cluster: Cluster, tmp_path: Path) -> None:
+    if not (ROOT / ".venv-sglang").exists():
+        pytest.skip("needs SGLang: make sglang-cpu")
+    keys = ("engine=sglang_cpu", "engine.servers=1", "launch.start_timeout=300", "total_steps=4")
+    with ClusterRun(cluster, tmp_path, *keys, "rollout.slots=32") as run:
+        summary = run.completed(4)
+        assert summary["k3_same_version"] < 1e-4 and summary["logprob_tokens_compared"] > 0
+        assert run.rows()[-1]["engine/0/version"] == 4
+        assert "10.77.0.2" in (run.path / "logs/engine-0.log").read_text()
+
+
 def two_ranks(cluster: Cluster, *overrides: str) -> tuple[str, ...]:
     """One on each machine; so are the workers."""
     return (
@@ -166,6 +186,8 @@ def test_a_machine_that_cannot_be_reached_for_a_while(
         run.until(lambda: time.monotonic() > cut_until, "the cable is back")
         cluster.second.join()
         run.completed(12)
+        silent = "silent for 5 s" in (run.path / "logs/coordinator-0.log").read_text()
+        assert silent == (lease < seconds)
         assert run.starts("rollout-0") == run.starts("rollout-1") == 1, run.text()
 
 
