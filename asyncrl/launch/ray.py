@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets, stays
+from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets
 from asyncrl.launch.placement import RolePlace, Unit, environment, plan
 from asyncrl.launch.process import BAD_INPUT, ProcessSpec, log_path
 from asyncrl.launch.role import execute, set_up_logging
@@ -169,7 +169,10 @@ class RayProcess:
                 self._files.follow(*ray.get(self._placed))
             self._placed = None
         elif time.monotonic() - self._since > PLACED_SECONDS:
-            log.warning("%s waits: no machine of the cluster has the free GPUs that it needs", self.name)
+            log.warning(
+                "%s waits for Ray, %g s by now: is there a machine with the free GPUs that it needs?",
+                *(self.name, PLACED_SECONDS),
+            )
             self._since = float("inf")
 
 
@@ -296,8 +299,8 @@ class RaySpawner:
         waits for one, also for one that joins the cluster."""
         pool = self._placing.pool(place)
         where: Any = "DEFAULT"
-        if node is not None:  # not there any more: another one
-            where = NodeAffinitySchedulingStrategy(node.id, soft=not stays(place))
+        if node is not None:  # soft=True went to others that were just as free
+            where = NodeAffinitySchedulingStrategy(node.id, soft=False)
         return {
             "num_cpus": 0,
             "num_gpus": self._placing.gpus(place),
