@@ -181,7 +181,7 @@ def prepare(options: argparse.Namespace) -> Path:
             "rollout": {
                 "workers": options.workers,
                 "slots": options.slots,
-                "max_tokens": options.turns * options.tokens,
+                "max_tokens": max(4096, options.turns * options.tokens),
             },
             "trainer": {"micro_batch_tokens": 32 * options.turns * options.tokens},  # 32 episodes in each
             "buffer": {
