@@ -14,7 +14,7 @@ from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.deadlines import Deadlines
 from asyncrl.buffer.flow_meter import FlowMeter
 from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
+from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.tally import Tally
 from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
 from asyncrl.config import BufferConfig
@@ -368,7 +368,7 @@ class ReplayBuffer:
         """To another state, with nothing said of the reason."""
         self.tally.move(episode, state)
         self.touch(episode)
-        if state.over:
+        if state in OVER:
             self.meter.forget(episode.uid)
 
     def _forget_if_over(self, group: GroupRecord) -> None:

@@ -103,28 +103,22 @@ class WorkerHandler:
         if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
             self.state.liveness.alive(now)
         held = {attempt.uid for attempt in message.held}
-        for uid, (seq, sent) in list(worker.running.items()):
+        for uid, (seq, sent) in [item for item in worker.running.items() if item[0] not in held]:
             arrived = seq <= message.assigned
             overdue = worker.seen - sent > self.state.config.launch.lease  # before it last ran
-            if uid not in held and (arrived or overdue):
+            if arrived or overdue:
                 self._lose_episode(worker, uid, now)
         self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
         worker.seen, worker.beat = now, message
         worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
-        for attempt in message.held:
-            if not self._is_current(worker, attempt):
+        episodes, name = self.state.buffer.episodes, worker.hello.incarnation
+        for attempt in message.held:  # in a large run 100,000 a second
+            episode = episodes.get(attempt.uid)
+            if episode is not None and episode.attempt == attempt.attempt and episode.worker == name:
+                continue
+            if not (attempt.uid.startswith(EVAL) and self.is_current_eval(attempt)):
+                # it was given to another worker, or given up, while this one was silent
                 self.state.outbox.to_control(peer, Cancel(attempt))
-
-    def _is_current(self, worker: WorkerRecord, attempt: Attempt) -> bool:
-        """False for an attempt that was given to another worker, or given up, while this one was silent."""
-        if attempt.uid.startswith(EVAL):
-            return self.is_current_eval(attempt)
-        episode = self.state.buffer.episodes.get(attempt.uid)
-        return (
-            episode is not None
-            and episode.attempt == attempt.attempt
-            and episode.worker == worker.hello.incarnation
-        )
 
     def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
         """An embedded engine's answer, from the worker it is part of."""
