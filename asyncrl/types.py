@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -172,6 +172,9 @@ class Sample(msgspec.Struct, frozen=True):
         return self.given is not None
 
 
+Token = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) were sampled by policy `version`.
 
@@ -228,8 +231,8 @@ class Turn(msgspec.Struct, frozen=True):
     """
 
     index: int
-    context: tuple[int, ...]
-    ids: tuple[int, ...]
+    context: tuple[Token, ...]
+    ids: tuple[Token, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     stop: StopReason

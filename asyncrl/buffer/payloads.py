@@ -38,8 +38,9 @@ def check_reply(payload: bytes) -> None:
 
 
 def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:
-    """Every token is of the vocabulary, and every model token has a log-prob, a version and a token before it
-    that predicts it; its row is one of the `rows` before, or the next new one. ProtocolError when not."""
+    """Of a decoded turn: every token is of the vocabulary, and every model token has a log-prob, a version
+    and a token before it that predicts it; its row is one of the `rows` before, or the next new one.
+    ProtocolError when not."""
     ends = [0, *(span.end for span in turn.spans)]
     starts = [span.start for span in turn.spans]
     whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(turn.ids)
@@ -49,8 +50,8 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"and spans {[(s.start, s.end) for s in turn.spans]}"
         )
     for ids in (turn.context, turn.ids):
-        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: {min(ids)} or {max(ids)} is no token")
+        if ids and max(ids) >= vocabulary:
+            raise ProtocolError(f"episode {uid} turn {turn.index}: {max(ids)} is no token")
     if (told := turn.routes) is not None and (
         min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
     ):

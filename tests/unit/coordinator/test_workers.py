@@ -299,6 +299,8 @@ def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> Non
         (turn_payload(logprobs=(-0.5,) * 9), "10 tokens with 9 log-probs"),
         (turn_payload(spans=(VersionSpan(0, 4, 0, 0), VersionSpan(5, 10, 0, 0))), "spans"),
         (turn_payload(ids=(1,) * 9 + (1 << 31,)), "is no token"),
+        (turn_payload(ids=(1,) * 9 + (-1,)), "cannot be decoded"),
+        (turn_payload(context=(1,) * 9 + (-1,)), "cannot be decoded"),
         (turn_payload(context=()), "nothing predicts it"),
         (turn_payload(row=1), "row 1 follows 0 rows"),
         (turn_payload(routes=Routes(0, 19, b"odd")), "routes of 19 tokens from position 0 in"),
