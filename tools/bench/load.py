@@ -2,7 +2,7 @@
 
     python tools/bench/load.py --workers 512 --servers 64 --slots 20 --episodes 40000
     python tools/bench/load.py --slots 128 --life 20 --episodes 200000
-    python tools/bench/load.py --turns 8 --tokens 1084 --life 10 --episodes 40000
+    python tools/bench/load.py --turns 8 --tokens 1084 --slots 4 --life 1.4 --episodes 12000
 
 The peers speak the real messages over real sockets, all from this process: hellos, heartbeats, turns with
 payloads, endings; loads of every version; plans, commits, checkpoints. A load, a micro-batch and an
@@ -11,7 +11,8 @@ limit the rate, to about 0.7 * slots / life (a group waits for its slowest membe
 coordinator does. It prints:
 
 - episodes per second, their payloads in MiB per second, and CPU seconds of the coordinator per 1,000 of them,
-  between 10% and 90% of the run: those of its loop, and those of the thread that encrypts and decrypts;
+  between 10% and 90% of the run: those of its loop, and those of the thread that encrypts and decrypts; turns
+  of the first episodes come before the 10%, so let there be many times more than are in flight;
 - quantiles of the turns of its loop from the start of the run on, in wall and in CPU time: on a machine with
   other work the wall times contain that work;
 - its memory at 10%, 30%, … 90% of the run, and the share of a core that this process used: near 1, the peers
