@@ -36,6 +36,8 @@ COMMANDS = {
     "report": ["[NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag"],
     "status": ["[NAME]                 a run under way: who waits for what; after its end, why it ended"],
     "trace": ["[NAME]                  what each process did when, as a file for ui.perfetto.dev"],
+    "invite": ["[NAME]                 a token with which one more worker may join a run under way"],
+    "worker": ["--join TOKEN           be that worker, on this or on another machine, until a signal"],
     "plan": ["NAME | KEY=VALUE...     what limits it, and what other slots, splits and bounds would do"],
     "view": ["[NAME...]                a page in the browser: curves, episodes token by token, time"],
     "replay": ["NAME --step N          a recorded step again, as it was or with other keys"],

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import msgspec
 
+import asyncrl
 from asyncrl.coordinator.state import RunState, log
+from asyncrl.observe.files import read_start
 from asyncrl.store.reader import RunReader
+from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite
 from asyncrl.wire.sockets import TOKEN, Gate
 
 ENROLLED = ("rollout",)  # roles that may join
+FIRST_START = 1_000_000_000  # of their incarnations: the launcher counts its own starts from 1
 
 
 def enrolled_keys(reader: RunReader, launch: str) -> dict[str, str]:
@@ -47,11 +51,14 @@ class EnrolmentHandler:
             return
         role, _ = self._tokens.pop(token)
         del self._gate.members[token]
+        index = self.state.config.rollout.workers + len(self._enrolled)
         self._gate.members[message.key] = self._enrolled[message.key] = role
         kept = msgspec.json.encode((self.state.launch, self._enrolled)).decode()
         self.state.store.put_meta("enrolled", kept)
-        log.info("a process was enrolled as %s", role)
-        self.state.outbox.to_control(peer, Enrolled(role))
+        log.info("a process was enrolled as %s-%d", role, index)
+        name = incarnation_of(self.state.launch, FIRST_START + index)
+        config, started = msgspec.json.encode(self.state.config), read_start(self.state.run_dir)
+        self.state.outbox.to_control(peer, Enrolled(role, index, name, asyncrl.__version__, config, started))
 
     def tick(self, now: float) -> None:
         """Take back tokens that are over."""

@@ -55,7 +55,7 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
 )
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
-from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker_control import Heartbeat, Leave, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller, bound
 
 TICK = 0.05
@@ -200,6 +200,8 @@ class Coordinator:
 
     def _on_control(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
         match message:
+            case Leave():
+                self.workers.leave(peer, now)
             case Heartbeat():
                 self.workers.heartbeat(peer, message, now)
             case WorkerHello():

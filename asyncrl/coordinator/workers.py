@@ -169,6 +169,11 @@ class WorkerHandler:
         if not self.engines.remote:
             self.engines.leave(worker.peer.decode())
 
+    def leave(self, peer: bytes, now: float) -> None:
+        """It ends in order: its episodes go on elsewhere at once, from their last durable turns."""
+        if (worker := self.workers.get(peer)) is not None:
+            self.lose(worker, "it leaves", now)
+
     def reissue_orphans(self, now: float) -> None:
         """Issue the episodes again whose worker is not connected (after a restart of the coordinator)."""
         here = {worker.hello.incarnation for worker in self.workers.values()}

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from asyncrl.config import LaunchConfig
 from asyncrl.errors import ProtocolError, one_line
+from asyncrl.launch.admission import Admission
 from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
@@ -69,6 +70,7 @@ class Session:
         self._config, self._run_dir = config, run_dir
         self._supervisor, self._view, self._on_step = supervisor, view, on_step
         self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
+        self._admission = Admission(run_dir, endpoints)
         self._heard_at: float | None = None  # the coordinator's last message; None before the first
         self._began_at = 0.0
         self._signals = 0
@@ -116,6 +118,7 @@ class Session:
                 elif self._outcome is None or not self._coordinator_lives():
                     return self._final_outcome(ended)
             self._check_trainer()
+            self._admission.tick(self._link)
             if self._stop_by is not None and now > self._stop_by:
                 return self._late()
             if self._stop_by is None and (overdue := self._watch(now)):

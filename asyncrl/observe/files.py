@@ -82,6 +82,14 @@ def first_day(run_dir: Path) -> datetime.date:
         return datetime.date.today()
 
 
+def read_start(run_dir: Path) -> str:
+    """What `mark_start` has written; '' where it has not."""
+    try:
+        return (run_dir / "started").read_text()
+    except OSError:
+        return ""
+
+
 def run_id(run_dir: Path) -> str:
     """The id of a run that `mark_start` has marked: runs of one name, here or elsewhere, have their own."""
     return (run_dir / "started").read_text().split()[1]

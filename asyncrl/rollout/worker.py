@@ -19,7 +19,6 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,7 @@ from asyncrl.wire.messages.worker_control import (
     Engines,
     EngineUse,
     Heartbeat,
+    Leave,
     WorkerHello,
 )
 from asyncrl.wire.outbox import Outbox
@@ -80,7 +80,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
     worker = RolloutWorker(config, endpoints, index, incarnation, parts, engine)
     # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
-    at_ending(loop, partial(worker.end, "by a signal"))
+    at_ending(loop, worker.leave)
     try:
         return loop.run_until_complete(worker.serve())
     except ConfigError:
@@ -123,6 +123,7 @@ class RolloutWorker:
         self.runner = EpisodeRunner(context, self._player)
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = 0
+        self._leaves = False  # while the run goes on
         self._epoch = -1
 
     def _player(self, run: EpisodeRun) -> Player:
@@ -160,7 +161,7 @@ class RolloutWorker:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             return int(done.pop().result())
         finally:
-            await self._leave(services)
+            await self._close(services)
 
     def _services(self) -> list[Coroutine[Any, Any, None]]:
         loading = [sampler.run(self._control.send) for sampler in self._local.values()]
@@ -178,7 +179,12 @@ class RolloutWorker:
             log.info("worker %d stops: %s", self.index, reason)
             self._ending.set_result(0)
 
-    async def _leave(self, services: list[asyncio.Task[None]]) -> None:
+    def leave(self) -> None:
+        """End because this machine is wanted back, or the whole job was told to end."""
+        self._leaves = True
+        self.end("by a signal")
+
+    async def _close(self, services: list[asyncio.Task[None]]) -> None:
         """Drop the episodes, give the records a moment to become durable, close."""
         dropped = list(self._episodes.values())
         self._fence("leaving")
@@ -189,6 +195,8 @@ class RolloutWorker:
                 await self.outbox.flushed()
         except TimeoutError:
             log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
+        if self._leaves:
+            await self._control.send(Leave())
         for task in services:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)

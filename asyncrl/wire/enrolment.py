@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError
 from asyncrl.wire.messages.channels import ToToken
-from asyncrl.wire.messages.shared import Enrol, Invite
+from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite
 from asyncrl.wire.sockets import COORDINATOR, TOKEN, Endpoints, Link, identity, new_key_pair
 
 TRY_SECONDS = 0.1
@@ -46,9 +46,10 @@ def read_token(token: str | bytes) -> Endpoints:
     return given
 
 
-def enrol(token: str, seconds: float = 30.0) -> Endpoints:
+def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     """Make a key pair for this process, let the coordinator know its public half, and return where it is
-    dialled, with that pair. ConfigError: the token is none, or is refused, or nobody answers in time."""
+    dialled, with that pair, and what this process is from now on. ConfigError: the token is none, or is
+    refused, or nobody answers in time."""
     given = read_token(token)
     link = Link(given.control, ToToken, identity(TOKEN, 0, given.keys[TOKEN].public), given.keys)
     key, until, answer = new_key_pair(), time.monotonic() + seconds, None
@@ -66,5 +67,6 @@ def enrol(token: str, seconds: float = 30.0) -> Endpoints:
             f"the coordinator at {given.control} refuses this token: it was used, is over, or is of another "
             "launch; get a new one"
         )
-    keys = {COORDINATOR: given.keys[COORDINATOR], answer[0].role: key}
-    return Endpoints(given.control, given.bulk, keys)
+    enrolled: Enrolled = answer[0]
+    keys = {COORDINATOR: given.keys[COORDINATOR], enrolled.role: key}
+    return Endpoints(given.control, given.bulk, keys), enrolled

@@ -22,11 +22,11 @@ from asyncrl.wire.messages.trainer import (
     WorkPlan,
 )
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
-from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, Leave, WorkerHello
 
 # By the role of the sender: the coordinator takes nothing else from it.
 ToCoordinatorControl = {
-    "rollout": WorkerHello | Heartbeat | Loaded,
+    "rollout": WorkerHello | Heartbeat | Leave | Loaded,
     "engine": KeeperHello | KeeperBeat | Loaded,
     "trainer": (
         TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | OutOfMemory | Spiked

@@ -36,9 +36,15 @@ class Enrol(WireMessage, frozen=True):
 
 
 class Enrolled(WireMessage, frozen=True):
-    """Answer to Enrol."""
+    """Answer to Enrol: what the process is in the run. `version`: of asyncrl; `config`: the run's, as JSON;
+    `started`: the content of its file of that name."""
 
     role: str
+    index: Count
+    incarnation: str
+    version: str
+    config: bytes
+    started: str
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True):

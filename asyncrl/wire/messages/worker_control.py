@@ -56,6 +56,10 @@ class Heartbeat(WireMessage, frozen=True):
     acked: Count = 0
 
 
+class Leave(WireMessage, frozen=True):
+    """The worker is about to end, and gave up what it held: others go on with that, and it gets no more."""
+
+
 class Assign(WireMessage, frozen=True):
     """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from. None of
     its turns may start on weights older than version `oldest`. `seconds`: that these turns took.

@@ -11,16 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config import parse
+from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import loop
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.errors import ConfigError
 from asyncrl.wire.enrolment import enrol, invitation
+from asyncrl.wire.incarnations import is_older, launch_of
 from asyncrl.wire.messages.channels import ToObserver, ToWorkerControl
 from asyncrl.wire.messages.observer import ObserverHello
-from asyncrl.wire.messages.shared import Stop, Welcome
-from asyncrl.wire.messages.worker_control import WorkerHello
+from asyncrl.wire.messages.shared import Enrolled, Stop, Welcome
+from asyncrl.wire.messages.worker_control import Leave, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Link, Poller, choose_endpoints
 from tests.fakes.data import give, rows
 
@@ -70,7 +71,7 @@ class Joining:
 
     def enrol(self) -> Endpoints:
         token = self.token()
-        given: Endpoints = self.during(lambda: enrol(token, DEADLINE))
+        given: Endpoints = self.during(lambda: enrol(token, DEADLINE))[0]
         return given
 
     def received(self, link: Link) -> Any:
@@ -171,3 +172,36 @@ def test_a_token_holds_no_key_of_the_run() -> None:
     content = base64.urlsafe_b64decode(token)
     assert not any(key.secret.encode() in content for key in endpoints.keys.values())
     assert msgspec.msgpack.decode(content, type=Endpoints).keys["token"].secret not in repr(invite)
+
+
+def test_each_one_is_told_what_it_is_in_the_run(joining: Joining) -> None:
+    """Also by a coordinator that was restarted: no index is given twice in a launch."""
+    (joining.coordinator.run_dir / "started").write_text("2026-11-23 00ff")
+
+    def told() -> Enrolled:
+        token = joining.token()
+        given: Enrolled = joining.during(lambda: enrol(token, DEADLINE))[1]
+        return given
+
+    first, second = told(), told()
+    joining.coordinator.close()
+    joining.start("launch")
+    third = told()
+    assert [one.index for one in (first, second, third)] == [1, 2, 3], "the launcher's worker is 0"
+    assert len({one.incarnation for one in (first, second, third)}) == 3
+    assert not is_older(first.incarnation, "launch.5") and launch_of(first.incarnation) == "launch"
+    assert first.role == "rollout" and first.started == "2026-11-23 00ff"
+    assert msgspec.json.decode(first.config, type=RunConfig) == joining.coordinator.state.config
+
+
+def test_who_leaves_gives_its_episodes_back_at_once(joining: Joining) -> None:
+    given = joining.enrol()
+    link = worker(given)
+    assert isinstance(joining.received(link), Welcome)
+    assert len(joining.coordinator.workers.workers) == 1
+    link.send(Leave())
+    joining.during(
+        lambda: [0 for _ in range(1000) if joining.coordinator.workers.workers and link.receive(0.03)]
+    )
+    assert not joining.coordinator.workers.workers
+    link.close()

@@ -1,0 +1,64 @@
+"""`asyncrl worker --join TOKEN`: be one more rollout worker of a run under way, on this or another machine.
+
+`asyncrl invite` prints the token; `--join -` reads it from standard input, as other users of a machine see
+arguments. The model, plug-ins and, with embedded engines, the weights must be at the same paths as for the
+other workers. SIGTERM or Ctrl-C lets it leave: others go on with its episodes, from the last turn that each
+has had. It ends with 0 when it has left, or when the run has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+import asyncrl
+from asyncrl.commands.arguments import command_parser
+from asyncrl.config import RunConfig
+from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.launch.placement import TARGETS, RolePlace, environment
+from asyncrl.launch.run_directory import run_directory
+from asyncrl.observe.files import read_start
+from asyncrl.wire.enrolment import enrol
+from asyncrl.wire.messages.shared import Enrolled
+
+
+def main(argv: list[str]) -> int:
+    """Enrol, then run the role in this process."""
+    parser = command_parser("worker", __doc__, "parent of this worker's directory, for its timeline")
+    parser.add_argument(
+        "--join", required=True, metavar="TOKEN", help="of asyncrl invite; - for standard input"
+    )
+    options = parser.parse_args(argv)
+    token = sys.stdin.readline() if options.join == "-" else options.join
+    endpoints, given = enrol(token)
+    config = configuration(given, options.run_dir)
+    place = RolePlace(given.role, given.index, config.launch.threads, TARGETS[given.role])
+    os.environ.update(environment(place))
+    from asyncrl.launch.role import execute, leave, set_up_logging  # numeric libraries read the environment
+
+    set_up_logging()
+    leave(execute(place.target, place.role, config, endpoints, place.index, given.incarnation, ""))
+
+
+def configuration(given: Enrolled, parent: Path) -> RunConfig:
+    """That of the run, with a directory of this worker's. ConfigError where it cannot be had here."""
+    if given.version != asyncrl.__version__:
+        raise ConfigError(
+            f"the run is of asyncrl {given.version}, and this is {asyncrl.__version__}; install the same here"
+        )
+    try:
+        config = msgspec.json.decode(given.config, type=RunConfig)
+    except UNDECODABLE as error:
+        raise ConfigError(f"the run's configuration cannot be read here ({error}); use its version") from None
+    config = replace(config, run_dir=str(parent))
+    run_dir = run_directory(config)
+    if read_start(run_dir) not in ("", given.started):
+        raise ConfigError(f"{run_dir}: is of another run of that name; set --run-dir to another directory")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not read_start(run_dir):
+        (run_dir / "started").write_text(given.started)  # it names the day of the run, for chat templates
+    return config

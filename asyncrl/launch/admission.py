@@ -1,0 +1,61 @@
+"""Tokens with which workers join a run under way: a command asks the launcher for one, through a FIFO.
+
+    asyncrl invite ── makes RUN/invite, which only its user may open ──► launcher
+          ▲                                                                 │ Invite, to the coordinator
+          └───────────────────── the token, written into it ◄───────────────┘
+
+Only the launcher has the keys of the run, and they are in no file.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+from asyncrl.wire.enrolment import invitation
+from asyncrl.wire.sockets import Endpoints, Link
+
+TOKEN_SECONDS = 600.0  # in which a token must be used
+ANSWER_SECONDS = 10.0  # for the launcher, which looks ten times a second
+ROLE = "rollout"
+TOKEN_BYTES = 4096  # what a FIFO takes at once
+
+
+class Admission:
+    """The launcher's side."""
+
+    def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
+        self._path, self._endpoints = run_dir / "invite", endpoints
+
+    def tick(self, link: Link) -> None:
+        """Answer who asks, if anybody does. Its token is of use once the coordinator has read the Invite."""
+        if not self._path.exists():
+            return
+        with suppress(OSError):  # nobody reads any more
+            fifo = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+            self._path.unlink()
+            with os.fdopen(fifo, "w") as asking:
+                invite, token = invitation(self._endpoints, ROLE, TOKEN_SECONDS)
+                link.send(invite)
+                asking.write(token)
+
+
+def ask_for_token(run_dir: Path, seconds: float = ANSWER_SECONDS) -> str:
+    """The command's side. ConfigError when no launcher answers in time."""
+    path = run_dir / "invite"
+    path.unlink(missing_ok=True)  # of one that did not wait
+    os.mkfifo(path, 0o600)
+    fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        ready, _, _ = select.select([fifo], [], [], seconds)
+        if token := os.read(fifo, TOKEN_BYTES) if ready else b"":
+            return token.decode()
+    finally:
+        os.close(fifo)
+        path.unlink(missing_ok=True)
+    raise ConfigError(
+        f"{run_dir}: its launcher does not answer within {seconds:g} s: is the run up, and here?"
+    )

@@ -1,0 +1,68 @@
+"""Workers that join a run under way, leave it, or die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import ROOT, Run
+
+pytestmark = pytest.mark.slow
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+COMMAND = (sys.executable, "-m", "asyncrl.cli")
+
+
+def asked(run: Run) -> str:
+    done = subprocess.run(
+        [*COMMAND, "invite", str(run.path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "only a worker here can join" in done.stderr
+    return done.stdout
+
+
+@contextmanager
+def joined(run: Run, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    directory.mkdir(exist_ok=True)
+    command = [*COMMAND, "worker", "--join", "-", "--run-dir", str(directory)]
+    token = asked(run)
+    with (directory / "out").open("ab") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=out, stderr=out
+        )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(token.encode())
+        process.stdin.close()
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=1000", "data.test=''") as run:
+        log = run.path / "logs/coordinator-0.log"
+        run.until_step(1)
+        with joined(run, tmp_path / "w1") as first, joined(run, tmp_path / "w2") as second:
+            for index in (1, 2):
+                timeline = tmp_path / f"w{index}/run/timeline/rollout-{index}.jsonl"
+                run.until(lambda: timeline.exists() and b"decode" in timeline.read_bytes(), "it samples")  # noqa: B023
+            first.send_signal(signal.SIGTERM)
+            second.send_signal(signal.SIGKILL)
+            assert first.wait(30) == 0, (tmp_path / "w1/out").read_text()
+            run.until(lambda: "worker 1 lost (it leaves)" in log.read_text(), "it is gone")
+            run.until(lambda: "worker 2 lost (silent for 4 s)" in log.read_text(), "it is gone, too")
+        run.until_step(run.step + 2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 130 and run.summary()["conserved"]
+        refused = subprocess.run(
+            [*COMMAND, "invite", str(run.path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert refused.returncode == 2 and "the run is not up" in refused.stderr

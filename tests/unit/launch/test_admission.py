@@ -1,0 +1,61 @@
+"""A command asks the launcher for a token, through a FIFO in the run directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.admission import Admission, ask_for_token
+from asyncrl.wire.enrolment import read_token
+from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver
+from asyncrl.wire.messages.shared import Invite
+from asyncrl.wire.sockets import Endpoints, Gate, Hub, Link, Poller, choose_endpoints
+
+
+@pytest.fixture
+def endpoints() -> Endpoints:
+    return choose_endpoints("127.0.0.1", 0)
+
+
+@pytest.fixture
+def link(endpoints: Endpoints) -> Iterator[Link]:
+    made = Link(endpoints.control, ToObserver, b"observer/0/x", endpoints.keys)
+    yield made
+    made.close()
+
+
+def test_a_token_comes_with_an_invitation_of_its_public_half(
+    endpoints: Endpoints, link: Link, tmp_path: Path
+) -> None:
+    gate = Gate(endpoints)
+    hub = Hub(endpoints.control, ToCoordinatorControl, gate)
+    admission = Admission(tmp_path, endpoints)
+    admission.tick(link)  # nobody asks
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_for_token, tmp_path)
+        while not asking.done():
+            admission.tick(link)
+        token = asking.result()
+    Poller(hub).wait(10.0)
+    received = hub.receive()
+    assert received is not None
+    invite = received[1]
+    assert isinstance(invite, Invite) and invite.role == "rollout"
+    assert invite.token == read_token(token).keys["token"].public
+    assert not read_token(token).keys["coordinator"].secret
+    assert not (tmp_path / "invite").exists()
+    hub.close()
+    gate.close()
+
+
+def test_who_does_not_wait_any_more_is_forgotten(endpoints: Endpoints, link: Link, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="its launcher does not answer within"):
+        ask_for_token(tmp_path, 0.05)
+    assert not (tmp_path / "invite").exists()
+    os.mkfifo(tmp_path / "invite", 0o600)  # of a command that was killed
+    Admission(tmp_path, endpoints).tick(link)
