@@ -195,11 +195,11 @@ class RolloutWorker:
                 await self.outbox.flushed()
         except TimeoutError:
             log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
-        if self._leaves:
-            await self._control.send(Leave())
         for task in services:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
+        if self._leaves:  # and says nothing after that
+            await self._control.send(Leave())
         for name in ("train", "eval"):
             await self._sampler(name).close()
         if self.agents is not None:
