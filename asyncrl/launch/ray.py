@@ -29,11 +29,11 @@ import psutil
 import ray
 from msgspec.structs import replace
 from ray._private.state import available_resources_per_node
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, Failure, one_line, recorded
 from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets
 from asyncrl.launch.placement import RolePlace, Unit, environment, plan
 from asyncrl.launch.process import BAD_INPUT, ProcessSpec, log_path
@@ -180,9 +180,11 @@ class FileFetcher:
     """Brings logs and timelines of all machines into the run directory, in a thread of its own."""
 
     def __init__(self, run_dir: Path, parent: Path, here: str) -> None:
-        self._run_dir, self._written, self._here = run_dir, (parent, run_dir.name), here
-        self._agents: dict[str, tuple[Any, FetchedFiles]] = {}  # by id of the machine
+        self._written, self._here, self._run_dir = (parent, run_dir.name), here, run_dir
+        self._followed: dict[str, FetchedFiles] = {}  # by id of the machine
         self._fetched: dict[str, FetchedFiles] = {}  # by its address: it may come back with another id
+        self._agents: dict[str, Any] = {}
+        self._mute: set[str] = set()  # machines whose logs are late, which was said
         self._asked: list[threading.Event] = []
         self._lock, self._wake, self._closing = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="files of other machines", daemon=True)
@@ -190,16 +192,9 @@ class FileFetcher:
 
     def follow(self, node: str, address: str) -> None:
         """Fetch from this machine, too."""
-        with self._lock:
-            if node == self._here or node in self._agents:
-                return
-            agent: Any = ray.remote(WrittenFiles).options(  # type: ignore[attr-defined]
-                num_cpus=0,
-                max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            files = self._fetched.setdefault(address, FetchedFiles(self._run_dir))
-            self._agents[node] = agent.remote(*self._written), files
+        if node != self._here:
+            with self._lock:
+                self._followed[node] = self._fetched.setdefault(address, FetchedFiles(self._run_dir))
 
     def soon(self) -> threading.Event:
         """Is set once all that is written now was fetched, or could not be."""
@@ -213,7 +208,7 @@ class FileFetcher:
         """After a last look, within a deadline."""
         self._closing = True
         self._wake.set()
-        self._thread.join(FETCH_SECONDS * (1 + len(self._agents)))
+        self._thread.join(FETCH_SECONDS * (1 + len(self._followed)))
         if self._thread.is_alive():
             log.warning("logs of other machines are not complete: a machine does not answer")
 
@@ -223,31 +218,49 @@ class FileFetcher:
             self._wake.clear()
             last = self._closing
             with self._lock:
-                agents, asked, self._asked = dict(self._agents), self._asked, []
-            for node, (agent, files) in agents.items():
-                self._fetch(node, agent, files, last)
+                followed, asked, self._asked = dict(self._followed), self._asked, []
+            for node, files in followed.items():
+                with recorded() as failure:
+                    self._fetch(node, files, last)
+                if not failure:
+                    self._mute.discard(node)
+                    continue
+                with recorded():  # Ray itself may not answer
+                    self._excuse(node, failure)
             for event in asked:
                 event.set()
             if last:
                 return
 
-    def _fetch(self, node: str, agent: Any, files: FetchedFiles, last: bool) -> None:
+    def _fetch(self, node: str, files: FetchedFiles, last: bool) -> None:
+        """All that is new there, within a deadline; at the `last` look it is removed there."""
+        if node not in self._agents:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            kind: Any = ray.remote(WrittenFiles)
+            actor = kind.options(num_cpus=0, max_restarts=0, scheduling_strategy=there)
+            self._agents[node] = actor.remote(*self._written)
+        agent = self._agents[node]
         until = time.monotonic() + FETCH_SECONDS
-        try:
-            while found := ray.get(
-                agent.after.remote(files.read), timeout=max(0.1, until - time.monotonic())
-            ):
-                files.add(found)
-            if last:
-                ray.get(agent.remove.remote(), timeout=max(0.1, until - time.monotonic()))
-        except ActorDiedError:
-            log.warning("machine %s is lost, and with it the end of its logs", node[:8])
+
+        def answer(call: Any) -> Any:
+            return ray.get(call, timeout=max(0.1, until - time.monotonic()))
+
+        while found := answer(agent.after.remote(files.read)):
+            files.add(found)
+        if last:
+            answer(agent.remove.remote())
+
+    def _excuse(self, node: str, failure: Failure) -> None:
+        """Say it once; an agent that is gone is made anew, unless its machine is gone, too."""
+        if node not in self._mute:
+            self._mute.add(node)
+            log.warning("logs of machine %s are late: %s", node[:8], failure.line)
+        if isinstance(failure.error, GetTimeoutError):
+            return
+        self._agents.pop(node, None)
+        if not any(one.id == node for one in machines()):
             with self._lock:
-                self._agents.pop(node, None)
-        except GetTimeoutError:
-            log.warning("machine %s does not answer: its logs are late", node[:8])
-        except (RayError, OSError) as error:
-            log.warning("logs of machine %s were not fetched: %s", node[:8], one_line(error))
+                self._followed.pop(node, None)
 
 
 class RaySpawner:
