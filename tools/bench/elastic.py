@@ -2,7 +2,7 @@
 
     python tools/bench/elastic.py [--seconds 60]
 
-The demo's model in engines whose steps take STEP_S, mostly asleep, so that eight fit on two cores; the
+The demo's model in engines whose steps take 0.3 s, mostly asleep, so that eight fit on two cores; the
 learning rate is next to 0, so that answers stay as long as they are; a batch is as many episodes as eight
 workers have slots. Prints for each phase the episodes a second that came back, how many were at work, and
 after how many group lives (`async/group_life_s`) since the last worker had joined or left the rate was within
@@ -24,35 +24,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __package__ is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from asyncrl.engines.base import Engine, engines
-from asyncrl.observe.files import read_status
-from tools.bench.common import ROOT, SINGLE_THREAD, start, summary, table
+from common import ROOT, SINGLE_THREAD, start, summary, table
 
-STEP_S = 0.3
+from asyncrl.observe.files import read_status
+
 START_SECONDS = 300.0
 KEYS = [
-    *(f"engine.name={__file__}:slow", "rollout.workers=2", "rollout.slots=8", "total_steps=100000"),
+    *(
+        f"engine.name={Path(__file__).with_name('paced.py')}:asleep",
+        "rollout.workers=2",
+        "rollout.slots=8",
+        "total_steps=100000",
+    ),
     *("buffer.groups_per_batch=16", "buffer.episodes_per_group=4", "trainer.lr=1e-12", "data.test=''"),
     *("checkpoint.every=100000", "observe.plot=false", "launch.lease=30"),
 ]
-
-
-def slow(**arguments: Any) -> Engine:
-    """The embedded engine, whose steps take STEP_S."""
-    engine = engines.load("torch")(**arguments)
-    batcher = engine._batcher  # type: ignore[attr-defined]
-    step = batcher.step
-
-    def slowly() -> Any:
-        ends = time.monotonic() + STEP_S
-        done = step()
-        time.sleep(max(0.0, ends - time.monotonic()))
-        return done
-
-    batcher.step = slowly
-    return engine  # type: ignore[return-value]
 
 
 class Sample(NamedTuple):

@@ -1,8 +1,10 @@
-"""An engine and losses that take as long as they are told, for plan_error.py. The import registers these."""
+"""Engines and losses that take as long as they are told, for plan_error.py and elastic.py. The import
+registers the losses."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
@@ -11,17 +13,27 @@ from asyncrl.engines.base import Engine, engines
 
 BASE_S, SHARE_S, TRAIN_S = 0.025, 0.0015, 0.0015  # of paced: a step, of that each episode; a trained token
 SLOWER = 5
+ASLEEP_S = 0.3  # a step of asleep
 
 
 def paced(**arguments: Any) -> Engine:
     """The embedded engine, whose steps take BASE_S + SHARE_S * n seconds for n requests under way: longer
     than they take to compute, so that a busy machine changes nothing."""
+    return slowed(arguments, lambda batcher: BASE_S + SHARE_S * len(batcher.runs))
+
+
+def asleep(**arguments: Any) -> Engine:
+    """The embedded engine, whose steps take ASLEEP_S: eight of them fit on two cores."""
+    return slowed(arguments, lambda batcher: ASLEEP_S)
+
+
+def slowed(arguments: dict[str, Any], seconds: Callable[[Any], float]) -> Engine:
     engine = engines.load("torch")(**arguments)
     batcher = engine._batcher  # type: ignore[attr-defined]
     step = batcher.step
 
     def slowly() -> Any:
-        ends = time.monotonic() + BASE_S + SHARE_S * len(batcher.runs)
+        ends = time.monotonic() + seconds(batcher)
         done = step()
         time.sleep(max(0.0, ends - time.monotonic()))
         return done
