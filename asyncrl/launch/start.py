@@ -50,7 +50,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         record_machine(run_dir)
         _remove_outside_weights(config)  # of a launcher that was killed
         stack.callback(_remove_outside_weights, config)
-        trackers = stack.enter_context(Trackers.open(config, run_dir))
+        spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
+        trackers = stack.enter_context(Trackers.open(config, run_dir))  # once no check can refuse the run
         console = stack.enter_context(
             open_console(
                 config.observe.console, config.name, config.total_steps, config.validation.success, run_dir
@@ -63,7 +64,6 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
             if picture:
                 picture.update()
 
-        spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
         supervisor = Supervisor(
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
         )

@@ -15,10 +15,11 @@ log = logging.getLogger("asyncrl.observe")
 
 class Background:
     """A daemon thread that runs one call after another. `call` never waits: with `most` calls waiting the
-    next one is not made, and counted as `lost`, as one that raises is."""
+    next one is not made, and counted as `lost`, as one that raises is: the first of these is logged."""
 
     def __init__(self, name: str, most: int) -> None:
         self.lost = 0
+        self._counting = threading.Lock()  # `lost`, which callers and the thread increase
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(most)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -28,7 +29,7 @@ class Background:
         try:
             self._calls.put_nowait(function)
         except queue.Full:
-            self.lost += 1
+            self._lose()
 
     @property
     def idle(self) -> bool:
@@ -45,11 +46,18 @@ class Background:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
+    def _lose(self) -> None:
+        with self._counting:
+            self.lost += 1
+
     def _serve(self) -> None:
+        told = False
         while (function := self._calls.get()) is not None:
             with recorded() as failure:
                 function()
             if failure:
-                self.lost += 1
-                log.warning("%s: %s", self._thread.name, failure.line)
+                self._lose()
+                if not told:
+                    log.warning("%s: %s", self._thread.name, failure.line)
+                told = True
             self._calls.task_done()

@@ -17,6 +17,7 @@ from asyncrl.errors import UNDECODABLE
 log = logging.getLogger("asyncrl.observe")
 
 MOST_TOKENS = 8192  # of an episode: a run with long ones would fill the disk
+STEPS = 1000  # the newest ones, whose files are kept: four episodes a step are at most about 500 MB
 
 
 class TokenRatios(msgspec.Struct, frozen=True):
@@ -29,21 +30,26 @@ class TokenRatios(msgspec.Struct, frozen=True):
 
 
 def save(run_dir: Path, step: int, rank: int, found: Iterable[TokenRatios]) -> None:
-    """Write the file of a step (counted from 1), in place of an earlier one; none without episodes. A full
-    disk costs no more than that."""
+    """Write the file of a step (counted from 1), in place of an earlier one; none without episodes. Files of
+    the step that is STEPS older are deleted, those of other ranks, too: there may be fewer now. A full disk
+    costs no more than that."""
     lines = [msgspec.json.encode(each) + b"\n" for each in found]
     path = run_dir / "ratios" / f"step-{step}-{rank}.jsonl"
     try:
         if lines:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"".join(lines))
+        for old in path.parent.glob(f"step-{step - STEPS}-*.jsonl"):
+            old.unlink(missing_ok=True)
     except OSError as error:
         log.error("%s: not written (%s)", path, error)
 
 
 def read(run_dir: Path, step: int, uid: str) -> TokenRatios | None:
-    """Of an episode that was trained in a step; None where nothing was recorded of it. Raises OSError."""
-    for path in (run_dir / "ratios").glob(f"step-{step}-*.jsonl"):
+    """Of an episode that was trained in a step; None where nothing was recorded of it. The newest file that
+    has it counts: a resumed run that repeats the step may have given it to another rank. Raises OSError."""
+    found = (run_dir / "ratios").glob(f"step-{step}-*.jsonl")
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         for line in path.read_bytes().splitlines():
             with suppress(*UNDECODABLE):  # cut by a crash
                 if (found := msgspec.json.decode(line, type=TokenRatios)).uid == uid:

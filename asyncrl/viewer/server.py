@@ -9,7 +9,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -40,7 +41,8 @@ class ViewServer:
     def __init__(self, views: Views, port: int = 0) -> None:
         self._views, self._port = views, port
         self._token = secrets.token_urlsafe(32)
-        self._listing = asyncio.Lock()
+        # A list reads all that may fit: one at a time, or lists would take all threads.
+        self._lists = ThreadPoolExecutor(1, "lists")
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
         app = web.Application(middlewares=[self._guard])
@@ -58,6 +60,7 @@ class ViewServer:
 
     async def close(self) -> None:
         await self._runner.cleanup()
+        self._lists.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -83,10 +86,10 @@ class ViewServer:
         if name not in self._views.names:
             return _error(404, f"no view {name!r}")
         try:
-            # A list reads all that may fit: one at a time, or lists would take all threads.
-            turn = self._listing if name == "episodes" else nullcontext()
-            async with asyncio.timeout(DEADLINE), turn:
-                found = await asyncio.to_thread(self._views.answer, name, dict(request.query))
+            threads = self._lists if name == "episodes" else None
+            answer = partial(self._views.answer, name, dict(request.query))
+            async with asyncio.timeout(DEADLINE):
+                found = await asyncio.get_running_loop().run_in_executor(threads, answer)
         except AsyncrlError as error:
             return _error(400, str(error))
         except TimeoutError:

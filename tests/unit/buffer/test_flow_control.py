@@ -88,6 +88,14 @@ def test_the_trainer_is_fed_where_the_budget_allows_it() -> None:
     assert moved(39, **keys, trainer_idle=0.01, settled=1).level < 39
 
 
+@pytest.mark.parametrize(("groups", "enough"), [(2, 16), (8, 64), (16, 64)])
+def test_small_batches_know_their_tail_after_eight_of_them(groups: int, enough: int) -> None:
+    for settled in (enough - 1, enough):
+        control = FlowControl(groups, 4, limit=groups)
+        control.update(measured(life=1.0, token_age=0.5, settled=settled))
+        assert (control.level > groups) == (settled == enough)
+
+
 def test_long_lives_on_a_loaded_engine_do_not_ask_for_more_groups() -> None:
     keys = {"life": 1.0, "token_age": 0.5}
     assert moved(20, **keys, unloaded=0.4).level < 20 < moved(20, **keys).level

@@ -54,6 +54,23 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
     run_directory.check_run_directory(config)  # with resume=never: there is no run
 
 
+def test_a_cluster_that_refuses_the_run_leaves_none_in_trackers(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens at that address."""
+    pytest.importorskip("ray")
+    address = "127.0.0.1:1"
+    refused = msgspec.structs.replace(
+        config, launch=msgspec.structs.replace(config.launch, kind="ray", ray_address=address)
+    )
+    opened: list[RunConfig] = []
+    monkeypatch.setattr(checks, "check", lambda config: Inputs(config, data=CHECKED))
+    monkeypatch.setattr(start.Trackers, "open", lambda config, run_dir: opened.append(config))
+    with pytest.raises(ConfigError, match="no Ray cluster"):
+        start.train(refused)
+    assert not opened
+
+
 @pytest.mark.parametrize(("code", "share"), [(COMPLETED, 0.5), (INTERRUPTED, None)])
 def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
     tmp_path: Path, config: RunConfig, code: int, share: float | None

@@ -86,6 +86,16 @@ def test_one_validation_is_before_and_not_after() -> None:
     assert summary["success_before"] == 0.5 and summary["success_after"] is None
 
 
+def test_a_validation_that_is_over_after_the_last_step_is_the_one_after() -> None:
+    """Its row names the step that it judged, and is the last one."""
+    rows = [{"training/step": 0, SAMPLED: 0.25}, step(1), step(2), step(3)]
+    late = {"training/step": 2, "time_s": 30.0, SAMPLED: 0.75, "val-aux/policy_version": 2}
+    summary = summarize([*rows, late], FLOW, True)
+    assert (summary["steps"], summary["seconds"], summary["tokens_per_s"]) == (3, 30.0, 0.0)
+    assert (summary["success_before"], summary["success_after"]) == (0.25, 0.75)
+    assert summary["policy_version"] == 2
+
+
 def test_extremes_are_of_the_whole_run() -> None:
     rows = [
         step(1, staleness__lag__max=3.0, rollout_corr__logprob_diff_max=1e-3),

@@ -132,8 +132,11 @@ class Service:
     def setup(self) -> Service:
         return self
 
-    def Settings(self) -> SimpleNamespace:
-        return self.settings
+    def Settings(self, **changed: Any) -> SimpleNamespace:
+        unknown = changed.keys() - vars(self.settings).keys()
+        if unknown:
+            raise TypeError(f"no such settings: {unknown}")
+        return SimpleNamespace(**vars(self.settings) | changed)
 
     def init(self, **described: Any) -> Service:
         self.described.append(described)
@@ -217,6 +220,22 @@ def test_a_service_is_called_as_it_wants(name: str, tmp_path: Path, monkeypatch:
             "swanlab": [("log", 1, {"a": 1.0}), ("finish",)],
         }[name]
     )
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_wandb_that_knows_a_limit_for_its_end_gets_it(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it waits without an end for a service that does not answer; earlier releases have none."""
+    service = Service()
+    if known:
+        service.settings.finish_timeout = None
+    monkeypatch.setitem(sys.modules, "wandb", service)  # type: ignore[arg-type]
+    mark_start(tmp_path)
+    with Trackers.open(config("wandb"), tmp_path):
+        pass
+    settings = service.described[0]["settings"]
+    assert getattr(settings, "finish_timeout", "unknown") == (60.0 if known else "unknown")
 
 
 def test_swanlab_gets_transcripts_as_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,11 +42,17 @@ def test_a_step_counts_as_it_was_last_with_its_validation() -> None:
                 "val-core/all/sampled/success": 1.0,
                 "val-aux/episodes": 10.0,
             },
+            {
+                "training/step": 1.0,
+                "time_s": 13.0,  # it was over after the last step
+                "val-core/all/sampled/success": 0.75,
+                "val-aux/episodes": 10.0,
+            },
         ]
     )
     assert found["step"] == [0, 1, 2] and found["tokens"] == [0, 100, 200] and found["seconds"] == [6, 5, 9]
     assert found["columns"]["actor/entropy"] == [None, 0.9, 0.7]
-    assert found["columns"]["val-core/all/sampled/success"] == [0.5, None, 1.0]
+    assert found["columns"]["val-core/all/sampled/success"] == [0.5, 0.75, 1.0]
     assert found["columns"]["val-core/all/sampled/success/low"][0] == pytest.approx(0.2366, abs=1e-4)
     assert found["lags"] == {0: 80.0, 1: 30.0}
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
+from asyncrl.viewer import server as server_module
 from asyncrl.viewer.server import ViewServer
-from asyncrl.viewer.views import Views
+from asyncrl.viewer.views import Query, Views
 from tests.fakes.viewed import ended, save_run
 
 
@@ -18,9 +21,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run(tmp_path_factory.mktemp("runs") / "a")
 
 
-def served(run_dir: Path, test: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
+def served(views: Views, test: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
     async def run() -> None:
-        server = ViewServer(Views([run_dir], ended))
+        server = ViewServer(views)
         await server.start()
         try:
             async with aiohttp.ClientSession() as client:
@@ -48,7 +51,7 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
             answer = await client.get(url + address)
             assert answer.status == status and why in (await answer.json())["error"]
 
-    served(run_dir, test)
+    served(Views([run_dir], ended), test)
 
 
 def test_who_may_ask(run_dir: Path) -> None:
@@ -65,9 +68,38 @@ def test_who_may_ask(run_dir: Path) -> None:
         for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             assert (await client.request(method, f"{url}api/runs")).status == 405, method
 
-    served(run_dir, test)
+    served(Views([run_dir], ended), test)
 
 
 def test_a_token_is_of_one_server(run_dir: Path) -> None:
     views = Views([run_dir], ended)
     assert ViewServer(views)._token != ViewServer(views)._token
+
+
+def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread reads on when nobody waits for it any more."""
+    go, reading, found_alone = threading.Event(), threading.Semaphore(1), list[bool]()
+
+    class Slow(Views):
+        def answer(self, name: str, query: Query) -> Any:
+            if name != "episodes":
+                return super().answer(name, query)
+            found_alone.append(alone := reading.acquire(blocking=False))
+            go.wait(30)
+            if alone:
+                reading.release()
+            return super().answer(name, query)
+
+    async def test(client: aiohttp.ClientSession, url: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(server_module, "DEADLINE", 0.1)
+            for _ in range(2):
+                assert (await client.get(f"{url}api/episodes")).status == 504
+        assert (await client.get(f"{url}api/runs")).status == 200
+        go.set()
+        assert (await client.get(f"{url}api/episodes")).status == 200
+        assert all(found_alone)
+
+    served(Slow([run_dir], ended), test)
