@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -59,7 +59,7 @@ class Launch:
     here: str
     cwd: str
     started: bytes
-    secrets: dict[str, str]
+    secrets: dict[str, str] = field(repr=False)
 
 
 class RoleActor:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.run_directory import run_directory
+from asyncrl.weights.disk import weights_directory
 
 PATTERNS = ("logs/*.log", "timeline/*.jsonl", "ratios/*.jsonl")
 PIECE = 1 << 20  # bytes of a file, at once
@@ -42,8 +43,10 @@ class WrittenFiles:
         return found
 
     def remove(self) -> None:
-        """All of it, once it was read."""
-        shutil.rmtree(self._parent, ignore_errors=True)
+        """All of it, once it was read, and what keepers had in shared memory."""
+        caches = weights_directory("shm", self._run_dir, self._run_dir.name, needed_bytes=0)
+        for directory in (self._parent, caches):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class FetchedFiles:

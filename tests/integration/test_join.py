@@ -47,7 +47,7 @@ def joined(run: Run, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
-    with Run(tmp_path, "total_steps=1000", "data.test=''") as run:
+    with Run(tmp_path, "total_steps=1000", "data.test=''", "launch.lease=10") as run:
         log = run.path / "logs/coordinator-0.log"
         run.until_step(1)
         with joined(run, tmp_path / "w1") as first, joined(run, tmp_path / "w2") as second:
@@ -58,7 +58,7 @@ def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
             second.send_signal(signal.SIGKILL)
             assert first.wait(30) == 0, (tmp_path / "w1/out").read_text()
             run.until(lambda: "worker 1 lost (it leaves)" in log.read_text(), "it is gone")
-            run.until(lambda: "worker 2 lost (silent for 4 s)" in log.read_text(), "it is gone, too")
+            run.until(lambda: "worker 2 lost (silent for 10 s)" in log.read_text(), "it is gone, too")
         run.until_step(run.step + 2)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 130 and run.summary()["conserved"]

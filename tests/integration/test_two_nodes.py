@@ -50,7 +50,7 @@ class Cluster:
         address = f"{self.first.address}:{PORT}"
         head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         role = head if node is self.first else ["--address", address, '--resources={"second": 1}']
-        own = [f"--node-ip-address={node.address}", "--num-cpus=4", "--num-gpus=1", "--block"]
+        own = [f"--node-ip-address={node.address}", "--num-cpus=1", "--num-gpus=1", "--block"]
         command = ["-m", "ray.scripts.scripts", "start", *role, *own, "--object-store-memory=80000000"]
         log = self._logs / f"{node.name}-{time.monotonic_ns()}"
         with log.open("wb") as out:

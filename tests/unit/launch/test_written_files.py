@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launch.written_files import PIECE, FetchedFiles, WrittenFiles
+from asyncrl.weights.disk import weights_directory
 
 
 def test_files_of_another_machine_are_appended_once(tmp_path: Path) -> None:
@@ -24,7 +25,10 @@ def test_files_of_another_machine_are_appended_once(tmp_path: Path) -> None:
         file.write(b"more")
     here.add(there.after(here.read))
     assert not there.after(here.read)
+    cache = weights_directory("shm", tmp_path / "there/run", "run", needed_bytes=0) / "cache-0"
+    cache.mkdir(parents=True)
     there.remove()
+    assert not cache.exists()
     assert (tmp_path / "here/logs/rollout-1.log").read_bytes() == b"of an earlier launch\n" + long + b"more"
     assert (tmp_path / "here/timeline/rollout-1.jsonl").read_bytes() == b"{}\n"
     assert not (tmp_path / "here/run.db").exists() and not (tmp_path / "there").exists()
