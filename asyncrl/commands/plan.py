@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.commands.regrade import kept_turns
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose, recompose
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import read_rows
 from asyncrl.observe.summary import latest
 from asyncrl.observe.timeline import Line, files, union
@@ -121,15 +123,16 @@ def main(argv: list[str]) -> int:
 
 def probe(config: RunConfig) -> list[Measurements]:
     """Two short runs of a configuration, the second with fewer slots: how an engine's speed depends on its
-    load shows only at different loads."""
+    load shows only at different loads. AsyncrlError for one that fails, whose directory is kept."""
     from asyncrl.launch.process import INTERRUPTED
     from asyncrl.launch.start import train
 
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function, as for `asyncrl train`
     runs = Path(config.run_dir)  # whose disk has room for checkpoints
     runs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=runs) as folder:
-        found = []
+    folder, found = tempfile.mkdtemp(prefix="plan-", dir=runs), []
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         for name, slots in ("all-slots", config.rollout.slots), ("few-slots", config.rollout.slots // FEWER):
             short = replace(
                 config,
@@ -142,12 +145,13 @@ def probe(config: RunConfig) -> list[Measurements]:
                 observe=replace(config.observe, console="plain", trackers=[], plot=False),
             )
             print(f"probe: {PROBE_STEPS} steps with rollout.slots={short.rollout.slots}", flush=True)
-            code = train(short)
+            code = train(short, summary=False)
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
-            if code:
-                raise ConfigError(f"the probe failed; try it: asyncrl train total_steps={PROBE_STEPS} …")
             run_dir = Path(folder) / name
+            if code:
+                cleanup.pop_all()
+                raise AsyncrlError(f"the probe failed; its logs are kept: {run_dir / 'logs'}")
             found.append(Measurements.of(run_dir, recompose(run_dir, [])))
         return found
 

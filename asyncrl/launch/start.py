@@ -35,9 +35,9 @@ from asyncrl.wire.sockets import Endpoints, choose_endpoints
 Rendezvous = Callable[[placement.Unit, str], str]
 
 
-def train(config: RunConfig, dry_run: bool = False) -> int:
-    """Check everything, then launch and watch the run; the exit code. Raises ConfigError for bad input, while
-    nothing is started."""
+def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int:
+    """Check everything, then launch and watch the run; the exit code. `summary`: print it at the end. Raises
+    ConfigError for bad input, while nothing is started."""
     if dry_run:
         return _plan(config)
     inputs = checks.check(config)
@@ -75,7 +75,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         ending = session.run()
         write_status(run_dir, read_status(run_dir) | {"code": ending.code, "error": ending.error})
         trackers.summarize(read_summary(run_dir))
-    return conclude(config, run_dir, ending.code, ending.error, console)
+    return conclude(config, run_dir, ending.code, ending.error, console, summary)
 
 
 def _plan(config: RunConfig) -> int:
@@ -117,15 +117,18 @@ def _remove_outside_weights(config: RunConfig) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:
-    """Complete and print the summary, and draw run.png; after an interrupt neither, to end at once."""
+def conclude(
+    config: RunConfig, run_dir: Path, code: int, error: str, console: Console, printed: bool = True
+) -> int:
+    """Complete the summary, and draw run.png; after an interrupt neither, to end at once. Print it, unless it
+    is not to be."""
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         with recorded() as failure:
             _complete(config, run_dir, summary)
         if failure:
             console.fail(f"summary.json and run.png are not complete: {failure.line}")
-    if summary and config.total_steps:
+    if summary and config.total_steps and printed:
         print_summary(summary, run_dir)
     if error:
         console.fail(error)

@@ -17,6 +17,7 @@ from asyncrl.buffer.simulator import RecordedTurn
 from asyncrl.commands.plan import Measurements, changed, ranked, splits
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import recompose
+from asyncrl.launch.process import BAD_INPUT, FAILED, INTERRUPTED
 from asyncrl.observe.timeline import Timeline
 from asyncrl.rollout.context import generated
 from asyncrl.store.runstore import RunStore
@@ -128,6 +129,25 @@ def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (run_dir / "timeline" / "rollout-0.jsonl").unlink()
     assert cli.main(["plan", str(run_dir)]) == 2
     assert "recorded no sampled turns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "exits"), [(FAILED, 1), (BAD_INPUT, 1), (INTERRUPTED, 130)])
+def test_a_probe_that_fails_keeps_its_directory_and_one_that_is_interrupted_does_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    exits: int,
+) -> None:
+    def ended(config: RunConfig, summary: bool) -> int:
+        (Path(config.run_dir) / config.name / "logs").mkdir(parents=True)
+        return code
+
+    monkeypatch.setattr("asyncrl.launch.start.train", ended)
+    assert cli.main(["plan", f"run_dir={tmp_path}", "name=n", "model.path=m", "data.train=t"]) == exits
+    told, kept = capsys.readouterr().err, list(tmp_path.glob("plan-*/all-slots/logs"))
+    assert len(kept) == (code != INTERRUPTED) and all(str(path) in told for path in kept)
+    assert not list(tmp_path.glob("plan-*/few-slots"))
 
 
 def test_splits_use_the_devices() -> None:
