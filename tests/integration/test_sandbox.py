@@ -300,7 +300,7 @@ def test_a_fork_bomb_of_a_shell_is_ended_in_time() -> None:
         assert (await box.run("cell", "1", 10)).output in ("1\n", "")  # it may be too crowded to start, once
         await box.run("program", "pass", 5)
         assert (await box.run("cell", "1", 5)).output == "1\n"
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 30  # the deadlines of these calls are 21 s together
 
     in_box(body, "processes")
 
