@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from glob import glob
 from hashlib import blake2s
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from asyncrl.commands.arguments import command_parser
 from asyncrl.commands.merge import find_checkpoint
-from asyncrl.config import RunConfig, read_config
+from asyncrl.config import RunConfig, read_config, texts
 from asyncrl.config.composition import compose, recompose
 from asyncrl.config.training import (
     AlgorithmConfig,
@@ -177,21 +177,12 @@ def fingerprint(config: RunConfig) -> str:
     from asyncrl.data.sources import paths
     from asyncrl.weights.model_files import weight_files
 
-    named = [one.partition(":")[0] for one in _texts(msgspec.to_builtins(config.rollout))]  # FILE.py:function
+    named = [one.partition(":")[0] for one in texts(msgspec.to_builtins(config.rollout))]  # FILE.py:function
     data = [name for path in paths(config.data, "test") for name in glob(path, recursive=True)]
     used = {*map(str, weight_files(config.model.path)), *data, *named}
     stats = [(os.path.basename(file), os.stat(file)) for file in sorted(used) if os.path.isfile(file)]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return blake2s(msgspec.json.encode((config.held_out_settings, files)), digest_size=4).hexdigest()
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    """All keys and values that are texts."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict | list):
-        for one in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
-            yield from _texts(one)
 
 
 def check_same(run_dir: Path, config: RunConfig) -> None:

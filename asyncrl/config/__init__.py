@@ -5,7 +5,7 @@ Hydra composes a mapping from `configs/` and the command line; `parse` turns it 
 the string under a field is its documentation.
 """
 
-from asyncrl.config.base import Options, Plugin, Section, divisors, without_defaults
+from asyncrl.config.base import Options, Plugin, Section, divisors, leaves, texts, without_defaults
 from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.run import (
     DataConfig,
@@ -54,7 +54,9 @@ __all__ = [
     "WeightedSource",
     "WeightsConfig",
     "divisors",
+    "leaves",
     "parse",
     "read_config",
+    "texts",
     "without_defaults",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from math import isqrt
 from typing import Annotated, Any
 
@@ -36,3 +37,21 @@ def without_defaults(section: Section) -> dict[str, Any]:
         if value != default:
             found[field.name] = without_defaults(value) if isinstance(value, Section) else value
     return found
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a tree that hold no others, by dotted name, each with its value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def texts(tree: Any) -> Iterator[str]:
+    """All keys and values of a tree that are texts."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for one in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
+            yield from texts(one)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.records import Flow
-from asyncrl.config import read_config, without_defaults
+from asyncrl.config import leaves, read_config, without_defaults
 from asyncrl.errors import ConfigError
 from asyncrl.observe.document import Block, Grid, Heading, Paragraph, Picture, Texts
 from asyncrl.observe.files import read_lines, read_rows, read_summary
@@ -114,18 +114,13 @@ def _summary(run_dir: Path, rows: Sequence[Row]) -> Mapping[str, Any]:
 
 def _configuration(run_dir: Path) -> dict[str, str]:
     try:
-        return dict(_leaves(without_defaults(read_config(run_dir))))
+        return {key: _cut(str(value)) for key, value in leaves(without_defaults(read_config(run_dir)))}
     except ConfigError as error:
         return {"config.yaml": str(error)}
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            text = str(value)
-            yield f"{prefix}{name}", text if len(text) <= CELL else f"{text[:CELL]}… ({len(text)} characters)"
+def _cut(text: str) -> str:
+    return text if len(text) <= CELL else f"{text[:CELL]}… ({len(text)} characters)"
 
 
 def _curves(runs: Sequence[RunFiles]) -> bytes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.config import leaves
 from asyncrl.observe.summary import GREEDY, SAMPLED, Row
 
 POINTS = 2000  # rows that a page is sent; a longer run is thinned
@@ -84,15 +85,7 @@ def _lags(rows: Sequence[Row]) -> dict[int, float]:
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Keys of which the configurations have different values, with the value of each; None: it has no such
     key."""
-    flat = [dict(_keys(config)) for config in configs]
+    flat = [dict(leaves(config)) for config in configs]
     names = sorted({name for one in flat for name in one} - {"name", "run_dir"})
     values = {name: [one.get(name) for one in flat] for name in names}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
-
-
-def _keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, texts
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
@@ -100,7 +100,7 @@ def _as_trained(
     Functions that the configuration names are code of the run's: it is not run here."""
     if not turns or not episode.stats.turns:
         return None, "it has not landed"
-    if any(":" in text for text in _texts(msgspec.to_builtins(config.algorithm))):
+    if any(":" in text for text in texts(msgspec.to_builtins(config.algorithm))):
         return None, "algorithm names a function of the user's, which a viewer does not run"
     from asyncrl.algorithms.recipe import compose
     from asyncrl.trainer.repeat import credited
@@ -115,19 +115,6 @@ def _as_trained(
     except (AsyncrlError, ValueError) as error:
         return None, one_line(error)
     return found, "" if found.advantage is not None else "the advantage reads what models compute"
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    """All keys and texts of it."""
-    match tree:
-        case str():
-            yield tree
-        case dict():
-            for key, value in tree.items():
-                yield from (key, *_texts(value))
-        case list():
-            for value in tree:
-                yield from _texts(value)
 
 
 def _turns(
