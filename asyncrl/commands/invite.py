@@ -13,13 +13,14 @@ from urllib.parse import urlsplit
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.commands.status import lives
 from asyncrl.errors import ConfigError
-from asyncrl.launch.admission import ask_for_token
 from asyncrl.launch.nodes import is_loopback
-from asyncrl.wire.enrolment import read_token
 
 
 def main(argv: list[str]) -> int:
     """Ask the launcher, and print what it gives."""
+    from asyncrl.launch.admission import ask_for_token  # imports zmq
+    from asyncrl.wire.enrolment import read_token
+
     parser = command_parser("invite", __doc__)
     parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
     options = parser.parse_intermixed_args(argv)

@@ -22,12 +22,13 @@ from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.launch.placement import TARGETS, RolePlace, environment
 from asyncrl.launch.run_directory import run_directory
 from asyncrl.observe.files import read_start
-from asyncrl.wire.enrolment import enrol
 from asyncrl.wire.messages.shared import Enrolled
 
 
 def main(argv: list[str]) -> int:
     """Enrol, then run the role in this process."""
+    from asyncrl.wire.enrolment import enrol  # imports zmq
+
     parser = command_parser("worker", __doc__, "parent of this worker's directory, for its timeline")
     parser.add_argument(
         "--join", required=True, metavar="TOKEN", help="of asyncrl invite; - for standard input"

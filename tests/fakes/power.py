@@ -15,6 +15,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import DATABASE
 
 SECTOR = 512  # bytes that a disk writes whole or not at all
+HEADER = 24  # bytes that are other ones when SQLite begins a log anew, and the same in a database for ever
 
 
 class DurableFiles:
@@ -95,12 +96,11 @@ class DurableFiles:
 def _mixed(dice: random.Random, before: bytes, now: bytes) -> bytes:
     """A file between two states: nothing of the new one, all of it, its beginning, or any of its sectors."""
     way = dice.choice(["before", "now", "beginning", "sectors"])
-    if way != "before" and before.startswith(
-        now
-    ):  # a file system cuts a file off at once, as SQLite supposes
-        return now
     if way in ("before", "now"):
         return before if way == "before" else now
+    # A file is cut off at once. One that was begun anew has nothing left of the old one, as SQLite supposes:
+    # it fsyncs the new header of a log before it goes on.
+    before = before[: len(now)] if before[:HEADER] == now[:HEADER] else b""
     size = dice.choice([len(now), dice.randint(*sorted((len(before), len(now))))])
     old, new = before[:size].ljust(size, b"\0"), now[:size].ljust(size, b"\0")
     until = dice.randint(0, size)
