@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     from asyncrl.launch.role import execute, leave, set_up_logging  # numeric libraries read the environment
 
     set_up_logging()
+    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the run's own
     leave(execute(place.target, place.role, config, endpoints, place.index, given.incarnation, ""))
 
 

@@ -1,8 +1,8 @@
 """Tokens with which workers join a run under way: a command asks the launcher for one, through a FIFO.
 
-    asyncrl invite ── makes RUN/invite, which only its user may open ──► launcher
-          ▲                                                                 │ Invite, to the coordinator
-          └───────────────────── the token, written into it ◄───────────────┘
+    asyncrl invite ── makes RUN/invite-…, which only its user may open ──► launcher
+          ▲                                                                   │ Invite, to the coordinator
+          └───────────────────── the token, written into it ◄─────────────────┘
 
 Only the launcher has the keys of the run, and they are in no file.
 """
@@ -10,6 +10,7 @@ Only the launcher has the keys of the run, and they are in no file.
 from __future__ import annotations
 
 import os
+import secrets
 import select
 from contextlib import suppress
 from pathlib import Path
@@ -28,25 +29,23 @@ class Admission:
     """The launcher's side."""
 
     def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
-        self._path, self._endpoints = run_dir / "invite", endpoints
+        self._run_dir, self._endpoints = run_dir, endpoints
 
     def tick(self, link: Link) -> None:
-        """Answer who asks, if anybody does. Its token is of use once the coordinator has read the Invite."""
-        if not self._path.exists():
-            return
-        with suppress(OSError):  # nobody reads any more
-            fifo = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
-            self._path.unlink()
-            with os.fdopen(fifo, "w") as asking:
-                invite, token = invitation(self._endpoints, ROLE, TOKEN_SECONDS)
-                link.send(invite)
-                asking.write(token)
+        """Answer all who ask. A token is of use once the coordinator has read the Invite."""
+        for path in self._run_dir.glob("invite-*"):
+            with suppress(OSError):  # nobody reads any more
+                fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                path.unlink()
+                with os.fdopen(fifo, "w") as asking:
+                    invite, token = invitation(self._endpoints, ROLE, TOKEN_SECONDS)
+                    link.send(invite)
+                    asking.write(token)
 
 
 def ask_for_token(run_dir: Path, seconds: float = ANSWER_SECONDS) -> str:
     """The command's side. ConfigError when no launcher answers in time."""
-    path = run_dir / "invite"
-    path.unlink(missing_ok=True)  # of one that did not wait
+    path = run_dir / f"invite-{secrets.token_hex(4)}"  # others may ask at the same time
     os.mkfifo(path, 0o600)
     fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -57,5 +56,5 @@ def ask_for_token(run_dir: Path, seconds: float = ANSWER_SECONDS) -> str:
         os.close(fifo)
         path.unlink(missing_ok=True)
     raise ConfigError(
-        f"{run_dir}: its launcher does not answer within {seconds:g} s: is the run up, and here?"
+        f"{run_dir}: its launcher does not answer within {seconds:g} s: is the run up, here, and yours?"
     )

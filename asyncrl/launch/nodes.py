@@ -105,15 +105,19 @@ class Placing:
 
     def _fits(self, place: RolePlace, node: Node) -> bool:
         pool = self.pool(place)
-        room = self._free[node.id] - self._held(node) >= self.gpus(place)
+        room = self._left(node) >= self.gpus(place)
         return room and (not stays(place) or node.id == self._here) and (not pool or pool in node.resources)
+
+    def _left(self, node: Node) -> float:
+        """GPUs, to the fraction that Ray counts: 1 - 0.8 is less than 0.2."""
+        return round(self._free[node.id] - self._held(node), 4)
 
     def _held(self, node: Node) -> float:
         return sum(self.gpus(place) for place in self._places if self._at.get(place.name) == node.id)
 
     def _cost(self, place: RolePlace, node: Node) -> tuple[Any, ...]:
         """Of a machine that fits; the least is chosen."""
-        away, left = node.id != self._here, self._free[node.id] - self._held(node)
+        away, left = node.id != self._here, self._left(node)
         mine = Counter(
             self._at[one.name] for one in self._places if one.role == place.role and one.name in self._at
         )
@@ -143,9 +147,7 @@ class Placing:
         total = sum(map(self.gpus, self._places))
         sums = {role: sum(self.gpus(one) for one in self._places if one.role == role) for role in ORDER}
         listed = ", ".join(f"{role} {count:g}" for role, count in sums.items() if count)
-        left = ", ".join(
-            f"{node.address} {self._free[node.id] - self._held(node):g} of {node.gpus:g}" for node in nodes
-        )
+        left = ", ".join(f"{node.address} {self._left(node):g} of {node.gpus:g}" for node in nodes)
         return (
             f"{place.name} needs {wants:g} GPU(s) of {where}, and there is left: {left} (the run needs "
             f"{total:g}: {listed}); {advice}, or model.device=cpu"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.config import RunConfig
@@ -36,7 +37,7 @@ class WrittenFiles:
         found = {}
         for path in (path for pattern in PATTERNS for path in self._run_dir.glob(pattern)):
             name = str(path.relative_to(self._run_dir))
-            with path.open("rb") as file:
+            with suppress(FileNotFoundError), path.open("rb") as file:  # old ratios are deleted
                 file.seek(read.get(name, 0))
                 if new := file.read(PIECE):
                     found[name] = new

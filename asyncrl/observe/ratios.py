@@ -1,11 +1,13 @@
 """pi/mu of each token of the training episodes whose transcripts are kept, as they were first trained on.
 
-`ratios/step-<N>-<rank>.jsonl`: a line for each episode that this rank trained in step N.
+`ratios/step-<N>-<rank>-<time>.jsonl`: a line for each episode that this rank trained in step N. A file is
+written once, as those of other machines are fetched piece by piece: a step that is repeated has more.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -30,11 +32,10 @@ class TokenRatios(msgspec.Struct, frozen=True):
 
 
 def save(run_dir: Path, step: int, rank: int, found: Iterable[TokenRatios]) -> None:
-    """Write the file of a step (counted from 1), in place of an earlier one; none without episodes. Files of
-    the step that is STEPS older are deleted, those of other ranks, too: there may be fewer now. A full disk
-    costs no more than that."""
+    """Write a file of a step (counted from 1); none without episodes. Files of the step that is STEPS older
+    are deleted, those of other ranks, too: there may be fewer now. A full disk costs no more than that."""
     lines = [msgspec.json.encode(each) + b"\n" for each in found]
-    path = run_dir / "ratios" / f"step-{step}-{rank}.jsonl"
+    path = run_dir / "ratios" / f"step-{step}-{rank}-{time.time_ns()}.jsonl"
     try:
         if lines:
             path.parent.mkdir(exist_ok=True)
@@ -49,7 +50,7 @@ def read(run_dir: Path, step: int, uid: str) -> TokenRatios | None:
     """Of an episode that was trained in a step; None where nothing was recorded of it. The newest file that
     has it counts: a resumed run that repeats the step may have given it to another rank. Raises OSError."""
     found = (run_dir / "ratios").glob(f"step-{step}-*.jsonl")
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for path in sorted(found, key=lambda path: path.stem.rpartition("-")[2], reverse=True):
         for line in path.read_bytes().splitlines():
             with suppress(*UNDECODABLE):  # cut by a crash
                 if (found := msgspec.json.decode(line, type=TokenRatios)).uid == uid:

@@ -29,26 +29,29 @@ def link(endpoints: Endpoints) -> Iterator[Link]:
     made.close()
 
 
-def test_a_token_comes_with_an_invitation_of_its_public_half(
+def test_each_token_comes_with_an_invitation_of_its_public_half(
     endpoints: Endpoints, link: Link, tmp_path: Path
 ) -> None:
     gate = Gate(endpoints)
     hub = Hub(endpoints.control, ToCoordinatorControl, gate)
     admission = Admission(tmp_path, endpoints)
     admission.tick(link)  # nobody asks
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask_for_token, tmp_path)
-        while not asking.done():
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask_for_token, tmp_path) for _ in range(2)]
+        while len(list(tmp_path.iterdir())) < 2:  # both at once
+            assert not any(one.done() for one in asking)
+        while not all(one.done() for one in asking):
             admission.tick(link)
-        token = asking.result()
-    Poller(hub).wait(10.0)
-    received = hub.receive()
-    assert received is not None
-    invite = received[1]
-    assert isinstance(invite, Invite) and invite.role == "rollout"
-    assert invite.token == read_token(token).keys["token"].public
-    assert not read_token(token).keys["coordinator"].secret
-    assert not (tmp_path / "invite").exists()
+        tokens = [read_token(one.result()) for one in asking]
+    invited = set()
+    for _ in tokens:
+        Poller(hub).wait(10.0)
+        received = hub.receive()
+        assert received is not None and isinstance(received[1], Invite) and received[1].role == "rollout"
+        invited.add(received[1].token)
+    assert invited == {token.keys["token"].public for token in tokens} and len(invited) == 2
+    assert not any(token.keys["coordinator"].secret for token in tokens)
+    assert not list(tmp_path.iterdir())
     hub.close()
     gate.close()
 
@@ -56,6 +59,6 @@ def test_a_token_comes_with_an_invitation_of_its_public_half(
 def test_who_does_not_wait_any_more_is_forgotten(endpoints: Endpoints, link: Link, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its launcher does not answer within"):
         ask_for_token(tmp_path, 0.05)
-    assert not (tmp_path / "invite").exists()
-    os.mkfifo(tmp_path / "invite", 0o600)  # of a command that was killed
+    assert not list(tmp_path.iterdir())
+    os.mkfifo(tmp_path / "invite-0", 0o600)  # of a command that was killed
     Admission(tmp_path, endpoints).tick(link)

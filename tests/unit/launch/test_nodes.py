@@ -55,6 +55,11 @@ def placed(nodes: list[Node], *overrides: str) -> list[str]:
                 "nothing",
             ],
         ),
+        (
+            (1,),
+            ("rollout.workers=5", "launch.gpus={rollout: 0.2, trainer: 0}"),
+            ["coordinator-0, rollout-0, rollout-1, rollout-2, rollout-3, rollout-4, trainer-0"],
+        ),
         (  # fractions
             (1, 1),
             ("model.device=cuda", "rollout.workers=3", "launch.gpus={rollout: 0.5, trainer: 0.5}"),
