@@ -56,20 +56,22 @@ class Placing:
                 raise ConfigError(self._lack(place, nodes))
 
     def choose(self, place: RolePlace, nodes: Sequence[Node]) -> Node | None:
-        """The machine of a process that starts: the one that it had while that is there, or else one that has
-        room now; None when none has."""
-        there = {node.id: node for node in nodes}
+        """The machine of a process that starts: the one that it had, or else another, that has room now; None
+        when none has. One that must stay where it was waits for room there."""
+        had = self._at.pop(place.name, "")
         for node in nodes:
-            self._free.setdefault(node.id, node.free)
-        if (had := self._at.pop(place.name, None)) in there:
-            self._at[place.name] = str(had)
-            return there[str(had)]
+            self._free.setdefault(node.id, min(node.gpus, node.free + self._held(node)))
         fitting = [node for node in nodes if self._fits(place, node)]
+        fitting = fitting or [node for node in nodes if stays(place) and node.id == had]
         if not fitting:
             return None
-        chosen = min(fitting, key=lambda node: self._cost(place, node))
+        chosen = min(fitting, key=lambda node: (node.id != had, *self._cost(place, node)))
         self._at[place.name] = chosen.id
         return chosen
+
+    def put(self, place: RolePlace, node: str) -> None:
+        """Ray has started it there, perhaps by a choice of its own."""
+        self._at[place.name] = node
 
     def gpus(self, place: RolePlace) -> float:
         """As `launch.gpus` says, or else one for a rank and `engine.tp` for a server, and one for an embedded

@@ -26,6 +26,12 @@ def check_ray(config: RunConfig) -> None:
     """Ray is installed, where it is asked for."""
     if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
         raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or leave them out")
+    for role, gpus in config.launch.gpus.items():
+        if (gpus > 1 and gpus % 1) or gpus != round(gpus, 4):
+            raise ConfigError(
+                f"launch.gpus: Ray reserves no {gpus} GPUs for a process ({role}); give a whole number, or "
+                "less than 1 with at most 4 decimals"
+            )
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
 

@@ -39,7 +39,7 @@ from asyncrl.launch.placement import RolePlace, Unit, environment, plan
 from asyncrl.launch.process import BAD_INPUT, ProcessSpec, log_path
 from asyncrl.launch.role import execute, set_up_logging
 from asyncrl.launch.run_directory import run_directory
-from asyncrl.launch.written_files import FetchedFiles, WrittenFiles, parent_elsewhere
+from asyncrl.launch.written_files import PIECE, FetchedFiles, WrittenFiles, parent_elsewhere
 from asyncrl.wire.sockets import Endpoints
 
 log = logging.getLogger("asyncrl.launch")
@@ -120,12 +120,10 @@ def use_interface_of(address: str) -> None:
 class RayProcess:
     """An actor and its one long call, which lasts as long as the role runs."""
 
-    def __init__(
-        self, name: str, actor: Any, placed: Any, call: Any, run_dir: Path, files: FileFetcher
-    ) -> None:
-        self.name = name
+    def __init__(self, place: RolePlace, actor: Any, placed: Any, call: Any, spawner: RaySpawner) -> None:
+        self.name, self._place = place.name, place
         self._actor, self._placed, self._call = actor, placed, call
-        self._run_dir, self._files = run_dir, files
+        self._run_dir, self._placing, self._files = spawner.run_dir, spawner.placing, spawner.files
         self._since = time.monotonic()
         self._code: int | None = None
         self._fetched: threading.Event | None = None  # its last words, for the error message
@@ -166,7 +164,9 @@ class RayProcess:
         """Whether it is placed by now."""
         if ray.wait([self._placed], timeout=0)[0]:
             with suppress(RayError):
-                self._files.follow(*ray.get(self._placed))
+                node, address = ray.get(self._placed)
+                self._files.follow(node, address)
+                self._placing.put(self._place, node)
             self._placed = None
         elif time.monotonic() - self._since > PLACED_SECONDS:
             log.warning(
@@ -245,8 +245,10 @@ class FileFetcher:
         def answer(call: Any) -> Any:
             return ray.get(call, timeout=max(0.1, until - time.monotonic()))
 
-        while found := answer(agent.after.remote(files.read)):
-            files.add(found)
+        more = True
+        while more:
+            files.add(found := answer(agent.after.remote(files.read)))
+            more = any(len(new) == PIECE for new in found.values())
         if last:
             answer(agent.remove.remote())
 
@@ -269,8 +271,8 @@ class RaySpawner:
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, placing: Placing, launch: Launch
     ) -> None:
-        self._config, self._endpoints, self._run_dir = config, endpoints, run_dir
-        self._placing, self._launch = placing, launch
+        self._config, self._endpoints, self.run_dir = config, endpoints, run_dir
+        self.placing, self._launch = placing, launch
         parent = parent_elsewhere(config, launch.cwd, launch.id)
         self.files = FileFetcher(run_dir.absolute(), parent, launch.here)
 
@@ -291,13 +293,14 @@ class RaySpawner:
                 spawner.files.close()
 
     def __call__(self, order: ProcessSpec) -> RayProcess:
-        node = self._placing.choose(order.place, machines())
+        node = self.placing.choose(order.place, machines())
         if node is not None:
             self.files.follow(node.id, node.address)
         actor: Any = ray.remote(RoleActor).options(**self._options(order.place, node)).remote()  # type: ignore[attr-defined]
         given = self._endpoints.given_to(order.place.role)  # by Ray's own channel: runtime_env is logged
+        placed = actor.node.remote()  # an actor makes its calls one after another, and the next one is long
         call = actor.run.remote(order, self._config, given, self._launch)
-        return RayProcess(order.place.name, actor, actor.node.remote(), call, self._run_dir, self.files)
+        return RayProcess(order.place, actor, placed, call, self)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
         """A free port of this node, where rank 0 is."""
@@ -310,13 +313,13 @@ class RaySpawner:
     def _options(self, place: RolePlace, node: Node | None) -> dict[str, Any]:
         """CPUs are not reserved: on one machine the roles share cores. Without a machine that has room, Ray
         waits for one, also for one that joins the cluster."""
-        pool = self._placing.pool(place)
+        pool = self.placing.pool(place)
         where: Any = "DEFAULT"
         if node is not None:  # soft=True went to others that were just as free
             where = NodeAffinitySchedulingStrategy(node.id, soft=False)
         return {
             "num_cpus": 0,
-            "num_gpus": self._placing.gpus(place),
+            "num_gpus": self.placing.gpus(place),
             "resources": {pool: 0.001} if pool else None,
             "max_restarts": 0,
             "max_task_retries": 0,

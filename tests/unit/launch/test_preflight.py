@@ -87,6 +87,12 @@ def test_ray_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.
         preflight.check_ray(config(tmp_path, launch={"kind": "ray"}))
 
 
+@pytest.mark.parametrize("gpus", [1.5, 0.00001])
+def test_gpus_that_ray_cannot_reserve_are_refused(tmp_path: Path, gpus: float) -> None:
+    with pytest.raises(ConfigError, match=r"launch.gpus: Ray reserves no .* \(engine\); give a whole number"):
+        preflight.check_ray(config(tmp_path, launch={"kind": "ray", "gpus": {"engine": gpus}}))
+
+
 def begun(tmp_path: Path) -> None:
     """A run in tmp_path / "x" with the least configuration."""
     (tmp_path / "x").mkdir()
