@@ -47,7 +47,7 @@ class Placing:
     def __init__(self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], here: str) -> None:
         """`here`: the id of the launcher's machine."""
         self._config, self._here = config, here
-        self._anywhere = not any(node.gpus for node in nodes)  # no GPU is known of
+        self._gpus_known = any(node.gpus for node in nodes)
         self._free = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
         self._at: dict[str, str] = {}  # id of the machine of each process
         self._places = [place for unit in units for place in unit.places]
@@ -82,10 +82,10 @@ class Placing:
                 return gpus
         cuda = config.model.device == "cuda"
         if role == TRAINER and config.total_steps:
-            return int(cuda or (config.model.device == "auto" and not self._anywhere))
+            return int(cuda or (config.model.device == "auto" and self._gpus_known))
         if role == ROLLOUT:
             return int(cuda and not config.engine.remote)
-        return place.gpus if role == ENGINE and not self._anywhere else 0
+        return place.gpus if role == ENGINE and self._gpus_known else 0
 
     def pool(self, place: RolePlace) -> str:
         """The resource that its machine must have; '' for none."""
@@ -146,6 +146,9 @@ class Placing:
                 f"launch.pools: {place.name} needs {pool!r}, which {where} must have; start Ray "
                 f"there with ray start --resources='{{\"{pool}\": 1}}'"
             )
+        if pool:
+            nodes = [node for node in nodes if pool in node.resources]
+            where = f"{where} with {pool!r}"
         total = sum(map(self.gpus, self._places))
         sums = {role: sum(self.gpus(one) for one in self._places if one.role == role) for role in ORDER}
         listed = ", ".join(f"{role} {count:g}" for role, count in sums.items() if count)

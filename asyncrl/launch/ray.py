@@ -39,7 +39,7 @@ from asyncrl.launch.placement import RolePlace, Unit, environment, plan
 from asyncrl.launch.process import BAD_INPUT, ProcessSpec, log_path
 from asyncrl.launch.role import execute, set_up_logging
 from asyncrl.launch.run_directory import run_directory
-from asyncrl.launch.written_files import PIECE, FetchedFiles, WrittenFiles, parent_elsewhere
+from asyncrl.launch.written_files import PIECE, FetchedFiles, WrittenFiles, claim, parent_elsewhere
 from asyncrl.wire.sockets import Endpoints
 
 log = logging.getLogger("asyncrl.launch")
@@ -101,7 +101,8 @@ def elsewhere(config: RunConfig, launch: Launch) -> RunConfig:
         )
     config = replace(config, run_dir=str(parent_elsewhere(config, launch.cwd, launch.id)))
     try:
-        run_directory(config).mkdir(parents=True, exist_ok=True)
+        claim(Path(config.run_dir), config.name)
+        run_directory(config).mkdir(exist_ok=True)
         (run_directory(config) / "started").write_bytes(launch.started)
     except OSError as error:
         raise ConfigError(f"run_dir: on {host} it cannot be written to ({one_line(error)})") from None
@@ -336,7 +337,7 @@ def cluster(config: RunConfig) -> Iterator[str]:
     try:
         reach(address)
         ray.init(
-            address=address or None,
+            address=address or "local",  # None: what RAY_ADDRESS names
             include_dashboard=None if address else False,
             log_to_driver=False,
             configure_logging=False,

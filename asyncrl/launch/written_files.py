@@ -4,10 +4,14 @@ There they write into a directory of this launch's own, in the run directory's p
 runs or launches are never taken for theirs:
 
     RUN_DIR/NAME/elsewhere/LAUNCH/NAME/logs/rollout-1.log  ──►  RUN_DIR/NAME/logs/rollout-1.log
+
+It is removed at the end of the launch; after a launcher that was killed, by the next one.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,10 +30,33 @@ def parent_elsewhere(config: RunConfig, cwd: str, launch: str) -> Path:
     return Path(cwd) / run_directory(config) / "elsewhere" / launch
 
 
+def claim(parent: Path, name: str) -> None:
+    """Make the directory of a launch, and lock it for as long as this process lives; remove those beside it
+    that no process has locked. Raises OSError."""
+    parent.mkdir(parents=True, exist_ok=True)
+    fcntl.flock(os.open(parent, os.O_RDONLY), fcntl.LOCK_SH)
+    for other in parent.parent.iterdir():
+        with suppress(OSError):  # it is locked, or another process has just removed it
+            descriptor = os.open(other, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(other, name)
+            finally:
+                os.close(descriptor)
+
+
+def remove(parent: Path, name: str) -> None:
+    """All that a launch has written on this machine, and what its keepers had in shared memory."""
+    caches = weights_directory("shm", parent / name, name, needed_bytes=0)
+    for directory in (parent, caches):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 class WrittenFiles:
     """What a launch has written on this machine, below `parent_elsewhere`."""
 
     def __init__(self, parent: Path, name: str) -> None:
+        claim(parent, name)
         self._parent, self._run_dir = parent, parent / name
 
     def after(self, read: Mapping[str, int]) -> dict[str, bytes]:
@@ -44,10 +71,8 @@ class WrittenFiles:
         return found
 
     def remove(self) -> None:
-        """All of it, once it was read, and what keepers had in shared memory."""
-        caches = weights_directory("shm", self._run_dir, self._run_dir.name, needed_bytes=0)
-        for directory in (self._parent, caches):
-            shutil.rmtree(directory, ignore_errors=True)
+        """All of it, once it was read."""
+        remove(self._parent, self._run_dir.name)
 
 
 class FetchedFiles:

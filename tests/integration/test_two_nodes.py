@@ -174,6 +174,8 @@ def test_ranks_on_two_machines_go_on_from_their_checkpoint(cluster: Cluster, tmp
         assert run.starts("trainer-1") == 2
         steps = [row["training/step"] for row in run.rows() if "timing_s/step" in row]
         assert sorted(set(steps)) == list(range(1, 9))
+        left = cluster.second.seen(f"{WORK}/runs/{run.path.name}/elsewhere")
+        assert not list(left.iterdir()), "what the killed launcher had no time to remove is gone, too"
 
 
 @pytest.mark.long

@@ -111,6 +111,14 @@ def test_machines_that_cannot_have_all_are_refused(
         placing(machines(*gpus), *overrides)
 
 
+def test_what_a_pool_has_left_is_named() -> None:
+    nodes = [*machines(4), Node("2", "10.0.0.2", 1, 1, frozenset(["big"]))]
+    keys = ("launch.pools={rollout: big}", "launch.gpus={rollout: 1}", "rollout.workers=2")
+    said = r"rollout-1 needs 1 GPU\(s\) of one machine with 'big', and there is left: 10.0.0.2 0 of 1 \("
+    with pytest.raises(ConfigError, match=said):
+        placing(nodes, *keys)
+
+
 def test_a_process_returns_to_its_machine_and_leaves_one_that_is_gone() -> None:
     first, second, third = machines(1, 1, 1)
     found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")

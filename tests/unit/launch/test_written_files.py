@@ -6,32 +6,42 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.written_files import PIECE, FetchedFiles, WrittenFiles
+from asyncrl.launch.written_files import PIECE, FetchedFiles, WrittenFiles, claim
 from asyncrl.weights.disk import weights_directory
 
 
 def test_files_of_another_machine_are_appended_once(tmp_path: Path) -> None:
-    there, here = WrittenFiles(tmp_path / "there", "run"), FetchedFiles(tmp_path / "here")
-    for name in ("there/run/logs", "there/run/timeline", "here/logs"):
+    there, here = WrittenFiles(tmp_path / "elsewhere/there", "run"), FetchedFiles(tmp_path / "here")
+    for name in ("elsewhere/there/run/logs", "elsewhere/there/run/timeline", "here/logs"):
         (tmp_path / name).mkdir(parents=True)
     long = b"x" * (PIECE + 5)
     (tmp_path / "here/logs/rollout-1.log").write_bytes(b"of an earlier launch\n")
-    (tmp_path / "there/run/logs/rollout-1.log").write_bytes(long)
-    (tmp_path / "there/run/timeline/rollout-1.jsonl").write_bytes(b"{}\n")
-    (tmp_path / "there/run/run.db").write_bytes(b"not fetched")
+    (tmp_path / "elsewhere/there/run/logs/rollout-1.log").write_bytes(long)
+    (tmp_path / "elsewhere/there/run/timeline/rollout-1.jsonl").write_bytes(b"{}\n")
+    (tmp_path / "elsewhere/there/run/run.db").write_bytes(b"not fetched")
     while found := there.after(here.read):
         here.add(found)
-    with (tmp_path / "there/run/logs/rollout-1.log").open("ab") as file:
+    with (tmp_path / "elsewhere/there/run/logs/rollout-1.log").open("ab") as file:
         file.write(b"more")
     here.add(there.after(here.read))
     assert not there.after(here.read)
-    cache = weights_directory("shm", tmp_path / "there/run", "run", needed_bytes=0) / "cache-0"
+    cache = weights_directory("shm", tmp_path / "elsewhere/there/run", "run", needed_bytes=0) / "cache-0"
     cache.mkdir(parents=True)
     there.remove()
     assert not cache.exists()
     assert (tmp_path / "here/logs/rollout-1.log").read_bytes() == b"of an earlier launch\n" + long + b"more"
     assert (tmp_path / "here/timeline/rollout-1.jsonl").read_bytes() == b"{}\n"
-    assert not (tmp_path / "here/run.db").exists() and not (tmp_path / "there").exists()
+    assert not (tmp_path / "here/run.db").exists() and not (tmp_path / "elsewhere/there").exists()
+
+
+def test_what_a_killed_launch_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    cache = weights_directory("shm", tmp_path / "killed/run", "run", needed_bytes=0)
+    (tmp_path / "killed/run").mkdir(parents=True)
+    cache.mkdir(parents=True)
+    claim(tmp_path / "alive", "run")
+    assert not (tmp_path / "killed").exists() and not cache.exists()
+    claim(tmp_path / "other", "run")
+    assert {path.name for path in tmp_path.iterdir()} == {"alive", "other"}
 
 
 @pytest.mark.parametrize(
