@@ -1,9 +1,12 @@
-"""`asyncrl worker --join TOKEN`: be one more rollout worker of a run under way, on this or another machine.
+"""`asyncrl worker --join TOKEN`: be one more rollout worker of a run under way, or the keeper of one more
+server, on this or another machine.
 
 `asyncrl invite` prints the token; `--join -` reads it from standard input, as other users of a machine see
 arguments. The model, plug-ins and, with embedded engines, the weights must be at the same paths as for the
 other workers. SIGTERM or Ctrl-C lets it leave: others go on with its episodes, from the last turn that each
 has had. It ends with 0 when it has left, or when the run has ended.
+
+With a token of `asyncrl invite --role engine`, a server is started here, or the one at --url is attached to.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import asyncrl
 from asyncrl.commands.arguments import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, ConfigError
-from asyncrl.launch.placement import TARGETS, RolePlace, environment
+from asyncrl.launch.placement import ENGINE, TARGETS, RolePlace, environment
 from asyncrl.launch.run_directory import run_directory
+from asyncrl.launch.servers import check_servers
 from asyncrl.observe.files import read_start
 from asyncrl.wire.messages.shared import Enrolled
 
@@ -33,10 +37,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--join", required=True, metavar="TOKEN", help="of asyncrl invite; - for standard input"
     )
+    parser.add_argument("--url", default="", help="of a server that is there, as workers reach it")
     options = parser.parse_args(argv)
     token = sys.stdin.readline() if options.join == "-" else options.join
     endpoints, given = enrol(token)
     config = configuration(given, options.run_dir)
+    if given.role == ENGINE:
+        config = with_server(config, options.url)
+    elif options.url:
+        raise ConfigError("--url: the token is for a worker; get one with asyncrl invite --role engine")
     place = RolePlace(given.role, given.index, config.launch.threads, TARGETS[given.role])
     os.environ.update(environment(place))
     from asyncrl.launch.role import execute, leave, set_up_logging  # numeric libraries read the environment
@@ -63,4 +72,13 @@ def configuration(given: Enrolled, parent: Path) -> RunConfig:
     run_dir.mkdir(parents=True, exist_ok=True)
     if not read_start(run_dir):
         (run_dir / "started").write_text(given.started)  # it names the day of the run, for chat templates
+    return config
+
+
+def with_server(config: RunConfig, url: str) -> RunConfig:
+    """With one server alone: at `url`, or to be started. ConfigError where it cannot be used."""
+    if url.rstrip("/") in [known.rstrip("/") for known in config.engine.urls]:
+        raise ConfigError(f"--url: the server {url} is one of engine.urls: the run uses it")
+    config = replace(config, engine=replace(config.engine, urls=[url] if url else []))
+    check_servers(config)
     return config

@@ -212,6 +212,11 @@ class EngineHandler:
             keeper.push_s = message.seconds
             self.loaded(keeper.engine, keeper.name, message, now)
 
+    def left(self, peer: bytes) -> None:
+        """A keeper ends, and its server with it or out of its care: workers turn to others at once."""
+        if (keeper := self.keepers.get(peer)) is not None:
+            self._lose(keeper, "it leaves")
+
     def stop(self, reason: str) -> None:
         for keeper in self.keepers.values():
             self.state.outbox.to_control(keeper.peer, Stop(reason))
@@ -232,7 +237,8 @@ class EngineHandler:
         """Send each worker what it does not have yet of the table: all of it, or what changed. Changes are
         collected, so that TABLES_PER_SECOND is kept. A restarted coordinator first gives the keepers a
         lease's time to report: workers take back turns from servers that a table leaves out."""
-        complete = len(self.keepers) >= self.state.config.engine.keepers
+        planned = self.state.config.engine.keepers
+        complete = sum(keeper.hello.index < planned for keeper in self.keepers.values()) >= planned
         if not self.remote or not (complete or now > self._began + self.state.config.launch.lease):
             return
         self._informed -= self.state.outbox.unreachable  # a change did not reach them

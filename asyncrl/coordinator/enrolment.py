@@ -17,7 +17,6 @@ from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite
 from asyncrl.wire.sockets import TOKEN, Gate
 
-ENROLLED = ("rollout",)  # roles that may join
 FIRST_START = 1_000_000_000  # of their incarnations: the launcher counts its own starts from 1
 
 
@@ -36,10 +35,12 @@ class EnrolmentHandler:
         self.state, self._gate = state, gate
         self._tokens: dict[str, tuple[str, float]] = {}  # role, and when it is over
         self._enrolled = enrolled_keys(state.store.read, state.launch)
+        planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.keepers}
+        self._planned = {role: count for role, count in planned.items() if count}  # more of these may join
 
     def invite(self, message: Invite, now: float) -> None:
-        if message.role not in ENROLLED or message.token in self._gate.members:
-            log.warning("no token for a process of role %r: only %s may join", message.role, ENROLLED)
+        if message.role not in self._planned or message.token in self._gate.members:
+            log.warning("no token for a process of role %r: only %s may join", message.role, [*self._planned])
             return
         self._tokens[message.token] = (message.role, now + message.seconds)
         self._gate.members[message.token] = TOKEN
@@ -51,12 +52,13 @@ class EnrolmentHandler:
             return
         role, _ = self._tokens.pop(token)
         del self._gate.members[token]
-        index = self.state.config.rollout.workers + len(self._enrolled)
+        start = FIRST_START + len(self._enrolled)
+        index = self._planned[role] + [*self._enrolled.values()].count(role)
         self._gate.members[message.key] = self._enrolled[message.key] = role
         kept = msgspec.json.encode((self.state.launch, self._enrolled)).decode()
         self.state.store.put_meta("enrolled", kept)
         log.info("a process was enrolled as %s-%d", role, index)
-        name = incarnation_of(self.state.launch, FIRST_START + index)
+        name = incarnation_of(self.state.launch, start)
         config, started = msgspec.json.encode(self.state.config), read_start(self.state.run_dir)
         self.state.outbox.to_control(peer, Enrolled(role, index, name, asyncrl.__version__, config, started))
 

@@ -202,6 +202,7 @@ class Coordinator:
         match message:
             case Leave():
                 self.workers.leave(peer, now)
+                self.engines.left(peer)
             case Heartbeat():
                 self.workers.heartbeat(peer, message, now)
             case WorkerHello():

@@ -7,7 +7,8 @@ unblocks: the coordinator (an engine that can sample, versions confirmed)
     start / attach ──► ready ──► checked ──► hello with its url ──► loads and beats ──► end
 
 It is the only one who pauses the server or changes its weights; workers only sample. A server that dies, is
-restarted from outside or cannot be loaded ends the keeper, and the launcher starts both anew.
+restarted from outside or cannot be loaded ends the keeper, and the launcher starts both anew, where the
+keeper is its own.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import Activity
 from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.runtime.signals import at_ending
 from asyncrl.runtime.waits import Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.wire.messages.channels import ToKeeper
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.worker_control import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity, local_address
 
 T = TypeVar("T")
@@ -46,7 +49,7 @@ MAX_PROBE_GAP, MAX_PROBE_NOISES = 1.0, 5.0
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """Run a keeper until `Stop`. Returns 0, or 1 when the server or the coordinator is lost.
+    """Run a keeper until `Stop`, or a signal. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
     keeper = Keeper(config, endpoints, index, incarnation)
     try:
@@ -83,6 +86,7 @@ class Keeper:
         launch = self.config.launch
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
         self._ending: asyncio.Future[int] = loop.create_future()
+        at_ending(loop, lambda: self._end("by a signal"))
         self._loads = WeightLoader("train", self._timeline, self.config.weights.deadline, self._ready)
         services = [asyncio.create_task(service) for service in self._services()]
         try:
@@ -115,9 +119,8 @@ class Keeper:
         for task in services:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
-        self._healthy = False
         with suppress(AsyncrlError):  # nothing may keep the server from being ended
-            await self._beat()  # workers turn to other servers at once
+            await self._control.send(Leave())  # workers turn to other servers at once
         if self._process is not None:  # first: the launcher does not wait for long
             await self._process.stop()
         if self._server is not None:
@@ -146,8 +149,8 @@ class Keeper:
         try:
             async with asyncio.timeout(seconds):
                 with self._waits.named("its server to become ready"):
-                    if settings.urls:
-                        return await self._connect(settings.urls[self.index])
+                    if urls := settings.urls:  # a keeper that has joined knows its own alone
+                        return await self._connect(urls[self.index % len(urls)])
                     return await self._spawn()
         except TimeoutError:
             late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"

@@ -1,8 +1,8 @@
-"""Tokens with which workers join a run under way: a command asks the launcher for one, through a FIFO.
+"""Tokens with which processes join a run under way: a command asks the launcher for one, through a FIFO.
 
-    asyncrl invite ── makes RUN/invite-…, which only its user may open ──► launcher
-          ▲                                                                   │ Invite, to the coordinator
-          └───────────────────── the token, written into it ◄─────────────────┘
+    asyncrl invite ── makes RUN/invite-ROLE-…, which only its user may open ──► launcher
+          ▲                                                                        │ Invite to the
+          └─────────────────────── the token, written into it ◄────────────────────┘ coordinator
 
 Only the launcher has the keys of the run, and they are in no file.
 """
@@ -21,7 +21,6 @@ from asyncrl.wire.sockets import Endpoints, Link
 
 TOKEN_SECONDS = 600.0  # in which a token must be used
 ANSWER_SECONDS = 10.0  # for the launcher, which looks ten times a second
-ROLE = "rollout"
 TOKEN_BYTES = 4096  # what a FIFO takes at once
 
 
@@ -38,14 +37,14 @@ class Admission:
                 fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                 path.unlink()
                 with os.fdopen(fifo, "w") as asking:
-                    invite, token = invitation(self._endpoints, ROLE, TOKEN_SECONDS)
+                    invite, token = invitation(self._endpoints, path.name.split("-")[1], TOKEN_SECONDS)
                     link.send(invite)
                     asking.write(token)
 
 
-def ask_for_token(run_dir: Path, seconds: float = ANSWER_SECONDS) -> str:
+def ask_for_token(run_dir: Path, role: str, seconds: float = ANSWER_SECONDS) -> str:
     """The command's side. ConfigError when no launcher answers in time."""
-    path = run_dir / f"invite-{secrets.token_hex(4)}"  # others may ask at the same time
+    path = run_dir / f"invite-{role}-{secrets.token_hex(4)}"  # others may ask at the same time
     os.mkfifo(path, 0o600)
     fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -15,26 +15,24 @@ import pytest
 from tests.integration.runs import ROOT, Run
 
 pytestmark = pytest.mark.slow
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMAND = (sys.executable, "-m", "asyncrl.cli")
 
 
-def asked(run: Run) -> str:
-    done = subprocess.run(
-        [*COMMAND, "invite", str(run.path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "only a worker here can join" in done.stderr
+def asked(run: Run, role: str) -> str:
+    command = [*COMMAND, "invite", str(run.path), "--role", role]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "only processes here can join" in done.stderr
     return done.stdout
 
 
 @contextmanager
-def joined(run: Run, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+def joined(run: Run, directory: Path, *more: str, role: str = "rollout") -> Iterator[subprocess.Popen[bytes]]:
     directory.mkdir(exist_ok=True)
-    command = [*COMMAND, "worker", "--join", "-", "--run-dir", str(directory)]
-    token = asked(run)
+    command = [*COMMAND, "worker", "--join", "-", "--run-dir", str(directory), *more]
+    environment, token = os.environ | {"OMP_NUM_THREADS": "1"}, asked(run, role)
     with (directory / "out").open("ab") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=out, stderr=out
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=out
         )
     try:
         assert process.stdin is not None

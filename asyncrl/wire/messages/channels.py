@@ -27,7 +27,7 @@ from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines,
 # By the role of the sender: the coordinator takes nothing else from it.
 ToCoordinatorControl = {
     "rollout": WorkerHello | Heartbeat | Leave | Loaded,
-    "engine": KeeperHello | KeeperBeat | Loaded,
+    "engine": KeeperHello | KeeperBeat | Leave | Loaded,
     "trainer": (
         TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | OutOfMemory | Spiked
     ),

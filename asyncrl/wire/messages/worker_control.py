@@ -57,7 +57,8 @@ class Heartbeat(WireMessage, frozen=True):
 
 
 class Leave(WireMessage, frozen=True):
-    """The worker is about to end, and gave up what it held: others go on with that, and it gets no more."""
+    """The worker, or the keeper of a server, is about to end, and gave up what it held: others go on with
+    that, and it gets no more."""
 
 
 class Assign(WireMessage, frozen=True):

@@ -417,6 +417,7 @@ def test_a_server_that_cannot_keep_up_does_not_hold_up_new_episodes(setup: Engin
 
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:
     del setup.handler.keepers[B]
+    setup.join(b"engine/2/c", 2)  # which has joined the run: B is still to come
     setup.handler.send_table([WORKER], 1.0)
     assert setup.sent.take(Engines) == []
     setup.handler.send_table([WORKER], 10.1)  # the lease is over: B is gone

@@ -18,7 +18,8 @@ from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.errors import ConfigError
 from asyncrl.wire.enrolment import enrol, invitation
 from asyncrl.wire.incarnations import is_older, launch_of
-from asyncrl.wire.messages.channels import ToObserver, ToWorkerControl
+from asyncrl.wire.messages.channels import ToKeeper, ToObserver, ToWorkerControl
+from asyncrl.wire.messages.keeper import KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello
 from asyncrl.wire.messages.shared import Enrolled, Stop, Welcome
 from asyncrl.wire.messages.worker_control import Leave, WorkerHello
@@ -36,9 +37,9 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> None:
 class Joining:
     """A coordinator, and the launcher's link to it."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, **sections: object) -> None:
         base = {"name": "t", "run_dir": str(run_dir), "model": {"path": "m"}, "data": {"train": "d"}}
-        self._config = parse(base)
+        self._config = parse(base | sections)
         self.endpoints = choose_endpoints("127.0.0.1", 0)
         self.observer = Link(self.endpoints.control, ToObserver, b"observer/0/x", self.endpoints.keys)
         self.start("launch")
@@ -70,8 +71,11 @@ class Joining:
         return self.coordinator.control.refused
 
     def enrol(self) -> Endpoints:
-        token = self.token()
-        given: Endpoints = self.during(lambda: enrol(token, DEADLINE))[0]
+        return self.enrolled()[0]
+
+    def enrolled(self, role: str = "rollout") -> tuple[Endpoints, Enrolled]:
+        token = self.token(role)
+        given: tuple[Endpoints, Enrolled] = self.during(lambda: enrol(token, DEADLINE))
         return given
 
     def received(self, link: Link) -> Any:
@@ -122,7 +126,9 @@ def test_a_token_is_of_use_once(joining: Joining) -> None:
         joining.during(lambda: enrol(token, DEADLINE))
 
 
-@pytest.mark.parametrize(("role", "seconds"), [("trainer", 1e6), ("observer", 1e6), ("rollout", -1.0)])
+@pytest.mark.parametrize(
+    ("role", "seconds"), [("trainer", 1e6), ("observer", 1e6), ("engine", 1e6), ("rollout", -1.0)]
+)
 def test_a_token_for_another_role_or_one_that_is_over_lets_nobody_in(
     joining: Joining, role: str, seconds: float
 ) -> None:
@@ -178,15 +184,10 @@ def test_each_one_is_told_what_it_is_in_the_run(joining: Joining) -> None:
     """Also by a coordinator that was restarted: no index is given twice in a launch."""
     (joining.coordinator.run_dir / "started").write_text("2026-11-23 00ff")
 
-    def told() -> Enrolled:
-        token = joining.token()
-        given: Enrolled = joining.during(lambda: enrol(token, DEADLINE))[1]
-        return given
-
-    first, second = told(), told()
+    first, second = joining.enrolled()[1], joining.enrolled()[1]
     joining.coordinator.close()
     joining.start("launch")
-    third = told()
+    third = joining.enrolled()[1]
     assert [one.index for one in (first, second, third)] == [1, 2, 3], "the launcher's worker is 0"
     assert len({one.incarnation for one in (first, second, third)}) == 3
     assert not is_older(first.incarnation, "launch.5") and launch_of(first.incarnation) == "launch"
@@ -205,3 +206,26 @@ def test_who_leaves_gives_its_episodes_back_at_once(joining: Joining) -> None:
     )
     assert not joining.coordinator.workers.workers
     link.close()
+
+
+def test_servers_are_counted_apart_and_one_that_leaves_is_gone_at_once(tmp_path: Path) -> None:
+    joining = Joining(tmp_path, engine={"name": "sglang", "servers": 2})
+    engines, workers = joining.coordinator.engines, joining.coordinator.workers
+    (_, first), (_, worker), (given, second) = (
+        joining.enrolled(role) for role in ("engine", "rollout", "engine")
+    )
+    assert [(one.role, one.index) for one in (first, worker, second)] == [
+        ("engine", 2),
+        ("rollout", 1),
+        ("engine", 3),
+    ]
+    assert len({one.incarnation for one in (first, worker, second)}) == 3
+    link = Link(given.control, ToKeeper, b"engine/3/x", given.keys)
+    link.send(KeeperHello(3, second.incarnation, "http://host", pid=1))
+    assert isinstance(joining.received(link), Welcome) and engines.keepers and not workers.workers
+    link.send(Leave())
+    joining.during(lambda: [0 for _ in range(1000) if engines.keepers and link.receive(0.03)])
+    assert not engines.keepers
+    link.close()
+    joining.coordinator.close()
+    joining.observer.close()
