@@ -142,8 +142,8 @@ class LaunchConfig(Section, frozen=True):
     host: Text = "127.0.0.1"
     """Address of this machine that the coordinator binds to, and all others dial. `0.0.0.0`: it binds to all,
     and they dial the one of the default route."""
-    port: Annotated[int, Meta(ge=0, le=65534)] = 0
-    """Control port; port + 1 is the bulk port. 0: free ones."""
+    port: Annotated[int, Meta(ge=0, le=65533)] = 0
+    """Control port; the next two are those of bulk data and of weights. 0: free ones."""
     restarts: Count = 5
     """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a step."""
     threads: Positive = 1

@@ -19,7 +19,7 @@ from itertools import chain, repeat
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import Loaded, Stop
+from asyncrl.wire.messages.shared import Loaded, Prefetch, Stop
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
@@ -61,6 +61,7 @@ class EngineHandler:
         self.quarantined: set[str] = set()  # engines whose weights are not what they should be
         self.refused: Counter[tuple[str, PolicyVersion]] = Counter()  # since an engine loaded any version
         self.refusal = ""  # why the last was
+        self._told = NO_VERSION  # newest version that keepers were told of
         self._eval_servers: set[str] = set()  # set aside for validation
         self._table: dict[str, EngineEntry] = {}  # by name: what workers were sent last
         self._informed: set[bytes] = set()  # workers that have it
@@ -146,6 +147,10 @@ class EngineHandler:
     def _push(self, now: float) -> None:
         versions = self.state.versions
         if versions.ref is not None:
+            if versions.newest > self._told:
+                self._told = versions.newest
+                for peer in self.keepers:
+                    self.state.outbox.to_control(peer, Prefetch(versions.ref))
             for engine in self._due(now):
                 self.state.outbox.to_control(engine.encode(), versions.order(versions.ref, "train"))
                 versions.push(engine, now)

@@ -36,8 +36,10 @@ from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import failures_line
+from asyncrl.runtime.version_server import root
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, SupersededError
+from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
@@ -56,7 +58,12 @@ from asyncrl.wire.messages.trainer import (
 )
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Heartbeat, Leave, WorkerHello
-from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller, bound
+from asyncrl.wire.sockets import (
+    Endpoints,
+    Gate,
+    Hub,
+    Poller,
+)
 
 TICK = 0.05
 DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds, per socket and turn of the loop
@@ -89,6 +96,7 @@ class Coordinator:
         self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl, self._gate)
         self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
         self.state = load_state(config, self.run_dir, store, TransactionalOutbox(self.control, self.bulk))
+        self._versions = root(config, endpoints, self._gate, lambda: self.state.versions.ref)
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
         self.workers = WorkerHandler(
@@ -392,4 +400,6 @@ class Coordinator:
         self.state.timeline.close()
         self.control.close()
         self.bulk.close()
+        if self._versions is not None:
+            self._versions.close()
         self._gate.close()

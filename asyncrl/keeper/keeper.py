@@ -29,14 +29,16 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import Activity
 from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.signals import at_ending
 from asyncrl.runtime.waits import Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
+from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToKeeper
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Stop, Welcome
 from asyncrl.wire.messages.worker_control import Leave
-from asyncrl.wire.sockets import AsyncLink, Endpoints, identity, local_address
+from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.keeper")
@@ -71,6 +73,7 @@ class Keeper:
         self._timeline = Timeline(self._run_dir / "timeline" / f"engine-{index}.jsonl")
         self._activity = Activity(self._timeline)
         self._waits = Waits(activity=self._activity)
+        self._mirror = Mirror(config, endpoints, "engine", index, self._timeline)
         self._server: ServerLoader | None = None
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
@@ -87,7 +90,8 @@ class Keeper:
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
         self._ending: asyncio.Future[int] = loop.create_future()
         at_ending(loop, lambda: self._end("by a signal"))
-        self._loads = WeightLoader("train", self._timeline, self.config.weights.deadline, self._ready)
+        deadline = self.config.weights.deadline
+        self._loads = WeightLoader("train", self._timeline, deadline, self._ready, self._mirror)
         services = [asyncio.create_task(service) for service in self._services()]
         try:
             done, _ = await asyncio.wait([self._ending, *services], return_when=asyncio.FIRST_COMPLETED)
@@ -125,6 +129,7 @@ class Keeper:
             await self._process.stop()
         if self._server is not None:
             await self._server.close()
+        self._mirror.close()
         self._activity.flush()
         self._timeline.close()
         self._control.close()
@@ -234,6 +239,8 @@ class Keeper:
             match message:
                 case Welcome():
                     self._contact.welcomed = True
+                case Prefetch():
+                    self._mirror.prefetch(message.ref)
                 case LoadWeights():
                     self._loads.offer(message.ref, message.probe)
                 case Stop():

@@ -166,7 +166,7 @@ def stays(place: RolePlace) -> bool:
 
 def check_shared(config: RunConfig, nodes: Sequence[Node], here: str, dialled: str, placing: Placing) -> None:
     """ConfigError where processes on these machines could not work together: an address that only one of them
-    knows, weights or checkpoints that only one of them has. `dialled`: the coordinator's host."""
+    knows, checkpoints that only one of them has. `dialled`: the coordinator's host."""
     if len(nodes) < 2:
         return
     if is_loopback(dialled):
@@ -174,12 +174,6 @@ def check_shared(config: RunConfig, nodes: Sequence[Node], here: str, dialled: s
         raise ConfigError(
             f"launch.host: {dialled} is another machine on each of the {len(nodes)} of the cluster; set "
             f"launch.host={own}"
-        )
-    weights = config.weights
-    if weights.transport == "disk" and weights.directory in ("auto", "shm", "run"):
-        raise ConfigError(
-            f"weights.directory: {weights.directory!r} is on one machine, and the cluster has {len(nodes)}; "
-            "set it to a path that all of them share"
         )
     if len(placing.machines(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(

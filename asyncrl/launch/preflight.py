@@ -19,7 +19,7 @@ from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, Toolbox
 from asyncrl.types import Sample
 from asyncrl.weights.model_files import weight_bytes
-from asyncrl.wire.sockets import EVERY_ADDRESS, own_address
+from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
 
 def check_ray(config: RunConfig) -> None:

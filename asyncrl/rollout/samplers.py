@@ -16,6 +16,7 @@ from asyncrl.engines.base import Engine, EngineRefused, Request
 from asyncrl.errors import EngineError
 from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.waits import FRESHER, Notifier, Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation
@@ -35,6 +36,7 @@ class LocalSampler:
     meter: BusyTimer
     timeline: Recorder
     deadline: float  # of one load, in seconds
+    mirror: Mirror | None = None
     pinned: bool = False
     engine: Engine | None = None
     running: int = 0  # episodes
@@ -42,7 +44,7 @@ class LocalSampler:
     loads: WeightLoader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._built)
+        self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._built, self.mirror)
 
     @property
     def changed(self) -> Notifier:

@@ -41,6 +41,7 @@ from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Activity
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.signals import at_ending
 from asyncrl.runtime.waits import Waits
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
@@ -111,6 +112,7 @@ class RolloutWorker:
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
         self.activity = Activity(self.timeline)
         self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
+        self._mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
         self._local = self._local_samplers(parts.build, engine) if parts.build is not None else {}
         self._servers: dict[str, EngineEntry] = {}  # by name
         self._uses: dict[str, EngineUse] = {}  # by the server's name
@@ -134,7 +136,8 @@ class RolloutWorker:
         return TurnPlayer(run, self._parts.toolbox, self._parts.environment)
 
     def _local_samplers(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
-        shared = (build, self.waits, self.busy_timer, self.timeline, self.config.weights.deadline)
+        deadline = self.config.weights.deadline
+        shared = (build, self.waits, self.busy_timer, self.timeline, deadline, self._mirror)
         train = LocalSampler("train", *shared, engine=engine)
         return {"train": train, "eval": LocalSampler("eval", *shared, pinned=True)}
 
@@ -202,6 +205,7 @@ class RolloutWorker:
             await self._control.send(Leave())
         for name in ("train", "eval"):
             await self._sampler(name).close()
+        self._mirror.close()
         if self.agents is not None:
             await self.agents.close()
         await asyncio.gather(self._parts.toolbox.close(), self._parts.scorer.close())

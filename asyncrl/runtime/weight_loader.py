@@ -1,7 +1,7 @@
 """The versions an engine is to load: a mailbox in which the latest wins, and the checks of what was loaded.
 
 consumes: versions offered
-waits for: the engine, at most `deadline` seconds a load
+waits for: the version to be at hand; the engine, at most `deadline` seconds a load
 unblocks: tasks that wait for fresher weights, by `changed`
 """
 
@@ -11,13 +11,14 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
 from asyncrl.errors import recorded
 from asyncrl.runtime.activity import Recorder
+from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.waits import Notifier
-from asyncrl.weights.buffers import Superseded
-from asyncrl.weights.manifest import Manifest, Probe, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Probe, Unavailable, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
 LOAD = "load_weights"  # a span of the timeline
@@ -53,13 +54,18 @@ class LoadFailures:
 
 
 class WeightLoader:
-    """`engine` is called at each load; it may build one."""
+    """`engine` is called at each load; it may build one. `mirror` brings versions of another machine here."""
 
     def __init__(
-        self, lane: str, timeline: Recorder, deadline: float, engine: Callable[[], Awaitable[Loadable]]
+        self,
+        lane: str,
+        timeline: Recorder,
+        deadline: float,
+        engine: Callable[[], Awaitable[Loadable]],
+        mirror: Mirror | None = None,
     ) -> None:
         self.lane, self.changed = lane, Notifier()
-        self._timeline, self._deadline, self._engine = timeline, deadline, engine
+        self._timeline, self._deadline, self._engine, self._mirror = timeline, deadline, engine, mirror
         self._offered: tuple[WeightsRef, Probe | None] | None = None
         self._proven = False  # the engine has compared a probe
         self._busy = False
@@ -91,31 +97,40 @@ class WeightLoader:
             self.changed.notify()
 
     async def _load(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
-        start, wall, checksum, probed = time.monotonic(), time.time(), "", (0.0, 0, 0.0)
+        checksum, probed = "", (0.0, 0, 0.0)
+        start, wall = time.monotonic(), time.time()
         with recorded() as failure:
-            try:
-                async with asyncio.timeout(self._deadline):
-                    engine = await self._engine()
-                    manifest = await self._swap(engine, ref)
-                    if probe is not None:
-                        probed = await _compared(engine, probe)
-                        self._proven = True
-                    checksum = manifest.checksum
-            except TimeoutError:
-                what = "loaded" if self._last is None else "probed"
-                raise WeightsError(f"{ref.label} was not {what} within {self._deadline:g} s") from None
+            async with self._at_hand(ref) as local:
+                start, wall = time.monotonic(), time.time()
+                try:
+                    async with asyncio.timeout(self._deadline):
+                        engine = await self._engine()
+                        manifest = await self._swap(engine, ref, local)
+                        if probe is not None:
+                            probed = await _compared(engine, probe)
+                            self._proven = True
+                        checksum = manifest.checksum
+                except TimeoutError:
+                    what = "loaded" if self._last is None else "probed"
+                    raise WeightsError(f"{ref.label} was not {what} within {self._deadline:g} s") from None
         details = {"error": failure.line} if failure.line else {}
         self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
-        superseded = isinstance(failure.error, Superseded)
+        superseded = isinstance(failure.error, Unavailable)
         unproven = not self._proven
         return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded, unproven)
 
-    async def _swap(self, engine: Loadable, ref: WeightsRef) -> Manifest:
+    def _at_hand(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
+        """The files of a version, where they are needed."""
+        if self._mirror is None or (self._last is not None and self._last[0] == ref):
+            return nullcontext(ref)
+        return self._mirror.at_hand(ref)
+
+    async def _swap(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
         """Load a version; one that is in use already is only confirmed again."""
         if self._last is None or self._last[0] != ref:
             self._last = None  # until it is in: after a failure the engine may hold anything
-            self._last = ref, await engine.load(ref)
+            self._last = ref, await engine.load(files)
         return self._last[1]
 
 

@@ -24,9 +24,14 @@ from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot
+from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.trainer import Published
-from asyncrl.wire.sockets import Endpoints, Link, identity, local_address
+from asyncrl.wire.sockets import (
+    Endpoints,
+    Link,
+    identity,
+)
 
 PROBE_TOKENS = 65
 NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other shapes are rounded otherwise

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.weights.manifest import WeightsError
+from asyncrl.weights.manifest import Unavailable
 
 
-class Superseded(WeightsError):
+class Superseded(Unavailable):
     """A newer version was copied over this one before it was read."""
 
 

@@ -209,8 +209,16 @@ def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
         needed = set[PolicyVersion]().union(*(_needs(ref) for ref in [*held, *refs[len(old) :]]))
         doomed = [ref for ref in old if ref.version not in needed]
         for ref in doomed:
-            _delete(ref)
+            delete(ref)
     return doomed
+
+
+def delete(ref: WeightsRef) -> None:
+    """All at once for readers; what cannot be removed is tried again when the next version is written."""
+    aside = _temporary(Path(ref.path).parent)
+    with suppress(OSError):
+        Path(ref.path).rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def bytes_needed(version_bytes: int, deltas: bool, caches: int) -> int:
@@ -290,14 +298,6 @@ def _claimed(ref: WeightsRef) -> Iterator[bool]:
         else:
             claimed = True
         yield claimed
-
-
-def _delete(ref: WeightsRef) -> None:
-    """All at once for readers; what cannot be removed is tried again at the next publish."""
-    aside = _temporary(Path(ref.path).parent)
-    with suppress(OSError):
-        Path(ref.path).rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _temporary(directory: Path) -> Path:

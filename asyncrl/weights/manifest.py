@@ -21,6 +21,10 @@ class WeightsError(AsyncrlError):
     """Published weights are missing, damaged or not this model's."""
 
 
+class Unavailable(WeightsError):
+    """The version cannot be had now, or there is only a newer one: nothing is wrong with it."""
+
+
 class WeightsRef(msgspec.Struct, frozen=True):
     """A published version: which, and where."""
 

@@ -28,7 +28,7 @@ def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite,
     """What the coordinator must be sent by the launcher, and the token: a line of text, which is secret."""
     key = new_key_pair()
     keys = {COORDINATOR: msgspec.structs.replace(endpoints.keys[COORDINATOR], secret=""), TOKEN: key}
-    content = msgspec.msgpack.encode(Endpoints(endpoints.control, endpoints.bulk, keys))
+    content = msgspec.msgpack.encode(msgspec.structs.replace(endpoints, keys=keys))
     return Invite(key.public, role, seconds), base64.urlsafe_b64encode(content).decode()
 
 
@@ -69,4 +69,4 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
         )
     enrolled: Enrolled = answer[0]
     keys = {COORDINATOR: given.keys[COORDINATOR], enrolled.role: key}
-    return Endpoints(given.control, given.bulk, keys), enrolled
+    return msgspec.structs.replace(given, keys=keys), enrolled

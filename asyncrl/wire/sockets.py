@@ -32,6 +32,7 @@ import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError, ProtocolError
+from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")
@@ -40,7 +41,6 @@ MAX_BYTES = 256 << 20  # of a message, header and frames
 MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
 HIGH_WATER = 4096
 SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
-EVERY_ADDRESS = "0.0.0.0"
 ENVELOPE = 1024  # bytes that encryption may add to a frame
 COORDINATOR, OBSERVER, TOKEN = "coordinator", "observer", "token"
 ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
@@ -75,18 +75,20 @@ class Endpoints(msgspec.Struct, frozen=True):
     control: str
     bulk: str
     keys: dict[str, KeyPair] = {}
+    versions: str = ""
 
     def given_to(self, role: str) -> Endpoints:
         """What a process of that role may know: the secret key of no other role."""
         keys = {name: key if name == role else KeyPair(key.public) for name, key in self.keys.items()}
-        return Endpoints(self.control, self.bulk, keys)
+        return msgspec.structs.replace(self, keys=keys)
 
 
 def choose_endpoints(host: str, port: int) -> Endpoints:
-    """Two ports on `host`, `port` and the next one, or free ones for 0, and new keys. ConfigError if taken.
+    """Three ports on `host`, from `port` on, or free ones for 0, and new keys. ConfigError if one is taken.
     Nobody can dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
-    with socket.socket() as first, socket.socket() as second:
-        for sock, number in ((first, port), (second, port + 1 if port else 0)):
+    with socket.socket() as first, socket.socket() as second, socket.socket() as third:
+        for offset, sock in enumerate((first, second, third)):
+            number = port + offset if port else 0
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 sock.bind((host, number))
@@ -96,29 +98,11 @@ def choose_endpoints(host: str, port: int) -> Endpoints:
                     "end what uses it, or set launch.port=0 for a free port"
                 ) from None
         dialled = own_address() if host == EVERY_ADDRESS else host
-        control, bulk = (f"tcp://{dialled}:{sock.getsockname()[1]}" for sock in (first, second))
-        return Endpoints(control, bulk, {role: new_key_pair() for role in (COORDINATOR, *ROLES)})
-
-
-def own_address() -> str:
-    """This machine's address on the default route; a loopback one without any."""
-    try:
-        return local_address("tcp://192.0.2.1:9")  # an address for documentation: nobody has it
-    except OSError:
-        return "127.0.0.1"
-
-
-def bound(endpoint: str, host: str) -> str:
-    """Where the coordinator binds for an endpoint."""
-    return f"tcp://{EVERY_ADDRESS}:{endpoint.rpartition(':')[2]}" if host == EVERY_ADDRESS else endpoint
-
-
-def local_address(endpoint: str) -> str:
-    """This machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # of a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
+        control, bulk, versions = (
+            f"tcp://{dialled}:{sock.getsockname()[1]}" for sock in (first, second, third)
+        )
+        keys = {role: new_key_pair() for role in (COORDINATOR, *ROLES)}
+        return Endpoints(control, bulk, keys, versions)
 
 
 def identity(role: str, index: int, incarnation: str = "") -> bytes:
@@ -156,16 +140,18 @@ class Codec:
 
 
 class Gate:
-    """Lets those in who have a key of the run: the ZAP handler of a coordinator's Hubs, in a thread.
+    """Lets those in who have a key of the run: the ZAP handler of a process's Hubs, in a thread.
 
-    `members`: public key -> role, at first those of the launch and the `enrolled`. One that is taken out is
-    heard no more, on a connection that it has, too.
+    `owner`: the role of that process. `members`: public key -> role, at first those of the launch
+    that are known, and the `enrolled`. One that is taken out is heard no more, even where it is connected.
     """
 
-    def __init__(self, endpoints: Endpoints, enrolled: Mapping[str, str] = {}) -> None:
-        self.own = endpoints.keys[COORDINATOR]
-        self.members = {endpoints.keys[role].public: role for role in ROLES} | dict(enrolled)
-        self.context = zmq.Context()
+    def __init__(
+        self, endpoints: Endpoints, enrolled: Mapping[str, str] = {}, owner: str = COORDINATOR
+    ) -> None:
+        self.own, known = endpoints.keys[owner], endpoints.keys
+        self.members = {known[role].public: role for role in ROLES if role in known} | dict(enrolled)
+        self.context = zmq.Context(2)  # threads: what one of them encrypts does not hold up the other's
         self.context.set(ZERO_COPY_RECV, 0)
         handler: zmq.Socket = self.context.socket(zmq.REP)
         handler.bind("inproc://zeromq.zap.01")
@@ -209,15 +195,18 @@ class Gate:
 
 
 class Hub:
-    """The coordinator's end of one channel. Never blocks. `unions`: what each role may send."""
+    """The server's end of one channel. Never blocks. `unions`: what each role may send. `large`: what is
+    sent is encrypted by another thread than that of other channels."""
 
-    def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate) -> None:
+    def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate, large: bool = False) -> None:
         self.socket: zmq.Socket = gate.context.socket(zmq.ROUTER)
         _configure(self.socket)
+        self.socket.setsockopt(zmq.AFFINITY, 2 if large else 1)
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may dial again before its old end is gone
         self.socket.bind(endpoint)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where it was free
         self._gate, self._codecs = gate, {role: Codec(union) for role, union in unions.items()}
         self.refused = 0  # messages that could not be read
 

@@ -81,7 +81,7 @@ class ClusterRun(Run):
         super().__init__(
             out_dir,
             *("launch=ray", f"launch.ray_address={cluster.first.address}:{PORT}"),
-            *(f"launch.host={cluster.first.address}", f"weights.directory={cluster.shared / 'weights'}"),
+            f"launch.host={cluster.first.address}",
             *(
                 f"run_dir={WORK}/runs",
                 "launch.lease=30",

@@ -5,7 +5,7 @@ A message is a header (one of these structs, msgpack) and zero or more opaque fr
 
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
-from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Loaded, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Loaded, LoadWeights, Prefetch, Stop, Welcome
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -21,6 +21,7 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
+from asyncrl.wire.messages.versions import Gone, Opened, OpenVersion, Piece, ReadPiece
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, Leave, WorkerHello
 
@@ -35,8 +36,10 @@ ToCoordinatorControl = {
     "token": Enrol,
 }
 ToCoordinatorBulk = {"rollout": Record, "trainer": PlanRequest | PlanReceived}
+ToVersionServer = {"rollout": OpenVersion | ReadPiece, "engine": OpenVersion | ReadPiece}
+ToVersionReader = Opened | Piece | Gone
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
-ToKeeper = Welcome | LoadWeights | Stop
+ToKeeper = Welcome | Prefetch | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced
 ToTrainerControl = Welcome | Committed | Stop
 ToTrainerBulk = WorkPlan | StartPlan

@@ -64,6 +64,12 @@ class Welcome(WireMessage, frozen=True):
     micro_tokens: int = 0
 
 
+class Prefetch(WireMessage, frozen=True):
+    """A version that a server will be told to load, when it is its turn: bring its files to this machine."""
+
+    ref: WeightsRef
+
+
 class LoadWeights(WireMessage, frozen=True):
     """Load a version into a lane, compare its probe where there is one, and answer Loaded."""
 

@@ -166,8 +166,8 @@ def test_a_version_that_is_being_deleted_cannot_be_held(tmp_path, tensors, monke
             assert time.monotonic() < end
         delete(ref)
 
-    delete, reader = disk._delete, threading.Thread(target=read)
-    monkeypatch.setattr(disk, "_delete", while_it_is_read)
+    delete, reader = disk.delete, threading.Thread(target=read)
+    monkeypatch.setattr(disk, "delete", while_it_is_read)
     assert disk.prune(tmp_path, keep=1) == [old]
     reader.join(60)
     assert "no usable manifest" in found[0]

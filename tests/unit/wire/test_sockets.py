@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import ProtocolError
 from asyncrl.wire import sockets
+from asyncrl.wire.addresses import bound, own_address
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.observer import ObserverHello
 from asyncrl.wire.messages.shared import Attempt, Stop, WireMessage
@@ -29,12 +30,10 @@ from asyncrl.wire.sockets import (
     Hub,
     KeyPair,
     Link,
-    bound,
     choose_endpoints,
     encode,
     introduce,
     new_key_pair,
-    own_address,
     role_of,
 )
 from tools.faults.proxy import Proxy

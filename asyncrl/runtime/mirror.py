@@ -1,0 +1,293 @@
+"""The trainer's versions as files of this machine: read over the network where its own are not in sight.
+
+consumes: versions that engines are to load
+waits for: whom the version is read from, as long as pieces of it come; another process of this machine
+unblocks: the loads of all engines of this machine, and machines that read the version from here
+
+One process of a machine at a time fetches, which a lock on the file `mirror` ensures; the others find what it
+has brought. So a version comes to a machine once, however many engines are there. A fetch that is killed
+leaves nothing but a temporary directory, which the next one removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import math
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UNDECODABLE, AsyncrlError, DeadlineError, ProtocolError, disk_full, one_line
+from asyncrl.runtime.activity import Recorder
+from asyncrl.runtime.version_server import Arriving, VersionServer, travels
+from asyncrl.types import PolicyVersion
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import Manifest, Unavailable, WeightsError, WeightsRef
+from asyncrl.wire.addresses import is_here, local_address
+from asyncrl.wire.messages.channels import ToVersionReader
+from asyncrl.wire.messages.versions import PIECE, Gone, Opened, OpenVersion, Piece, ReadPiece
+from asyncrl.wire.sockets import (
+    COORDINATOR,
+    ROLES,
+    Endpoints,
+    Gate,
+    KeyPair,
+    Link,
+    identity,
+)
+
+log = logging.getLogger("asyncrl.weights")
+
+FETCH = "fetch_weights"  # a span of the timeline
+WINDOW = 16  # pieces that are asked for at once: bounds memory, and fills a line with up to 16 MB under way
+STALL_S = 10.0  # seconds without a sign of life of the source
+TRIES = 3  # sources
+SLACK = 4.0  # a fetch may take so many times as long as the last one made expect
+
+
+class Mirror:
+    """One process's end. `role`, `index`: of the process."""
+
+    def __init__(
+        self, config: RunConfig, endpoints: Endpoints, role: str, index: int, timeline: Recorder
+    ) -> None:
+        weights = config.weights
+        self._where, self._deadline, self._name = weights.directory, weights.deadline, config.name
+        self._run_dir = Path(config.run_dir) / config.name
+        self._endpoints, self._role, self._index = endpoints, role, index
+        self._timeline = timeline
+        self._possible = travels(config) and bool(endpoints.versions)
+        self._sees_files = not self._possible or is_here(endpoints.control)
+        self._directory: Path | None = None
+        self._arriving: dict[PolicyVersion, Arriving] = {}
+        self._server: VersionServer | None = None
+        self._rate = 0.0  # bytes a second, of the last fetch
+        self._wanted: WeightsRef | None = None
+        self._prefetching: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def at_hand(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
+        """The version as files that this machine sees, and which stay during the body. What was brought here
+        and cannot be loaded is deleted. Raises Unavailable when nobody delivers it, or only a newer one is
+        left, and WeightsError."""
+        if not self._is_elsewhere(ref):
+            yield ref
+            return
+        local = await asyncio.to_thread(self._fetched, ref.version)
+        with disk.lock_version(local):
+            try:
+                yield local
+            except WeightsError:
+                disk.delete(local)
+                raise
+
+    def prefetch(self, ref: WeightsRef) -> None:
+        """Bring a version here in the background; one that still waits is skipped. A failure shows when the
+        version is to be loaded."""
+        self._wanted = ref
+        if self._prefetching is None or self._prefetching.done():
+            self._prefetching = asyncio.create_task(self._prefetch())
+
+    def close(self) -> None:
+        if self._prefetching is not None:
+            self._prefetching.cancel()
+        if self._server is not None:
+            self._server.close()
+            self._gate.close()
+
+    async def _prefetch(self) -> None:
+        while (ref := self._wanted) is not None:
+            self._wanted = None
+            with suppress(AsyncrlError):
+                if self._is_elsewhere(ref):
+                    await asyncio.to_thread(self._fetched, ref.version)
+
+    def _is_elsewhere(self, ref: WeightsRef) -> bool:
+        """Where files of the trainer's machine are in sight, one that is not there is asked for, too: it is
+        told whether there is a newer one."""
+        return self._possible and not (self._sees_files and Path(ref.path).is_dir())
+
+    # -- in a thread -----------------------------------------------------------------------------------
+
+    def _fetched(self, version: PolicyVersion) -> WeightsRef:
+        """The version's files here, fetched unless another process has done it meanwhile."""
+        try:
+            with self._turn() as lock:
+                self._directory = Path(lock.read_text()) if lock.read_text() else None
+                return self._local(version) or self._fetch(version, lock)
+        except OSError as error:
+            advice = "; set weights.directory=run" if disk_full(error) and self._where != "run" else ""
+            raise WeightsError(f"{version.label} cannot be written here: {error}{advice}") from error
+        except (DeadlineError, ProtocolError) as error:
+            raise Unavailable(f"{version.label} does not come: {one_line(error)}") from error
+
+    @contextmanager
+    def _turn(self) -> Iterator[Path]:
+        """The only one of this machine that fetches. The file's time is that of the newest piece."""
+        path = self._run_dir / "mirror"
+        with path.open("a") as file:
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.time() - path.stat().st_mtime > 2 * TRIES * STALL_S:
+                    raise DeadlineError("another process of this machine fetches, and gets nothing")
+                time.sleep(0.02)
+            os.utime(path)
+            yield path
+
+    def _local(self, version: PolicyVersion) -> WeightsRef | None:
+        """The version, with what it builds upon, if all is here."""
+        if self._directory is None:
+            return None
+        ref = disk.ref_to(self._directory, version)
+        with suppress(WeightsError):
+            for _ in disk.lineage_of(ref):
+                pass
+            return ref
+        return None
+
+    def _fetch(self, version: PolicyVersion, lock: Path) -> WeightsRef:
+        begin, wall = time.monotonic(), time.time()
+        opened = self._open(version)
+        try:
+            manifest = msgspec.json.decode(opened.manifest, type=Manifest)
+        except UNDECODABLE as error:
+            raise ProtocolError(f"no usable manifest ({error})") from None
+        if manifest.delta is not None and self._local(manifest.delta.version) is None:
+            self._fetch(manifest.delta.version, lock)
+        if self._directory is None:
+            self._directory = self._chosen(manifest)
+            lock.write_text(str(self._directory))
+        disk.prune(self._directory, disk.KEEP - 1)
+        try:
+            with disk.new_version(self._directory, version) as work:
+                self._receive(opened, work, lock)
+                (work / disk.MANIFEST).write_bytes(opened.manifest)
+        finally:
+            self._arriving.pop(version, None)
+        size, seconds = sum(file.size for file in opened.files), time.monotonic() - begin
+        self._rate = size / seconds
+        self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
+        log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
+        return disk.ref_to(self._directory, version)
+
+    def _chosen(self, manifest: Manifest) -> Path:
+        """Where versions are kept here: as at the trainer, in shared memory if there is room."""
+        size = sum(spec.nbytes for spec in manifest.layout)
+        needed = disk.bytes_needed(size, manifest.delta is not None, caches=0)
+        return disk.weights_directory(self._where, self._run_dir, self._name, needed) / "mirror"
+
+    def _open(self, version: PolicyVersion, anew: bool = False) -> Opened:
+        """Ask the coordinator's machine from whom to read."""
+        address, key = self._served_at()
+        with self._link(self._endpoints.versions, self._endpoints.keys[COORDINATOR].public) as link:
+            link.send(OpenVersion(version, address, key, anew))
+            answer, _ = _answer(link)
+        if not isinstance(answer, Opened):
+            raise ProtocolError(f"{type(answer).__name__} is no answer to OpenVersion")
+        return answer
+
+    def _receive(self, opened: Opened, work: Path, lock: Path) -> None:
+        """All files of a version. Where one source fails, the trainer's machine goes on."""
+        for file in opened.files:
+            with (work / file.name).open("wb") as empty:
+                if file.size:
+                    os.posix_fallocate(empty.fileno(), 0, file.size)  # a full disk shows now
+        expected = sum(file.size for file in opened.files) / self._rate if self._rate else math.inf
+        until = time.monotonic() + self._deadline + SLACK * expected
+        arriving = self._arriving[opened.version] = Arriving(work, {file.name: 0 for file in opened.files})
+        for left in reversed(range(TRIES)):
+            try:
+                self._read_from(opened, arriving, lock, until)
+                return
+            except AsyncrlError as error:
+                if not left or time.monotonic() > until:
+                    raise
+                log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
+                opened = self._open(opened.version, anew=True)
+
+    def _read_from(self, opened: Opened, arriving: Arriving, lock: Path, until: float) -> None:
+        """What has not arrived so far, in order."""
+        wanted = (
+            ReadPiece(opened.version, file.name, offset, min(PIECE, file.size - offset))
+            for file in opened.files
+            for offset in range(arriving.have[file.name], file.size, PIECE)
+        )
+        asked: dict[tuple[str, int], int] = {}  # sizes of pieces, by file and offset
+        asked_to: dict[str, int] = {}
+        with self._link(opened.address, opened.key) as link:
+            while True:
+                while len(asked) < WINDOW and (request := next(wanted, None)) is not None:
+                    link.send(request)
+                    asked[request.name, request.offset] = request.size
+                    asked_to[request.name] = request.offset + request.size
+                if not asked:
+                    return
+                if time.monotonic() > until:
+                    raise DeadlineError(f"it takes {SLACK:g} times as long as the last version")
+                if (found := _piece(_answer(link), asked)) is None:
+                    continue
+                name, offset, data = found
+                _write_at(arriving.work / name, offset, data)
+                del asked[name, offset]
+                missing = (start for of, start in asked if of == name)
+                arriving.have[name] = min(missing, default=asked_to[name])
+                os.utime(lock)
+
+    def _served_at(self) -> tuple[str, str]:
+        """Where others read from this process, and the key; who has joined knows no keys of others."""
+        if not set(ROLES) <= self._endpoints.keys.keys():
+            return "", ""
+        if self._server is None:
+            address = f"tcp://{local_address(self._endpoints.control)}:*"
+            self._gate = Gate(self._endpoints, owner=self._role)
+            self._server = VersionServer(self._gate, address, lambda: self._directory, self._arriving)
+        return self._server.address, self._server.key
+
+    @contextmanager
+    def _link(self, address: str, key: str) -> Iterator[Link]:
+        keys = {**self._endpoints.keys, COORDINATOR: KeyPair(key)}
+        link = Link(address, ToVersionReader, identity(self._role, self._index), keys)
+        try:
+            yield link
+        finally:
+            link.close()
+
+
+def _answer(link: Link) -> tuple[Opened | Piece, list[bytes]]:
+    """The next answer. DeadlineError when none comes; Unavailable or WeightsError when the version is gone."""
+    received = link.receive(STALL_S)
+    if received is None:
+        raise DeadlineError(f"no answer for {STALL_S:g} s")
+    answer, frames = received
+    if isinstance(answer, Gone):
+        raise (Unavailable if answer.newer else WeightsError)(f"{answer.version.label} is gone")
+    return answer, frames
+
+
+def _piece(
+    answer: tuple[Opened | Piece, list[bytes]], asked: Mapping[tuple[str, int], int]
+) -> tuple[str, int, bytes] | None:
+    """Name, offset and bytes of a piece that was asked for; None: the source is waiting for it itself."""
+    message, frames = answer
+    if not isinstance(message, Piece) or (message.name, message.offset) not in asked:
+        raise ProtocolError(f"{type(message).__name__} that nobody has asked for")
+    if not frames:
+        return None
+    if len(frames) != 1 or len(frames[0]) != asked[message.name, message.offset]:
+        raise ProtocolError(f"a piece of {sum(map(len, frames))} bytes")
+    return message.name, message.offset, frames[0]
+
+
+def _write_at(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)

@@ -1,0 +1,232 @@
+"""Serves versions of the weights to machines that do not see the trainer's files.
+
+The coordinator's server is the root, and says who reads from whom. The machines form a chain, and each one
+passes a version on while it is still receiving it, so the trainer's machine sends a version once, however
+many machines and engines there are:
+
+    root ──► machine 2 ──► machine 3 ──► …      a piece goes on as soon as it is there
+
+Who gets nothing from its source any more asks the root anew, and reads from there. So do machines that nobody
+can read from: those that have joined, with keys that the others do not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.types import PolicyVersion
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.wire.addresses import bound
+from asyncrl.wire.messages.channels import ToVersionServer
+from asyncrl.wire.messages.versions import Gone, Opened, OpenVersion, Piece, ReadPiece, VersionFile
+from asyncrl.wire.sockets import (
+    Endpoints,
+    Gate,
+    Hub,
+    Poller,
+)
+
+log = logging.getLogger("asyncrl.weights")
+
+TICK = 0.005  # seconds between two looks for pieces that others wait for
+PENDING_S = 2.0  # seconds after which a reader is told that its piece has not come so far
+UNUSED_S = 60.0  # seconds without a request after which a version may be deleted
+HELD = 2  # versions that may not: those that were asked for last
+OWN = ("auto", "shm", "run")  # values of weights.directory that are another directory on each machine
+CHAINS = 4  # newest versions whose readers are remembered
+
+
+@dataclass
+class Arriving:
+    """A version that this process is receiving. `have`: how many bytes of each file are there, from its
+    start."""
+
+    work: Path
+    have: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Chain:
+    """Who reads a version. `end`: address and key of the one that nobody reads it from so far."""
+
+    end: tuple[str, str]
+    members: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Waiting:
+    """A request for a piece that is not here so far; `told`: when the reader has heard that last."""
+
+    peer: bytes
+    request: ReadPiece
+    told: float
+
+
+class VersionServer:
+    """A thread that answers until `close`. `directory`: of the versions; None: there are none so far.
+    `arriving`: those that this process is receiving; the root has none."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        endpoint: str,
+        directory: Callable[[], Path | None],
+        arriving: Mapping[PolicyVersion, Arriving] = {},
+    ) -> None:
+        self._hub = Hub(endpoint, ToVersionServer, gate, large=True)
+        self.address, self.key = self._hub.endpoint, gate.own.public
+        self._directory, self._arriving = directory, arriving
+        self._chains: dict[PolicyVersion, Chain] = {}
+        self._held: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
+        self._waiting: deque[Waiting] = deque()
+        self.sent = 0  # bytes
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Readers have deadlines of their own."""
+        self._closing.set()
+        self._thread.join()
+        self._release(math.inf, 0)
+        self._hub.close()
+
+    def _run(self) -> None:
+        poller = Poller(self._hub)
+        while not self._closing.is_set():
+            poller.wait(TICK if self._waiting else 0.1)
+            while (received := self._hub.receive()) is not None:
+                peer, message, _ = received
+                self._answer(peer, message, time.monotonic())
+            for _ in range(len(self._waiting)):
+                waiting = self._waiting.popleft()
+                self._answer(waiting.peer, waiting.request, waiting.told)
+            self._release(time.monotonic() - UNUSED_S, HELD)
+
+    def _answer(self, peer: bytes, message: OpenVersion | ReadPiece, told: float) -> None:
+        try:
+            if isinstance(message, OpenVersion):
+                self._hub.send(peer, self._opened(message))
+            else:
+                self._read(peer, message, told)
+        except (WeightsError, OSError) as error:
+            log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
+            self._hub.send(peer, Gone(message.version, self._has_newer(message.version)))
+
+    # -- who reads from whom ---------------------------------------------------------------------------
+
+    def _opened(self, message: OpenVersion) -> Opened:
+        here = self._hold(message.version)
+        files = tuple(
+            VersionFile(name, (here / name).stat().st_size)
+            for name in (disk.PAYLOAD, disk.DELTA)
+            if (here / name).exists()
+        )
+        source = self._source(message)
+        return Opened(message.version, (here / disk.MANIFEST).read_bytes(), files, *source)
+
+    def _source(self, message: OpenVersion) -> tuple[str, str]:
+        """The end of the chain, which the asker is from now on; but the root for who is in it already, so
+        that nobody is told to read from who reads from it."""
+        root = (self.address, self.key)
+        chain = self._chains.setdefault(message.version, Chain(root))
+        for old in sorted(self._chains)[:-CHAINS]:
+            del self._chains[old]
+        if message.anew or not message.address or message.address in chain.members:
+            return root
+        source, chain.end = chain.end, (message.address, message.key)
+        chain.members.add(message.address)
+        return source
+
+    # -- pieces ----------------------------------------------------------------------------------------
+
+    def _read(self, peer: bytes, request: ReadPiece, told: float) -> None:
+        """Send a piece, or keep the request until it is there."""
+        data = self._bytes(request)
+        if data is not None:
+            self._hub.send(peer, Piece(request.name, request.offset), (data,))
+            self.sent += len(data)
+            return
+        if time.monotonic() - told > PENDING_S:
+            self._hub.send(peer, Piece(request.name, request.offset))
+            told = time.monotonic()
+        self._waiting.append(Waiting(peer, request, told))
+
+    def _bytes(self, request: ReadPiece) -> bytes | None:
+        """None: they have not come yet. WeightsError, or OSError: they never will."""
+        if request.name not in (disk.PAYLOAD, disk.DELTA):
+            raise WeightsError(f"{request.name!r} is no file of a version")
+        arriving = self._arriving.get(request.version)
+        if arriving is not None:
+            if arriving.have.get(request.name, 0) < request.offset + request.size:
+                return None
+            with suppress(FileNotFoundError):  # it is complete, and was renamed just now
+                return _read_at(arriving.work / request.name, request)
+        return _read_at(self._hold(request.version) / request.name, request)
+
+    def _hold(self, version: PolicyVersion) -> Path:
+        """Its directory, which stays for as long as it is asked for. WeightsError when it is gone."""
+        directory = self._directory()
+        if directory is None:
+            raise WeightsError("no version is known here so far")
+        ref = disk.ref_to(directory, version)
+        held, _ = self._held.get(version) or (ExitStack(), 0.0)
+        if version not in self._held:
+            held.enter_context(disk.lock_version(ref))
+        self._held[version] = held, time.monotonic()
+        return Path(ref.path)
+
+    def _release(self, unused_since: float, most: int) -> None:
+        """Let go of versions that nobody has asked for since then, and of all but the last `most`."""
+        by_time = sorted(self._held, key=lambda version: self._held[version][1], reverse=True)
+        for place, version in enumerate(by_time):
+            held, asked = self._held[version]
+            if asked < unused_since or place >= most:
+                held.close()
+                del self._held[version]
+
+    def _has_newer(self, version: PolicyVersion) -> bool:
+        directory = self._directory()
+        return directory is not None and any(ref.version > version for ref in disk.published(directory))
+
+
+def root(
+    config: RunConfig, endpoints: Endpoints, gate: Gate, newest: Callable[[], WeightsRef | None]
+) -> VersionServer | None:
+    """The coordinator's, where versions are not on a path that all machines share. `newest`: the newest
+    version, if that is known."""
+    if not travels(config) or not endpoints.versions:
+        return None
+
+    def directory() -> Path | None:
+        ref = newest()
+        return None if ref is None else Path(ref.path).parent
+
+    return VersionServer(gate, bound(endpoints.versions, config.launch.host), directory)
+
+
+def travels(config: RunConfig) -> bool:
+    """Whether versions are files of the trainer's machine alone."""
+    return config.weights.transport == "disk" and config.weights.directory in OWN
+
+
+def _read_at(path: Path, request: ReadPiece) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        data = os.pread(descriptor, request.size, request.offset)
+    finally:
+        os.close(descriptor)
+    if len(data) != request.size:
+        raise WeightsError(f"{path} has no {request.size} bytes at {request.offset}")
+    return data

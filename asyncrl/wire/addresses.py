@@ -1,0 +1,34 @@
+"""Addresses of this machine, as the processes of a run dial them."""
+
+from __future__ import annotations
+
+import socket
+
+EVERY_ADDRESS = "0.0.0.0"
+
+
+def own_address() -> str:
+    """This machine's address on the default route; a loopback one without any."""
+    try:
+        return local_address("tcp://192.0.2.1:9")  # an address for documentation: nobody has it
+    except OSError:
+        return "127.0.0.1"
+
+
+def bound(endpoint: str, host: str) -> str:
+    """Where the coordinator binds for an endpoint."""
+    return f"tcp://{EVERY_ADDRESS}:{endpoint.rpartition(':')[2]}" if host == EVERY_ADDRESS else endpoint
+
+
+def local_address(endpoint: str) -> str:
+    """This machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def is_here(endpoint: str) -> bool:
+    """True when `endpoint` is of this machine."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return local_address(endpoint) == socket.gethostbyname(host)

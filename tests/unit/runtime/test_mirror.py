@@ -1,0 +1,212 @@
+"""Versions on machines that do not see the trainer's files, over real sockets: whole, once, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime import mirror as module
+from asyncrl.runtime.mirror import Mirror
+from asyncrl.runtime.version_server import HELD, VersionServer, root
+from asyncrl.types import PolicyVersion
+from asyncrl.weights import disk
+from asyncrl.weights.delta import DeltaWriter
+from asyncrl.weights.manifest import Unavailable, WeightsError, WeightsRef
+from asyncrl.wire.messages.versions import OpenVersion
+from asyncrl.wire.sockets import Gate, choose_endpoints
+from tests.fakes.launching import config
+from tests.fakes.weights import publish, snapshot_of
+
+FETCHER = """
+import asyncio, sys
+from pathlib import Path
+import msgspec
+from asyncrl.config import read_config
+from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.mirror import Mirror
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.sockets import Endpoints
+endpoints, ref = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[Endpoints, WeightsRef])
+run = read_config(Path(sys.argv[1]))
+async def fetch():
+    mirror = Mirror(run, endpoints, "rollout", 9, Timeline(Path(sys.argv[1]) / "timeline.jsonl"))
+    async with mirror.at_hand(ref):
+        pass
+asyncio.run(fetch())
+"""
+
+
+class Machines:
+    """The trainer's, with a server, and others, which see none of its files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._at = directory
+        self.published = directory / "trainer"
+        self.endpoints = choose_endpoints("127.0.0.1", 0)
+        self._gate = Gate(self.endpoints)
+        self.newest: WeightsRef | None = None
+        here = root(config(directory), self.endpoints, self._gate, lambda: self.newest)
+        assert here is not None
+        self.root: VersionServer = here
+        self._mirrors: list[Mirror] = []
+
+    def publish(self, step: int, numbers: int = 3000, **more: Any) -> WeightsRef:
+        """Numbers that name their version."""
+        tensors = {"a": torch.full((numbers,), float(step)), "b": torch.arange(4.0)}
+        self.newest = publish(tensors, self.published, PolicyVersion(1, step), **more)
+        return self.newest
+
+    def mirror(self, machine: str, index: int = 0) -> Mirror:
+        """Of a process on that machine: it sees no path of the trainer's."""
+        run = config(self._at / machine)
+        Path(run.run_dir, run.name).mkdir(parents=True, exist_ok=True)
+        timeline = Timeline(self._at / machine / f"timeline-{index}.jsonl")
+        made = Mirror(run, self.endpoints, "rollout", index, timeline)
+        made._sees_files = False
+        self._mirrors.append(made)
+        return made
+
+    def close(self) -> None:
+        for mirror in self._mirrors:
+            mirror.close()
+            if mirror._directory is not None:
+                for ref in disk.published(mirror._directory):
+                    disk.delete(ref)
+        self.root.close()
+        self._gate.close()
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    monkeypatch.setattr(module, "STALL_S", 2.0)
+    made = Machines(tmp_path)
+    yield made
+    made.close()
+
+
+def brought(mirror: Mirror, ref: WeightsRef) -> WeightsRef:
+    """The version as files of the mirror's machine, each byte of which is checked."""
+
+    async def load() -> WeightsRef:
+        async with mirror.at_hand(ref) as local:
+            assert disk.verify(local).checksum == disk.read_manifest(ref).checksum
+            return local
+
+    return asyncio.run(load())
+
+
+def test_a_version_comes_to_a_machine_once_and_goes_on_from_there(machines: Machines) -> None:
+    first, beside, second, third = map(machines.mirror, ("2", "2", "3", "4"), (0, 1, 2, 3))
+    for step in range(1, 9):
+        ref, before = machines.publish(step), machines.root.sent
+        local = brought(first, ref)
+        assert local.path != ref.path and local.version == ref.version
+        assert brought(beside, ref) == local
+        brought(second, ref)
+        brought(third, ref)
+        payload = (Path(ref.path) / disk.PAYLOAD).stat().st_size
+        assert machines.root.sent - before == payload, "one machine read from the trainer's"
+    assert len(disk.published(Path(local.path).parent)) <= disk.KEEP + HELD
+
+
+def test_machines_read_at_once_what_has_arrived_so_far(machines: Machines) -> None:
+    ref = machines.publish(1, numbers=8 << 20)
+    mirrors = [machines.mirror(str(machine), machine) for machine in range(4)]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(asyncio.to_thread(brought, mirror, ref) for mirror in mirrors))
+
+    asyncio.run(all_of_them())
+    assert machines.root.sent == (Path(ref.path) / disk.PAYLOAD).stat().st_size
+
+
+def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
+    writer = DeltaWriter(machines.published, 4096, full_every=4)
+    tensors = {"a": torch.zeros(5000)}
+    for step in range(3):
+        tensors["a"][step] += 1
+        ref = writer.write(snapshot_of(tensors, PolicyVersion(1, step)))
+    machines.newest = ref
+    local = brought(machines.mirror("2"), ref)
+    assert (Path(local.path) / disk.DELTA).exists()
+    assert len(disk.published(Path(local.path).parent)) == 3
+
+
+def test_who_gets_nothing_from_its_source_reads_from_the_trainers_machine(machines: Machines) -> None:
+    ref, dead = machines.publish(1), choose_endpoints("127.0.0.1", 0)
+    claimed = OpenVersion(ref.version, dead.control, machines.endpoints.keys["rollout"].public)
+    assert machines.root._opened(claimed).address == machines.root.address
+    begin = time.monotonic()
+    brought(machines.mirror("2"), ref)  # is told to read from the one that has died
+    assert 2.0 < time.monotonic() - begin < 10.0
+
+
+def test_a_killed_fetch_is_done_again_by_another_process_of_the_machine(machines: Machines) -> None:
+    ref = machines.publish(1, numbers=32 << 20)  # 128 MB
+    mirror = machines.mirror("2")
+    run = mirror._run_dir
+    (run / "config.yaml").write_bytes(msgspec.json.encode(config(run.parent)))
+    hidden = msgspec.structs.replace(ref, path="/nowhere/at/all")
+    process = subprocess.Popen([sys.executable, "-c", FETCHER, str(run)], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.msgpack.encode((machines.endpoints, hidden)))
+    process.stdin.close()
+    end = time.monotonic() + 60
+    while not machines.root.sent:
+        with suppress(subprocess.TimeoutExpired):
+            pytest.fail(f"it ended with {process.wait(0.002)}")
+        assert time.monotonic() < end
+    process.kill()
+    process.wait()
+    assert machines.root.sent < (Path(ref.path) / disk.PAYLOAD).stat().st_size, "killed in mid-transfer"
+    local = brought(mirror, ref)
+    assert [path.name for path in Path(local.path).parent.iterdir()] == [Path(local.path).name]
+
+
+def test_a_version_that_is_gone_is_no_fault_when_there_is_a_newer_one(machines: Machines) -> None:
+    old, mirror = machines.publish(1), machines.mirror("2")
+    machines.publish(2)
+    disk.delete(old)
+    with pytest.raises(Unavailable, match="e1-v1 is gone"):
+        brought(mirror, old)
+    missing = disk.ref_to(machines.published, PolicyVersion(1, 9))
+    with pytest.raises(WeightsError, match="e1-v9 is gone") as caught:
+        brought(mirror, missing)
+    assert not isinstance(caught.value, Unavailable)
+
+
+def test_what_cannot_be_loaded_is_brought_anew(machines: Machines) -> None:
+    ref, mirror = machines.publish(1), machines.mirror("2")
+    damaged = Path(brought(mirror, ref).path) / disk.PAYLOAD
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(WeightsError, match="does not match"):
+        brought(mirror, ref)
+    brought(mirror, ref)
+
+
+def test_no_answer_is_an_error_in_time(machines: Machines) -> None:
+    ref, mirror = machines.publish(1), machines.mirror("2")
+    machines.root.close()
+    with pytest.raises(Unavailable, match="e1-v1 does not come: .*no answer for 2 s"):
+        brought(mirror, ref)
+
+
+def test_a_version_that_is_being_read_is_not_pruned(machines: Machines) -> None:
+    ref = machines.publish(1)
+    machines.root._opened(OpenVersion(ref.version, "", ""))
+    for step in range(2, 8):
+        machines.publish(step)
+    disk.prune(machines.published)
+    assert Path(ref.path).exists()
+    brought(machines.mirror("2"), ref)
