@@ -263,7 +263,7 @@ class Mirror:
 
 
 def _answer(link: Link) -> tuple[Opened | Piece, list[bytes]]:
-    """The next answer. DeadlineError when none comes; Unavailable or WeightsError when the version is gone."""
+    """The next answer. DeadlineError: none comes. Unavailable, WeightsError: the version is gone."""
     received = link.receive(STALL_S)
     if received is None:
         raise DeadlineError(f"no answer for {STALL_S:g} s")

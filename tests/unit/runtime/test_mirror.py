@@ -32,15 +32,15 @@ FETCHER = """
 import asyncio, sys
 from pathlib import Path
 import msgspec
-from asyncrl.config import read_config
+from asyncrl.config import RunConfig
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.sockets import Endpoints
-endpoints, ref = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[Endpoints, WeightsRef])
-run = read_config(Path(sys.argv[1]))
+given = tuple[RunConfig, Endpoints, WeightsRef]
+run, endpoints, ref = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=given)
 async def fetch():
-    mirror = Mirror(run, endpoints, "rollout", 9, Timeline(Path(sys.argv[1]) / "timeline.jsonl"))
+    mirror = Mirror(run, endpoints, "rollout", 9, Timeline(Path(run.run_dir, "killed.jsonl")))
     async with mirror.at_hand(ref):
         pass
 asyncio.run(fetch())
@@ -155,12 +155,11 @@ def test_who_gets_nothing_from_its_source_reads_from_the_trainers_machine(machin
 def test_a_killed_fetch_is_done_again_by_another_process_of_the_machine(machines: Machines) -> None:
     ref = machines.publish(1, numbers=32 << 20)  # 128 MB
     mirror = machines.mirror("2")
-    run = mirror._run_dir
-    (run / "config.yaml").write_bytes(msgspec.json.encode(config(run.parent)))
     hidden = msgspec.structs.replace(ref, path="/nowhere/at/all")
-    process = subprocess.Popen([sys.executable, "-c", FETCHER, str(run)], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", FETCHER], stdin=subprocess.PIPE)
     assert process.stdin is not None
-    process.stdin.write(msgspec.msgpack.encode((machines.endpoints, hidden)))
+    given = (config(mirror._run_dir.parent), machines.endpoints, hidden)
+    process.stdin.write(msgspec.msgpack.encode(given))
     process.stdin.close()
     end = time.monotonic() + 60
     while not machines.root.sent:
@@ -198,7 +197,7 @@ def test_what_cannot_be_loaded_is_brought_anew(machines: Machines) -> None:
 def test_no_answer_is_an_error_in_time(machines: Machines) -> None:
     ref, mirror = machines.publish(1), machines.mirror("2")
     machines.root.close()
-    with pytest.raises(Unavailable, match="e1-v1 does not come: .*no answer for 2 s"):
+    with pytest.raises(Unavailable, match=r"e1-v1 does not come: .*no answer for 2 s"):
         brought(mirror, ref)
 
 
