@@ -123,9 +123,11 @@ WALL_CLOCK = {
     "gateway/completions.py",
     "gateway/responses.py",
     "observe/files.py",
+    "observe/ratios.py",
     "observe/timeline.py",
     "runtime/activity.py",
     "runtime/busy_timer.py",
+    "runtime/mirror.py",
     "runtime/weight_loader.py",
 }
 

@@ -32,7 +32,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, Unavailable, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
-from asyncrl.wire.messages.versions import PIECE, Gone, Opened, OpenVersion, Piece, ReadPiece
+from asyncrl.wire.messages.versions import PIECE, FileBytes, OpenedVersion, OpenVersion, ReadFile, VersionGone
 from asyncrl.wire.sockets import (
     COORDINATOR,
     ROLES,
@@ -130,14 +130,16 @@ class Mirror:
 
     @contextmanager
     def _turn(self) -> Iterator[Path]:
-        """The only one of this machine that fetches. The file's time is that of the newest piece."""
-        path = self._run_dir / "mirror"
+        """The only one of this machine that fetches. The file is touched whenever a piece has come."""
+        path, seen, until = self._run_dir / "mirror", 0, math.inf
         with path.open("a") as file:
             while True:
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                if time.time() - path.stat().st_mtime > 2 * TRIES * STALL_S:
+                if (touched := path.stat().st_mtime_ns) != seen:
+                    seen, until = touched, time.monotonic() + 2 * TRIES * STALL_S
+                if time.monotonic() > until:
                     raise DeadlineError("another process of this machine fetches, and gets nothing")
                 time.sleep(0.02)
             os.utime(path)
@@ -185,17 +187,17 @@ class Mirror:
         needed = disk.bytes_needed(size, manifest.delta is not None, caches=0)
         return disk.weights_directory(self._where, self._run_dir, self._name, needed) / "mirror"
 
-    def _open(self, version: PolicyVersion, anew: bool = False) -> Opened:
+    def _open(self, version: PolicyVersion, anew: bool = False) -> OpenedVersion:
         """Ask the coordinator's machine from whom to read."""
         address, key = self._served_at()
         with self._link(self._endpoints.versions, self._endpoints.keys[COORDINATOR].public) as link:
             link.send(OpenVersion(version, address, key, anew))
             answer, _ = _answer(link)
-        if not isinstance(answer, Opened):
+        if not isinstance(answer, OpenedVersion):
             raise ProtocolError(f"{type(answer).__name__} is no answer to OpenVersion")
         return answer
 
-    def _receive(self, opened: Opened, work: Path, lock: Path) -> None:
+    def _receive(self, opened: OpenedVersion, work: Path, lock: Path) -> None:
         """All files of a version. Where one source fails, the trainer's machine goes on."""
         for file in opened.files:
             with (work / file.name).open("wb") as empty:
@@ -214,10 +216,10 @@ class Mirror:
                 log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
                 opened = self._open(opened.version, anew=True)
 
-    def _read_from(self, opened: Opened, arriving: Arriving, lock: Path, until: float) -> None:
+    def _read_from(self, opened: OpenedVersion, arriving: Arriving, lock: Path, until: float) -> None:
         """What has not arrived so far, in order."""
         wanted = (
-            ReadPiece(opened.version, file.name, offset, min(PIECE, file.size - offset))
+            ReadFile(opened.version, file.name, offset, min(PIECE, file.size - offset))
             for file in opened.files
             for offset in range(arriving.have[file.name], file.size, PIECE)
         )
@@ -262,23 +264,23 @@ class Mirror:
             link.close()
 
 
-def _answer(link: Link) -> tuple[Opened | Piece, list[bytes]]:
+def _answer(link: Link) -> tuple[OpenedVersion | FileBytes, list[bytes]]:
     """The next answer. DeadlineError: none comes. Unavailable, WeightsError: the version is gone."""
     received = link.receive(STALL_S)
     if received is None:
         raise DeadlineError(f"no answer for {STALL_S:g} s")
     answer, frames = received
-    if isinstance(answer, Gone):
+    if isinstance(answer, VersionGone):
         raise (Unavailable if answer.newer else WeightsError)(f"{answer.version.label} is gone")
     return answer, frames
 
 
 def _piece(
-    answer: tuple[Opened | Piece, list[bytes]], asked: Mapping[tuple[str, int], int]
+    answer: tuple[OpenedVersion | FileBytes, list[bytes]], asked: Mapping[tuple[str, int], int]
 ) -> tuple[str, int, bytes] | None:
     """Name, offset and bytes of a piece that was asked for; None: the source is waiting for it itself."""
     message, frames = answer
-    if not isinstance(message, Piece) or (message.name, message.offset) not in asked:
+    if not isinstance(message, FileBytes) or (message.name, message.offset) not in asked:
         raise ProtocolError(f"{type(message).__name__} that nobody has asked for")
     if not frames:
         return None

@@ -29,7 +29,14 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import ToVersionServer
-from asyncrl.wire.messages.versions import Gone, Opened, OpenVersion, Piece, ReadPiece, VersionFile
+from asyncrl.wire.messages.versions import (
+    FileBytes,
+    OpenedVersion,
+    OpenVersion,
+    ReadFile,
+    VersionFile,
+    VersionGone,
+)
 from asyncrl.wire.sockets import (
     Endpoints,
     Gate,
@@ -65,11 +72,11 @@ class Chain:
 
 
 @dataclass
-class Waiting:
+class PendingRead:
     """A request for a piece that is not here so far; `told`: when the reader has heard that last."""
 
     peer: bytes
-    request: ReadPiece
+    request: ReadFile
     told: float
 
 
@@ -89,7 +96,7 @@ class VersionServer:
         self._directory, self._arriving = directory, arriving
         self._chains: dict[PolicyVersion, Chain] = {}
         self._held: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[PendingRead] = deque()
         self.sent = 0  # bytes
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
@@ -114,7 +121,7 @@ class VersionServer:
                 self._answer(waiting.peer, waiting.request, waiting.told)
             self._release(time.monotonic() - UNUSED_S, HELD)
 
-    def _answer(self, peer: bytes, message: OpenVersion | ReadPiece, told: float) -> None:
+    def _answer(self, peer: bytes, message: OpenVersion | ReadFile, told: float) -> None:
         try:
             if isinstance(message, OpenVersion):
                 self._hub.send(peer, self._opened(message))
@@ -122,11 +129,11 @@ class VersionServer:
                 self._read(peer, message, told)
         except (WeightsError, OSError) as error:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
-            self._hub.send(peer, Gone(message.version, self._has_newer(message.version)))
+            self._hub.send(peer, VersionGone(message.version, self._has_newer(message.version)))
 
     # -- who reads from whom ---------------------------------------------------------------------------
 
-    def _opened(self, message: OpenVersion) -> Opened:
+    def _opened(self, message: OpenVersion) -> OpenedVersion:
         here = self._hold(message.version)
         files = tuple(
             VersionFile(name, (here / name).stat().st_size)
@@ -134,7 +141,7 @@ class VersionServer:
             if (here / name).exists()
         )
         source = self._source(message)
-        return Opened(message.version, (here / disk.MANIFEST).read_bytes(), files, *source)
+        return OpenedVersion(message.version, (here / disk.MANIFEST).read_bytes(), files, *source)
 
     def _source(self, message: OpenVersion) -> tuple[str, str]:
         """The end of the chain, which the asker is from now on; but the root for who is in it already, so
@@ -151,19 +158,19 @@ class VersionServer:
 
     # -- pieces ----------------------------------------------------------------------------------------
 
-    def _read(self, peer: bytes, request: ReadPiece, told: float) -> None:
+    def _read(self, peer: bytes, request: ReadFile, told: float) -> None:
         """Send a piece, or keep the request until it is there."""
         data = self._bytes(request)
         if data is not None:
-            self._hub.send(peer, Piece(request.name, request.offset), (data,))
+            self._hub.send(peer, FileBytes(request.name, request.offset), (data,))
             self.sent += len(data)
             return
         if time.monotonic() - told > PENDING_S:
-            self._hub.send(peer, Piece(request.name, request.offset))
+            self._hub.send(peer, FileBytes(request.name, request.offset))
             told = time.monotonic()
-        self._waiting.append(Waiting(peer, request, told))
+        self._waiting.append(PendingRead(peer, request, told))
 
-    def _bytes(self, request: ReadPiece) -> bytes | None:
+    def _bytes(self, request: ReadFile) -> bytes | None:
         """None: they have not come yet. WeightsError, or OSError: they never will."""
         if request.name not in (disk.PAYLOAD, disk.DELTA):
             raise WeightsError(f"{request.name!r} is no file of a version")
@@ -221,7 +228,7 @@ def travels(config: RunConfig) -> bool:
     return config.weights.transport == "disk" and config.weights.directory in OWN
 
 
-def _read_at(path: Path, request: ReadPiece) -> bytes:
+def _read_at(path: Path, request: ReadFile) -> bytes:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         data = os.pread(descriptor, request.size, request.offset)

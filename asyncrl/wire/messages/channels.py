@@ -21,7 +21,7 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
-from asyncrl.wire.messages.versions import Gone, Opened, OpenVersion, Piece, ReadPiece
+from asyncrl.wire.messages.versions import FileBytes, OpenedVersion, OpenVersion, ReadFile, VersionGone
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, Leave, WorkerHello
 
@@ -36,8 +36,8 @@ ToCoordinatorControl = {
     "token": Enrol,
 }
 ToCoordinatorBulk = {"rollout": Record, "trainer": PlanRequest | PlanReceived}
-ToVersionServer = {"rollout": OpenVersion | ReadPiece, "engine": OpenVersion | ReadPiece}
-ToVersionReader = Opened | Piece | Gone
+ToVersionServer = {"rollout": OpenVersion | ReadFile, "engine": OpenVersion | ReadFile}
+ToVersionReader = OpenedVersion | FileBytes | VersionGone
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
 ToKeeper = Welcome | Prefetch | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced

@@ -32,7 +32,7 @@ class VersionFile(WireMessage, frozen=True):
     size: Count
 
 
-class Opened(WireMessage, frozen=True):
+class OpenedVersion(WireMessage, frozen=True):
     """Answer to OpenVersion: what the version consists of, and where to read all but the manifest."""
 
     version: PolicyVersion
@@ -42,7 +42,7 @@ class Opened(WireMessage, frozen=True):
     key: str
 
 
-class ReadPiece(WireMessage, frozen=True):
+class ReadFile(WireMessage, frozen=True):
     """Asks for bytes of a file."""
 
     version: PolicyVersion
@@ -51,15 +51,15 @@ class ReadPiece(WireMessage, frozen=True):
     size: Annotated[int, Meta(ge=1, le=PIECE)]
 
 
-class Piece(WireMessage, frozen=True):
-    """Answer to ReadPiece. One frame: the bytes; none: they are not here so far, and will be sent when they
+class FileBytes(WireMessage, frozen=True):
+    """Answer to ReadFile. One frame: the bytes; none: they are not here so far, and will be sent when they
     are."""
 
     name: str
     offset: Count
 
 
-class Gone(WireMessage, frozen=True):
+class VersionGone(WireMessage, frozen=True):
     """The version is not here (any more). `newer`: a newer one is."""
 
     version: PolicyVersion
