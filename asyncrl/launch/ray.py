@@ -182,8 +182,8 @@ class FileFetcher:
 
     def __init__(self, run_dir: Path, parent: Path, here: str) -> None:
         self._written, self._here, self._run_dir = (parent, run_dir.name), here, run_dir
-        self._followed: dict[str, FetchedFiles] = {}  # by id of the machine
-        self._fetched: dict[str, FetchedFiles] = {}  # by its address: it may come back with another id
+        self._followed: dict[str, str] = {}  # machines: id -> address
+        self._fetched: dict[str, FetchedFiles] = {}  # by address: a machine may come back with another id
         self._agents: dict[str, Any] = {}
         self._mute: set[str] = set()  # machines whose logs are late, which was said
         self._asked: list[threading.Event] = []
@@ -195,7 +195,8 @@ class FileFetcher:
         """Fetch from this machine, too."""
         if node != self._here:
             with self._lock:
-                self._followed[node] = self._fetched.setdefault(address, FetchedFiles(self._run_dir))
+                self._followed[node] = address
+                self._fetched.setdefault(address, FetchedFiles(self._run_dir))
 
     def soon(self) -> threading.Event:
         """Is set once all that is written now was fetched, or could not be."""
@@ -220,14 +221,14 @@ class FileFetcher:
             last = self._closing
             with self._lock:
                 followed, asked, self._asked = dict(self._followed), self._asked, []
-            for node, files in followed.items():
+            for node, address in followed.items():
                 with recorded() as failure:
-                    self._fetch(node, files, last)
+                    self._fetch(node, self._fetched[address], last)
                 if not failure:
                     self._mute.discard(node)
                     continue
                 with recorded():  # Ray itself may not answer
-                    self._excuse(node, failure)
+                    self._excuse(node, address, failure)
             for event in asked:
                 event.set()
             if last:
@@ -253,12 +254,14 @@ class FileFetcher:
         if last:
             answer(agent.remove.remote())
 
-    def _excuse(self, node: str, failure: Failure) -> None:
+    def _excuse(self, node: str, address: str, failure: Failure) -> None:
         """Say it once; an agent that is gone is made anew, unless its machine is gone, too."""
+        slow = isinstance(failure.error, GetTimeoutError)
         if node not in self._mute:
             self._mute.add(node)
-            log.warning("logs of machine %s are late: %s", node[:8], failure.line)
-        if isinstance(failure.error, GetTimeoutError):
+            why = f"no answer within {FETCH_SECONDS:g} s" if slow else failure.line
+            log.warning("logs of %s are late: %s", address, why)
+        if slow:
             return
         self._agents.pop(node, None)
         if not any(one.id == node for one in machines()):
