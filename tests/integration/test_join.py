@@ -25,6 +25,13 @@ def asked(run: Run, role: str) -> str:
     return done.stdout
 
 
+def refused(run: Run, *more: str) -> str:
+    command = [*COMMAND, "invite", str(run.path), *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    return done.stderr
+
+
 @contextmanager
 def joined(run: Run, directory: Path, *more: str, role: str = "rollout") -> Iterator[subprocess.Popen[bytes]]:
     directory.mkdir(exist_ok=True)
@@ -58,9 +65,7 @@ def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
             run.until(lambda: "worker 1 lost (it leaves)" in log.read_text(), "it is gone")
             run.until(lambda: "worker 2 lost (silent for 10 s)" in log.read_text(), "it is gone, too")
         run.until_step(run.step + 2)
+        assert "engine.name is not sglang" in refused(run, "--role", "engine")
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 130 and run.summary()["conserved"]
-        refused = subprocess.run(
-            [*COMMAND, "invite", str(run.path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert refused.returncode == 2 and "the run is not up" in refused.stderr
+        assert "the run is not up" in refused(run)

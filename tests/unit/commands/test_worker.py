@@ -1,0 +1,35 @@
+"""The configuration of a process that joins a run."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from asyncrl.commands.worker import with_server
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError
+
+OWN = "http://127.0.0.1:9"
+
+
+def configured(**engine: object) -> RunConfig:
+    base = {"name": "t", "model": {"path": "m"}, "data": {"train": "d"}}
+    return parse(base | {"engine": {"name": "sglang"} | engine})
+
+
+def test_a_keeper_that_joins_has_one_server_which_no_other_has() -> None:
+    started = with_server(configured(urls=[OWN], server_command=[sys.executable]), "")
+    assert started.engine.urls == [] and started.engine.keepers == 1
+    with pytest.raises(ConfigError, match=f"--url: the server {OWN}/ is one of engine.urls"):
+        with_server(configured(urls=[OWN]), OWN + "/")
+
+
+def test_a_server_that_cannot_be_used_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"engine.server_command: /nowhere/python is no program"):
+        with_server(configured(server_command=["/nowhere/python"]), "")
+    with pytest.raises(ConfigError, match=OWN):
+        with_server(configured(), OWN)
+    monkeypatch.delenv("KEY", raising=False)
+    with pytest.raises(ConfigError, match="KEY is not set"):
+        with_server(configured(api_key_env="KEY"), OWN)
