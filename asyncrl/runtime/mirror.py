@@ -157,6 +157,13 @@ class Mirror:
         return None
 
     def _fetch(self, version: PolicyVersion, lock: Path) -> WeightsRef:
+        arriving = self._arriving[version] = Arriving()  # others may ask for it as soon as it is opened
+        try:
+            return self._fetch_as(arriving, version, lock)
+        finally:
+            del self._arriving[version]
+
+    def _fetch_as(self, arriving: Arriving, version: PolicyVersion, lock: Path) -> WeightsRef:
         begin, wall = time.monotonic(), time.time()
         opened = self._open(version)
         try:
@@ -169,12 +176,10 @@ class Mirror:
             self._directory = self._chosen(manifest)
             lock.write_text(str(self._directory))
         disk.prune(self._directory, disk.KEEP - 1)
-        try:
-            with disk.new_version(self._directory, version) as work:
-                self._receive(opened, work, lock)
-                (work / disk.MANIFEST).write_bytes(opened.manifest)
-        finally:
-            self._arriving.pop(version, None)
+        with disk.new_version(self._directory, version) as work:
+            arriving.work = work
+            self._receive(opened, arriving, lock)
+            (work / disk.MANIFEST).write_bytes(opened.manifest)
         size, seconds = sum(file.size for file in opened.files), time.monotonic() - begin
         self._rate = size / seconds
         self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
@@ -197,15 +202,14 @@ class Mirror:
             raise ProtocolError(f"{type(answer).__name__} is no answer to OpenVersion")
         return answer
 
-    def _receive(self, opened: OpenedVersion, work: Path, lock: Path) -> None:
+    def _receive(self, opened: OpenedVersion, arriving: Arriving, lock: Path) -> None:
         """All files of a version. Where one source fails, the trainer's machine goes on."""
         for file in opened.files:
-            with (work / file.name).open("wb") as empty:
+            with (arriving.work / file.name).open("wb") as empty:
                 if file.size:
                     os.posix_fallocate(empty.fileno(), 0, file.size)  # a full disk shows now
         expected = sum(file.size for file in opened.files) / self._rate if self._rate else math.inf
         until = time.monotonic() + self._deadline + SLACK * expected
-        arriving = self._arriving[opened.version] = Arriving(work, {file.name: 0 for file in opened.files})
         for left in reversed(range(TRIES)):
             try:
                 self._read_from(opened, arriving, lock, until)
@@ -221,7 +225,7 @@ class Mirror:
         wanted = (
             ReadFile(opened.version, file.name, offset, min(PIECE, file.size - offset))
             for file in opened.files
-            for offset in range(arriving.have[file.name], file.size, PIECE)
+            for offset in range(arriving.have.get(file.name, 0), file.size, PIECE)
         )
         asked: dict[tuple[str, int], int] = {}  # sizes of pieces, by file and offset
         asked_to: dict[str, int] = {}

@@ -56,10 +56,10 @@ CHAINS = 4  # newest versions whose readers are remembered
 
 @dataclass
 class Arriving:
-    """A version that this process is receiving. `have`: how many bytes of each file are there, from its
-    start."""
+    """A version that this process is receiving, in a directory `work`. `have`: how many bytes of each file
+    are there, from its start."""
 
-    work: Path
+    work: Path = Path()
     have: dict[str, int] = field(default_factory=dict)
 
 
@@ -81,7 +81,8 @@ class PendingRead:
 
 
 class VersionServer:
-    """A thread that answers until `close`. `directory`: of the versions; None: there are none so far.
+    """A thread that answers until `close`. It binds `endpoint`; others dial `address`, the same if it is ''.
+    `directory`: of the versions; None: there are none so far.
     `arriving`: those that this process is receiving; the root has none."""
 
     def __init__(
@@ -90,9 +91,10 @@ class VersionServer:
         endpoint: str,
         directory: Callable[[], Path | None],
         arriving: Mapping[PolicyVersion, Arriving] = {},
+        address: str = "",
     ) -> None:
         self._hub = Hub(endpoint, ToVersionServer, gate, large=True)
-        self.address, self.key = self._hub.endpoint, gate.own.public
+        self.address, self.key = address or self._hub.endpoint, gate.own.public
         self._directory, self._arriving = directory, arriving
         self._chains: dict[PolicyVersion, Chain] = {}
         self._held: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
@@ -220,7 +222,8 @@ def root(
         ref = newest()
         return None if ref is None else Path(ref.path).parent
 
-    return VersionServer(gate, bound(endpoints.versions, config.launch.host), directory)
+    address = endpoints.versions
+    return VersionServer(gate, bound(address, config.launch.host), directory, address=address)
 
 
 def travels(config: RunConfig) -> bool:

@@ -1,0 +1,195 @@
+"""Versions of the weights on their way to machines that share nothing with the trainer's, on limited links.
+
+    python tools/bench/mirror.py [--megabytes 64] [--megabits 200] [--machines 2] [--engines 1 5]
+
+Machines are emulated by Linux namespaces; their links are limited in each direction by tc (0: not at all). On
+the first one versions of random numbers are published, and served as the coordinator serves them; on each of
+the others so many processes fetch every version as a worker or a keeper does, and check each byte. Prints for
+each number of engines a machine how many versions' bytes left the first machine for one, by its network card,
+and the seconds from the end of its writing until the last engine had checked it, beside those that its bytes
+take on one link: medians. Ends with 1 where more than 1.1 versions left the first machine, or it took more
+than 1.5 times as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from common import ROOT, SINGLE_THREAD, table
+
+from asyncrl.config import RunConfig
+from asyncrl.config.run import parse
+from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.mirror import Mirror
+from asyncrl.runtime.version_server import root
+from asyncrl.types import PolicyVersion
+from asyncrl.weights import disk, tensorfile
+from asyncrl.weights.manifest import TensorSpec, WeightsRef, describe
+from asyncrl.wire.sockets import Endpoints, Gate, choose_endpoints
+from tests.fakes.nodes import WORK, Node, emulated, forbidden
+
+TENSORS = 16
+DEADLINE = 300.0
+"""Seconds for a version to reach an engine."""
+
+
+class Given(msgspec.Struct):
+    """What an engine is started with."""
+
+    endpoints: Endpoints
+    index: int
+
+
+def config() -> RunConfig:
+    keys = {"name": "mirror", "run_dir": WORK, "model": {"path": WORK}, "data": {"train": "none"}}
+    return parse(keys | {"launch": {"host": "0.0.0.0"}})
+
+
+def source(address: str, megabytes: int) -> None:
+    """Publish a version for each line of input, and say where it is."""
+    endpoints, run = choose_endpoints(address, 0), config()
+    gate, newest = Gate(endpoints), list[WeightsRef]()
+    server = root(run, endpoints, gate, lambda: newest[-1] if newest else None)
+    say(endpoints)
+    directory = disk.weights_directory("shm", Path(WORK, "mirror"), "mirror", 5 * megabytes << 20)
+    random = np.random.default_rng(0)
+    size = (megabytes << 20) // TENSORS
+    layout = tuple(TensorSpec(f"tensor.{i}", (size // 2,), "bfloat16") for i in range(TENSORS))
+    for step, _ in enumerate(sys.stdin):
+        version = PolicyVersion(1, step)
+        with disk.new_version(directory, version) as work:
+            with (work / disk.PAYLOAD).open("wb") as file:
+                chunks = ((spec, np.frombuffer(random.bytes(size), np.uint8)) for spec in layout)
+                entries = tensorfile.write(file, layout, chunks)
+            disk.write_manifest(work, describe(version, entries))
+        disk.prune(directory)
+        newest.append(disk.ref_to(directory, version))
+        say(newest[-1])
+    if server is not None:
+        server.close()
+    gate.close()
+
+
+def engine(given: Given) -> None:
+    """Fetch and check the version that each line of input names; say when that was done."""
+    Path(WORK, "mirror").mkdir(exist_ok=True)
+    timeline = Timeline(Path(WORK, f"timeline-{given.index}.jsonl"))
+    mirror = Mirror(config(), given.endpoints, "rollout", given.index, timeline)
+
+    async def load(ref: WeightsRef) -> None:
+        async with mirror.at_hand(ref) as local:
+            await asyncio.to_thread(disk.verify, local)
+
+    async def serve() -> None:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            await load(msgspec.json.decode(line, type=WeightsRef))
+            say(time.monotonic())
+
+    asyncio.run(serve())
+    mirror.close()
+
+
+def say(what: Any) -> None:
+    print(msgspec.json.encode(what).decode(), flush=True)
+
+
+class Program:
+    """This file, as a process on a machine."""
+
+    def __init__(self, node: Node, *arguments: str) -> None:
+        command = node.command("env", f"--chdir={WORK}", sys.executable, str(Path(__file__)), *arguments)
+        env = os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"a process ended with {self.process.wait(DEADLINE)}")
+        return line
+
+
+def measure(options: argparse.Namespace, engines: int) -> tuple[float, float]:
+    """Versions that left the first machine, and seconds, for one version: medians."""
+    with emulated(1 + options.machines) as nodes:
+        for node in nodes if options.megabits else ():
+            node.limit(options.megabits)
+        first, *others = nodes
+        publisher = Program(first, "--source", first.address, f"--megabytes={options.megabytes}")
+        endpoints = msgspec.json.decode(publisher.hear(), type=Endpoints)
+        readers = []
+        for index, node in enumerate(node for node in others for _ in range(engines)):
+            given = msgspec.json.encode(Given(endpoints, index)).decode()
+            readers.append(Program(node, "--engine", given))
+        found = [publish(first, publisher, readers, options.megabytes) for _ in range(1 + options.versions)]
+        for program in (*readers, publisher):
+            assert program.process.stdin is not None
+            program.process.stdin.close()
+            program.process.wait(DEADLINE)
+    sent, seconds = zip(*found[1:], strict=True)  # the first one is for imports and connections
+    return statistics.median(sent), statistics.median(seconds)
+
+
+def publish(
+    first: Node, publisher: Program, readers: Sequence[Program], megabytes: int
+) -> tuple[float, float]:
+    publisher.tell("")
+    ref = publisher.hear().strip()
+    sent, begin = first.sent, time.monotonic()
+    for reader in readers:
+        reader.tell(ref)
+    done = max(float(reader.hear()) for reader in readers)
+    return (first.sent - sent) / (megabytes << 20), done - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--megabits", type=int, default=200)
+    parser.add_argument("--machines", type=int, default=2)
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--versions", type=int, default=3)
+    parser.add_argument("--source", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.source:
+        source(options.source, options.megabytes)
+        return 0
+    if options.engine:
+        engine(msgspec.json.decode(options.engine, type=Given))
+        return 0
+    if why := forbidden():
+        sys.exit(why)
+    header = ["machines", "engines each", "versions sent", "seconds", "MB/s", "of bytes/bandwidth"]
+    rows, failed = list[list[str]](), False
+    for engines in options.engines:
+        sent, seconds = measure(options, engines)
+        least = (options.megabytes << 20) * 8 / (options.megabits * 1e6) if options.megabits else 0.0
+        ratio = f"{seconds / least:.2f}" if least else "-"
+        rate = f"{options.megabytes * 1.048576 / seconds:.0f}"
+        rows.append([str(options.machines), str(engines), f"{sent:.3f}", f"{seconds:.2f}", rate, ratio])
+        failed = failed or sent > 1.1 or (least > 0 and seconds > 1.5 * least)
+    print(table(header, rows))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
