@@ -96,8 +96,8 @@ class WeightsConfig(Section, frozen=True):
     every: Positive = 1
     """Publish after every k-th step."""
     directory: Text = "auto"
-    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room; or an absolute
-    path, which other nodes may share: files in a directory of the run's own there."""
+    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Other machines
+    are brought the versions. Or an absolute path that all share: in a directory of the run's own there."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version in this time is reported and gets the latest one."""
     transport: Literal["disk", "collective"] = "disk"

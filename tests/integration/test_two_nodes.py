@@ -127,6 +127,7 @@ def test_workers_on_another_machine_sample_with_new_weights(cluster: Cluster, tm
             assert (run.path / "logs" / f"{role}.log").read_text().count("ends with 0") == 1
         spans = run.spans("rollout-0")
         loads = [span["end"] for span in spans if span["name"] == "load_weights" and span["version"][1] > 0]
+        assert any(span["name"] == "fetch_weights" for span in spans), "no directory is shared"
         assert any(span["name"] == "decode" and span["end"] > loads[0] for span in spans)
         assert max(row.get("staleness/lag/max", 0) for row in run.rows()) <= 4 and summary["conserved"]
         assert not cluster.second.seen(f"{WORK}/runs/{run.path.name}/logs").exists()

@@ -9,6 +9,11 @@ each number of engines a machine how many versions' bytes left the first machine
 and the seconds from the end of its writing until the last engine had checked it, beside those that its bytes
 take on one link: medians. Ends with 1 where more than 1.1 versions left the first machine, or it took more
 than 1.5 times as long.
+
+`--paper C`: nothing is run. The same by arithmetic for 64 servers and models of 32 and 235 billion
+parameters, where one connection carries C MB/s (`--machines 1 --engines 1 --megabits 0` measures that):
+S/r + (M - 1) p/r seconds, with S bytes of a version, M machines, p bytes of a piece, and r the smaller one of
+C and a link's rate.
 """
 
 from __future__ import annotations
@@ -36,10 +41,13 @@ from asyncrl.runtime.version_server import root
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk, tensorfile
 from asyncrl.weights.manifest import TensorSpec, WeightsRef, describe
+from asyncrl.wire.messages.versions import PIECE
 from asyncrl.wire.sockets import Endpoints, Gate, choose_endpoints
 from tests.fakes.nodes import WORK, Node, emulated, forbidden
 
 TENSORS = 16
+SERVERS, GPUS = 64, 8  # on paper: servers, and GPUs of a machine
+DELTA = 68.7  # on paper: whole / delta, bfloat16 with lr 1e-6, by tools/bench/weights.py
 DEADLINE = 300.0
 """Seconds for a version to reach an engine."""
 
@@ -160,6 +168,21 @@ def publish(
     return (first.sent - sent) / (megabytes << 20), done - begin
 
 
+def on_paper(rate: float) -> str:
+    """The table of `--paper`; `rate` in MB/s."""
+    rows = []
+    for name, billions, tp in (("32B", 32.8, 4), ("235B", 235.0, 8)):
+        machines = SERVERS * tp // GPUS
+        for kind, size in (("whole", 2e3 * billions), ("delta", 2e3 * billions / DELTA)):  # MB
+            cells = [name, kind, f"{size / 1e3:.2f}", str(machines), f"{SERVERS * size / 1e3:.1f}"]
+            for gigabits in (10, 100):
+                carried = min(rate, gigabits * 125.0)
+                cells.append(f"{size / carried + (machines - 1) * PIECE / 1e6 / carried:.1f}")
+            rows.append(cells)
+    header = ["model", "version", "GB sent", "machines", "GB if each server read it", "s, 10 Gbit/s"]
+    return table([*header, "s, 100 Gbit/s"], rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=64)
@@ -167,6 +190,7 @@ def main() -> int:
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--versions", type=int, default=3)
+    parser.add_argument("--paper", type=float, default=0.0)
     parser.add_argument("--source", default="", help=argparse.SUPPRESS)
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -175,6 +199,9 @@ def main() -> int:
         return 0
     if options.engine:
         engine(msgspec.json.decode(options.engine, type=Given))
+        return 0
+    if options.paper:
+        print(on_paper(options.paper))
         return 0
     if why := forbidden():
         sys.exit(why)

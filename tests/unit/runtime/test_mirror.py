@@ -24,7 +24,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.delta import DeltaWriter
 from asyncrl.weights.manifest import Unavailable, WeightsError, WeightsRef
 from asyncrl.wire.messages.versions import OpenVersion
-from asyncrl.wire.sockets import Gate, choose_endpoints
+from asyncrl.wire.sockets import COORDINATOR, Gate, choose_endpoints
 from tests.fakes.launching import config
 from tests.fakes.weights import publish, snapshot_of
 
@@ -67,12 +67,16 @@ class Machines:
         self.newest = publish(tensors, self.published, PolicyVersion(1, step), **more)
         return self.newest
 
-    def mirror(self, machine: str, index: int = 0) -> Mirror:
-        """Of a process on that machine: it sees no path of the trainer's."""
+    def mirror(self, machine: str, index: int = 0, joined: bool = False) -> Mirror:
+        """Of a process on that machine: it sees no path of the trainer's. `joined`: nor keys of others."""
         run = config(self._at / machine)
         Path(run.run_dir, run.name).mkdir(parents=True, exist_ok=True)
         timeline = Timeline(self._at / machine / f"timeline-{index}.jsonl")
-        made = Mirror(run, self.endpoints, "rollout", index, timeline)
+        endpoints, own = self.endpoints, (COORDINATOR, "rollout")
+        if joined:
+            keys = {role: endpoints.keys[role] for role in own}
+            endpoints = msgspec.structs.replace(endpoints, keys=keys)
+        made = Mirror(run, endpoints, "rollout", index, timeline)
         made._sees_files = False
         self._mirrors.append(made)
         return made
@@ -129,6 +133,13 @@ def test_machines_read_at_once_what_has_arrived_so_far(machines: Machines) -> No
 
     asyncio.run(all_of_them())
     assert machines.root.sent == (Path(ref.path) / disk.PAYLOAD).stat().st_size
+
+
+def test_who_has_joined_reads_from_the_trainers_machine(machines: Machines) -> None:
+    ref = machines.publish(1)
+    for index, joined in enumerate((False, True, False)):
+        brought(machines.mirror(str(index), index, joined), ref)
+    assert machines.root.sent == 2 * (Path(ref.path) / disk.PAYLOAD).stat().st_size
 
 
 def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
