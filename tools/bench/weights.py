@@ -1,12 +1,13 @@
 """Publishing a fine-tuned model: bytes and seconds whole and as deltas, and what the trainer waits.
 
-    python tools/bench/weights.py [--hidden 768] [--layers 12] [--steps 4] [--tokens 512] [--directory DIR]
+    python tools/bench/weights.py [--hidden 768] [--layers 12] [--steps 4] [--tokens 512] [--lora RANK]
 
 A random Qwen2 (138M parameters with the defaults) takes AdamW steps on random text under FSDP2, on one rank
 and one thread, in float32; every step is published from a copy in host memory, as in a run. It is exported
 as bfloat16 (from float32 masters) and as float32. Adam's first steps are its largest, a whole learning rate
-for every weight; later ones change less, and their deltas are smaller. DIR is in shared memory unless told
-otherwise. Medians over the steps, of CPU time: other jobs on the machine then disturb it less.
+for every weight; later ones change less, and their deltas are smaller. `--lora`: adapters are trained, at ten
+times those rates, and merged into what is published, as in a run. Files are in shared memory, or in
+`--directory DIR`. Medians over the steps, of CPU time: other jobs on the machine then disturb it less.
 """
 
 from __future__ import annotations
@@ -90,11 +91,14 @@ def train_step(policy: Policy, optimizer: torch.optim.Optimizer, tokens: int, st
 class Bench:
     """One model, published three ways after every step: whole, as a delta, and into a reader's cache."""
 
-    def __init__(self, model: str, dtype: str, rate: float, world: World, place: Path) -> None:
-        self.policy = load_policy(ModelConfig(path=model, dtype="float32"), world)
+    def __init__(self, model: str, dtype: str, rate: float, lora: int, world: World, place: Path) -> None:
+        self.policy = load_policy(ModelConfig(path=model, dtype="float32", lora_rank=lora), world)
         self.policy.export_dtype = getattr(torch, dtype)
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
+            [one for one in self.policy.parameters() if one.requires_grad],
+            lr=rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
         )
         self.host = HostShards(shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
         self.writer = DeltaWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
@@ -154,6 +158,7 @@ def main() -> None:
     )
     for name, default in {"hidden": 768, "layers": 12, "steps": 4, "tokens": 512}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lora", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=disk.SHARED_MEMORY)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -162,14 +167,16 @@ def main() -> None:
     try:
         model = build(place / "model", args.hidden, args.layers)
         for dtype in DTYPES:
-            for rate in RATES:
-                bench = Bench(model, dtype, rate, world, place / f"{dtype}-{rate:g}")
+            for rate in (10 * rate if args.lora else rate for rate in RATES):
+                bench = Bench(model, dtype, rate, args.lora, world, place / f"{dtype}-{rate:g}")
                 lines.append(line(dtype, rate, bench, bench.run(args.steps, args.tokens)))
                 shutil.rmtree(bench.place)
     finally:
         leave()
         shutil.rmtree(place)
-    print(f"Steps of {args.tokens} tokens; the trainer waits for the copy.\n")
+    print(f"Steps of {args.tokens} tokens; the trainer waits for the copy.")
+    trained = sum(one.numel() for one in bench.policy.parameters() if one.requires_grad)
+    print(f"{trained} parameters are trained: {2 * trained / 1e6:.1f} MB in bfloat16.\n")
     print(table(HEADER, lines))
 
 
