@@ -50,9 +50,8 @@ class Publishing:
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
         self._probe_ids = probe_ids(policy.vocabulary)
-        self._host = HostShards(
-            shards(policy), policy.published, policy.export_dtype, config.launch.stall_timeout
-        )
+        deadline, deltas = config.launch.stall_timeout, config.weights.full_every > 1
+        self._host = HostShards(shards(policy), policy.published, policy.export_dtype, deadline, deltas)
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
         self._links: list[Link] = []  # used by the publisher's thread only, while that lives

@@ -37,6 +37,7 @@ class DeltaWriter:
     def __init__(self, directory: Path, bucket_bytes: int, full_every: int) -> None:
         self.directory, self.bucket_bytes, self.full_every = directory, bucket_bytes, full_every
         self._base: Manifest | None = None  # what BASE holds; None while that is between two versions
+        self._copied = 0  # number of the copy that BASE holds
         self._deltas = self._bytes = 0  # since the last whole version
 
     def write(self, snapshot: Snapshot) -> WeightsRef:
@@ -58,7 +59,7 @@ class DeltaWriter:
             log.warning("no room to make deltas of v%d: the next version is whole, too", ref.version.step)
             (self.directory / BASE).unlink(missing_ok=True)
             return ref
-        self._base = disk.read_manifest(ref)
+        self._base, self._copied = disk.read_manifest(ref), snapshot.copied
         self._deltas = self._bytes = 0
         return ref
 
@@ -67,16 +68,17 @@ class DeltaWriter:
             manifest = self._encode(snapshot, base, work / disk.DELTA)
             disk.write_manifest(work, manifest)
         assert manifest.delta is not None
-        self._base = manifest
+        self._base, self._copied = manifest, snapshot.copied
         self._deltas, self._bytes = self._deltas + 1, self._bytes + sum(manifest.delta.sizes)
         return disk.ref_to(self.directory, snapshot.version)
 
     def _encode(self, snapshot: Snapshot, base: Manifest, path: Path) -> Manifest:
         """Write what changed, and bring BASE up to date with it, a tensor at a time."""
         own = tensorfile.mapped(self.directory / BASE, base.layout, "r+")
+        earlier = tensorfile.Earlier(self._copied, own) if self._copied else None
         entries, sizes = [], []
         with path.open("wb") as file:
-            for spec, data in snapshot.chunks(self.bucket_bytes):
+            for spec, data in snapshot.chunks(self.bucket_bytes, earlier):
                 self._base = None
                 sizes.append(file.write(codec.encode(own[spec.name], data, ITEM_BYTES[spec.dtype])))
                 own[spec.name][:] = data

@@ -3,6 +3,9 @@
     foreground, all ranks:  claim (rank 0 says which buffer) ──► copy (no collective) ──► training goes on
     background:             rank 0 ──(buffer, copy, tensors)──► other ranks ──bytes──► rank 0
 
+Where versions are published as deltas, ranks deliver only what has changed since the copy that rank 0 has
+collected last: between machines that is a small part of the weights.
+
 Collecting has a gloo group of its own: training's collectives neither wait for it nor meet it in another
 order. As all ranks copy together, the n-th copy is of the same version on each; so rank 0 names it.
 """
@@ -16,31 +19,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.types import PolicyVersion
+from asyncrl.weights import codec
 from asyncrl.weights.buffers import Buffers, Superseded
 from asyncrl.weights.manifest import Layout, TensorSpec, WeightsError
 from asyncrl.weights.names import FilePiece
-from asyncrl.weights.snapshot import Read, Snapshot, Tensors
+from asyncrl.weights.snapshot import Read, Snapshot, Tensors, as_bytes
+from asyncrl.weights.tensorfile import Earlier
 
 log = logging.getLogger("asyncrl.weights")
 
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
 IDLE_S = 365 * 86400.0  # rank 0 may ask for nothing for a long time; its death ends the wait
-_END = torch.tensor([-1, 0, 0, 0])
+_END = torch.tensor([-1, 0, 0, 0, 0])
+_pieces = msgspec.msgpack.Decoder(list[bytes])
 
 
 class HostShards:
     """One rank's end, made by all ranks together. On one rank there is neither group nor thread, and what is
     read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as. `deadline`:
-    seconds in which a rank must deliver a bucket."""
+    seconds in which a rank must deliver a bucket. `changes`: rank 0 may ask for what has changed since an
+    earlier copy; ranks keep one more copy of their shards for that."""
 
     def __init__(
-        self, shards: Shards, pieces: Sequence[FilePiece], dtype: torch.dtype, deadline: float
+        self,
+        shards: Shards,
+        pieces: Sequence[FilePiece],
+        dtype: torch.dtype,
+        deadline: float,
+        changes: bool = False,
     ) -> None:
         self.layout = layout_of(pieces, dtype)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -51,6 +64,12 @@ class HostShards:
         self._sizes = self._exchange([_held(piece, shards[piece.parameter]) for piece in pieces])
         pinned = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(sum(self._sizes[self.rank]), dtype, pinned)
+        self.received = 0  # bytes, by rank 0
+        self._changes = changes and self.ranks > 1
+        self._sent = torch.empty(
+            sum(self._sizes[self.rank]) if self._changes and self.rank else 0, dtype=dtype
+        )
+        self._sent_of = [0] * len(self.layout)  # number of the copy that each piece of it is of
         self._wire = threading.Lock()  # one bucket is collected at a time
         self._thread = threading.Thread(target=self._serve, name="weight-shards", daemon=True)
         if self.rank:
@@ -71,11 +90,11 @@ class HostShards:
         copied = self._buffers.copies
 
         @contextmanager
-        def pin() -> Iterator[Read]:
+        def pin(earlier: Earlier | None = None) -> Iterator[Read]:
             with self._buffers.reading(index, copied, wait=0) as memory:
-                yield lambda part: self._collect(memory, index, copied, part)
+                yield lambda part: self._collect(memory, index, copied, part, earlier)
 
-        return Snapshot(version, self.layout, seconds, pin)
+        return Snapshot(version, self.layout, seconds, pin, copied if self._changes else 0)
 
     def close(self, timeout: float) -> None:
         """Rank 0 ends the threads of the others, which wait for that, `timeout` seconds at most."""
@@ -91,14 +110,17 @@ class HostShards:
 
     # -- rank 0 ----------------------------------------------------------------------------------------
 
-    def _collect(self, memory: Tensor, index: int, copied: int, part: slice) -> Tensors:
+    def _collect(
+        self, memory: Tensor, index: int, copied: int, part: slice, earlier: Earlier | None
+    ) -> Tensors:
         """The whole tensors of a part of the layout."""
+        since = earlier.copied if earlier is not None else 0
         pieces = [self._mine(memory, part).split(self._sizes[0][part])]
         if self.ranks > 1:
             with self._wire:
                 try:
-                    self._ask(torch.tensor([index, copied, part.start, part.stop]), self._deadline)
-                    pieces += [self._receive(rank, part) for rank in range(1, self.ranks)]
+                    self._ask(torch.tensor([index, copied, part.start, part.stop, since]), self._deadline)
+                    pieces += [self._receive(rank, part, earlier) for rank in range(1, self.ranks)]
                 except RuntimeError as error:
                     raise WeightsError(f"a trainer rank did not deliver its shards ({error})") from error
         return {
@@ -110,12 +132,33 @@ class HostShards:
         for rank in range(1, self.ranks):
             _wait(dist.isend(request, rank, group=self._group), timeout)
 
-    def _receive(self, rank: int, part: slice) -> tuple[Tensor, ...]:
+    def _receive(self, rank: int, part: slice, earlier: Earlier | None) -> Sequence[Tensor]:
+        """A rank's pieces of the tensors of a part."""
+        if earlier is not None:
+            size = torch.empty(1, dtype=torch.int64)
+            _wait(dist.irecv(size, rank, group=self._group), self._deadline)
+            if size >= 0:
+                data = torch.empty(int(size), dtype=torch.uint8)
+                _wait(dist.irecv(data, rank, group=self._group), self._deadline)
+                self.received += data.numel()
+                return self._changed(rank, part, earlier, _pieces.decode(data.numpy().data))
         sizes = self._sizes[rank][part]
         data = torch.empty(sum(sizes), dtype=self._dtype)
         if data.numel():
             _wait(dist.irecv(data.view(torch.uint8), rank, group=self._group), self._deadline)
+        self.received += data.nbytes
         return data.split(sizes)
+
+    def _changed(self, rank: int, part: slice, earlier: Earlier, pieces: list[bytes]) -> list[Tensor]:
+        """A rank's pieces of an earlier copy, brought up to date. Raises WeightsError."""
+        found = []
+        for tensor, piece in zip(range(part.start, part.stop), pieces, strict=True):
+            start = sum(sizes[tensor] for sizes in self._sizes[:rank]) * self._dtype.itemsize
+            stop = start + self._sizes[rank][tensor] * self._dtype.itemsize
+            data = earlier.arrays[self.layout[tensor].name][start:stop].copy()
+            codec.apply(data, piece, self._dtype.itemsize)
+            found.append(torch.from_numpy(data).view(self._dtype))
+        return found
 
     # -- the other ranks -------------------------------------------------------------------------------
 
@@ -127,13 +170,32 @@ class HostShards:
                 _wait(dist.irecv(request, 0, group=self._group), IDLE_S)
                 if torch.equal(request, _END):
                     return
-                index, copied, start, stop = request.tolist()
+                index, copied, start, stop, since = request.tolist()
                 with self._buffers.reading(index, copied, wait=self._deadline) as memory:
-                    data = self._mine(memory, slice(start, stop))
-                    if data.numel():
-                        _wait(dist.isend(data.view(torch.uint8), 0, group=self._group), self._deadline)
+                    data, part = self._mine(memory, slice(start, stop)), slice(start, stop)
+                    self._deliver(data, part, since)
+                    if self._changes:
+                        self._mine(self._sent, part).copy_(data)
+                        self._sent_of[part] = [copied] * (stop - start)
         except (RuntimeError, Superseded) as error:  # one rank cannot go on: the supervisor restarts all
             log.error("rank %d delivers no more weights: %s", self.rank, error)
+
+    def _deliver(self, data: Tensor, part: slice, since: int) -> None:
+        """Send what has changed since a copy, if that is the one that rank 0 has; else all, after a -1."""
+        if since:
+            changes = self._encoded(data, part) if set(self._sent_of[part]) == {since} else None
+            size = -1 if changes is None else changes.numel()
+            _wait(dist.isend(torch.tensor([size]), 0, group=self._group), self._deadline)
+            data = data if changes is None else changes
+        if data.numel():
+            _wait(dist.isend(data.view(torch.uint8), 0, group=self._group), self._deadline)
+
+    def _encoded(self, data: Tensor, part: slice) -> Tensor:
+        sizes = self._sizes[self.rank][part]
+        pairs = zip(self._mine(self._sent, part).split(sizes), data.split(sizes), strict=True)
+        item = self._dtype.itemsize
+        pieces = [codec.encode(as_bytes(old), as_bytes(new), item) for old, new in pairs]
+        return torch.frombuffer(bytearray(msgspec.msgpack.encode(pieces)), dtype=torch.uint8)
 
     # -- both ------------------------------------------------------------------------------------------
 

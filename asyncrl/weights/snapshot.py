@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, TensorSpec
+from asyncrl.weights.tensorfile import Earlier
 
 Tensors = dict[str, Tensor]
 Bytes = np.ndarray  # [n], uint8
@@ -24,33 +25,36 @@ Read = Callable[[slice], Tensors]  # the whole tensors of a slice of the layout
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in host memory. `seconds`: what the trainer waited for it. Only rank 0 has snapshots."""
+    """A version in host memory. `seconds`: what the trainer waited for it; `copied`: number of the copy, or 0
+    if it cannot be read as changes of another one. Only rank 0 has snapshots."""
 
     version: PolicyVersion
     layout: Layout  # in the order in which `buckets` yields
     seconds: float
-    pin: Callable[[], AbstractContextManager[Read]]  # entering raises Superseded
+    pin: Callable[..., AbstractContextManager[Read]]  # entering raises Superseded; of an Earlier, or nothing
+    copied: int = 0
 
     @property
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.layout)
 
-    def buckets(self, bucket_bytes: int) -> Iterator[Tensors]:
-        """All tensors, whole and on the CPU, in groups of at most `bucket_bytes` (a larger tensor alone).
+    def buckets(self, bucket_bytes: int, earlier: Earlier | None = None) -> Iterator[Tensors]:
+        """All tensors, whole and on the CPU, in groups of at most `bucket_bytes` (a larger tensor alone). Of
+        an `earlier` copy ranks need to deliver only what has changed since.
 
         May be read again, from any thread. While an iterator is open the memory behind it is not written
         over; close one that is left early. A bucket may be a view of that memory: not to be written to, nor
         kept for longer. Raises Superseded, at the start only, when a newer version has taken its place, and
         WeightsError when a rank does not deliver.
         """
-        with self.pin() as read:
+        with self.pin(earlier) if earlier is not None and self.copied else self.pin() as read:
             for part in split(self.layout, bucket_bytes):
                 yield read(part)
 
-    def chunks(self, bucket_bytes: int) -> Iterator[tuple[TensorSpec, Bytes]]:
+    def chunks(self, bucket_bytes: int, earlier: Earlier | None = None) -> Iterator[tuple[TensorSpec, Bytes]]:
         """`buckets`, tensor by tensor and as bytes."""
         specs = iter(self.layout)
-        for bucket in self.buckets(bucket_bytes):
+        for bucket in self.buckets(bucket_bytes, earlier):
             for tensor in bucket.values():
                 yield next(specs), as_bytes(tensor)
 

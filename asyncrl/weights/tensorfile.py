@@ -10,7 +10,7 @@ import io
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +19,13 @@ from asyncrl.weights.manifest import Layout, TensorEntry, TensorSpec, WeightsErr
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Earlier(NamedTuple):
+    """A copy of the weights that was read before: its number, and its bytes."""
+
+    copied: int
+    arrays: Arrays
 
 
 def write(

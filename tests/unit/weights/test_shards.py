@@ -17,7 +17,9 @@ from asyncrl.config import ModelConfig
 from asyncrl.trainer.model import Policy, load_policy, shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
+from asyncrl.weights import disk
 from asyncrl.weights.buffers import Superseded
+from asyncrl.weights.delta import DeltaWriter
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot, Tensors
@@ -193,3 +195,31 @@ def test_a_lost_rank_is_an_error_in_time(tmp_path: Path, how: str):
     result = torch.load(tmp_path / "result.pt", weights_only=False)
     assert "did not deliver its shards" in result["error"]
     assert result["seconds"] < 40
+
+
+def deltas_of_ranks(world: World, folder: Path) -> Any:
+    """Five versions, published as deltas; the fourth is collected by nobody, as a newer one replaces it."""
+    policy = policy_of(world, folder)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, changes=True)
+    writer = DeltaWriter(folder / "versions", 1000, full_every=100)
+    received = []
+    for version in range(1, 6):
+        wanted, snapshot = full_state(policy), taken(host, world, policy, version)
+        if world.rank == 0 and version != 4:
+            before = host.received
+            read = disk.read(writer.write(snapshot))[1]
+            assert all(torch.equal(read[name], wanted[name].bfloat16()) for name in read)
+            received.append(host.received - before)
+        world.gather(0, int)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                local = parameter.to_local().view(-1)
+                local[version::500] += 1
+    host.close(DEADLINE)
+    return received
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_deliver_only_what_has_changed(tmp_path: Path, ranks: int) -> None:
+    whole, *changes = run_ranks(ranks, deltas_of_ranks, tmp_path)
+    assert len(changes) == 3 and whole > 3 * max(changes) > 0
