@@ -88,6 +88,7 @@ class EngineHandler:
         """An engine confirmed a version, or could not load it."""
         versions, version = self.state.versions, message.ref.version
         if message.superseded:
+            log.info("%s has not loaded v%d: %s", name, version.step, message.error)
             versions.resend(engine, now)
             return
         if message.error:

@@ -115,7 +115,7 @@ def _sglang_of(program: str) -> Note:
 def check_ports(inputs: Inputs) -> Iterator[Note]:
     launch = inputs.config.launch
     choose_endpoints(launch.host, launch.port)
-    ports = f"{launch.port} and {launch.port + 1}" if launch.port else "free ones (launch.port=0)"
+    ports = f"{launch.port} to {launch.port + 2}" if launch.port else "free ones (launch.port=0)"
     yield ok(f"{ports} on {launch.host} can be bound")
 
 

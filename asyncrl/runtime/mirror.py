@@ -16,6 +16,7 @@ import fcntl
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -48,6 +49,7 @@ log = logging.getLogger("asyncrl.weights")
 FETCH = "fetch_weights"  # a span of the timeline
 WINDOW = 16  # pieces that are asked for at once: bounds memory, and fills a line with up to 16 MB under way
 STALL_S = 10.0  # seconds without a sign of life of the source
+CLOSING_S = 0.5  # seconds after which a wait for it ends with the process
 TRIES = 3  # sources
 SLACK = 4.0  # a fetch may take so many times as long as the last one made expect
 
@@ -71,6 +73,7 @@ class Mirror:
         self._rate = 0.0  # bytes a second, of the last fetch
         self._wanted: WeightsRef | None = None
         self._prefetching: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
 
     @asynccontextmanager
     async def at_hand(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
@@ -96,6 +99,8 @@ class Mirror:
             self._prefetching = asyncio.create_task(self._prefetch())
 
     def close(self) -> None:
+        """A fetch under way ends with an error."""
+        self._closing.set()
         if self._prefetching is not None:
             self._prefetching.cancel()
         if self._server is not None:
@@ -121,11 +126,16 @@ class Mirror:
         try:
             with self._turn() as lock:
                 self._directory = Path(lock.read_text()) if lock.read_text() else None
-                return self._local(version) or self._fetch(version, lock)
+                if (local := self._local(version)) is not None:
+                    return local
+                if self._directory is not None:
+                    disk.prune(self._directory, disk.KEEP - 1)
+                return self._fetch(version, lock)
         except OSError as error:
             advice = "; set weights.directory=run" if disk_full(error) and self._where != "run" else ""
             raise WeightsError(f"{version.label} cannot be written here: {error}{advice}") from error
         except (DeadlineError, ProtocolError) as error:
+            log.warning("%s does not come to this machine: %s", version.label, error)
             raise Unavailable(f"{version.label} does not come: {one_line(error)}") from error
 
     @contextmanager
@@ -139,7 +149,7 @@ class Mirror:
                     break
                 if (touched := path.stat().st_mtime_ns) != seen:
                     seen, until = touched, time.monotonic() + 2 * TRIES * STALL_S
-                if time.monotonic() > until:
+                if time.monotonic() > until or self._closing.is_set():
                     raise DeadlineError("another process of this machine fetches, and gets nothing")
                 time.sleep(0.02)
             os.utime(path)
@@ -175,7 +185,6 @@ class Mirror:
         if self._directory is None:
             self._directory = self._chosen(manifest)
             lock.write_text(str(self._directory))
-        disk.prune(self._directory, disk.KEEP - 1)
         with disk.new_version(self._directory, version) as work:
             arriving.work = work
             self._receive(opened, arriving, lock)
@@ -197,7 +206,7 @@ class Mirror:
         address, key = self._served_at()
         with self._link(self._endpoints.versions, self._endpoints.keys[COORDINATOR].public) as link:
             link.send(OpenVersion(version, address, key, anew))
-            answer, _ = _answer(link)
+            answer, _ = self._answer(link)
         if not isinstance(answer, OpenedVersion):
             raise ProtocolError(f"{type(answer).__name__} is no answer to OpenVersion")
         return answer
@@ -215,7 +224,8 @@ class Mirror:
                 self._read_from(opened, arriving, lock, until)
                 return
             except AsyncrlError as error:
-                if not left or time.monotonic() > until:
+                if not left or time.monotonic() > until or self._closing.is_set():
+                    self._rate = 0.0  # it need not be what it was
                     raise
                 log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
                 opened = self._open(opened.version, anew=True)
@@ -239,7 +249,7 @@ class Mirror:
                     return
                 if time.monotonic() > until:
                     raise DeadlineError(f"it takes {SLACK:g} times as long as the last version")
-                if (found := _piece(_answer(link), asked)) is None:
+                if (found := _piece(self._answer(link), asked)) is None:
                     continue
                 name, offset, data = found
                 _write_at(arriving.work / name, offset, data)
@@ -258,6 +268,17 @@ class Mirror:
             self._server = VersionServer(self._gate, address, lambda: self._directory, self._arriving)
         return self._server.address, self._server.key
 
+    def _answer(self, link: Link) -> tuple[OpenedVersion | FileBytes, list[bytes]]:
+        """The next answer. DeadlineError: none comes. Unavailable, WeightsError: the version is gone."""
+        until = time.monotonic() + STALL_S
+        while (received := link.receive(CLOSING_S)) is None:
+            if time.monotonic() > until or self._closing.is_set():
+                raise DeadlineError(f"no answer for {STALL_S:g} s")
+        answer, frames = received
+        if isinstance(answer, VersionGone):
+            raise (Unavailable if answer.newer else WeightsError)(f"{answer.version.label} is gone")
+        return answer, frames
+
     @contextmanager
     def _link(self, address: str, key: str) -> Iterator[Link]:
         keys = {**self._endpoints.keys, COORDINATOR: KeyPair(key)}
@@ -266,17 +287,6 @@ class Mirror:
             yield link
         finally:
             link.close()
-
-
-def _answer(link: Link) -> tuple[OpenedVersion | FileBytes, list[bytes]]:
-    """The next answer. DeadlineError: none comes. Unavailable, WeightsError: the version is gone."""
-    received = link.receive(STALL_S)
-    if received is None:
-        raise DeadlineError(f"no answer for {STALL_S:g} s")
-    answer, frames = received
-    if isinstance(answer, VersionGone):
-        raise (Unavailable if answer.newer else WeightsError)(f"{answer.version.label} is gone")
-    return answer, frames
 
 
 def _piece(

@@ -22,7 +22,7 @@ def pids(run: Run, role: str) -> list[int]:
     return [int(pid) for pid in re.findall(rf"{role} starts, pid (\d+)", log.read_text())]
 
 
-@pytest.mark.parametrize("launch", ["local", "ray"])
+@pytest.mark.parametrize("launch", [pytest.param("local", marks=pytest.mark.long), "ray"])
 def test_who_is_killed_is_replaced_and_a_signal_ends_all_in_time(tmp_path: Path, launch: str) -> None:
     """One of each role, one after another in one run."""
     victims = {2: "rollout-0", 4: "trainer-0", 6: "coordinator-0"}

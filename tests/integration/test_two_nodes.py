@@ -133,6 +133,7 @@ def test_workers_on_another_machine_sample_with_new_weights(cluster: Cluster, tm
         assert not cluster.second.seen(f"{WORK}/runs/{run.path.name}/logs").exists()
         left = cluster.second.seen(f"{WORK}/runs/{run.path.name}/elsewhere")
         assert not list(left.iterdir()), "what was fetched is removed there"
+        assert not list(cluster.second.seen("/dev/shm").glob("asyncrl-*")), "and weights"
 
 
 def test_a_dry_run_says_who_would_go_where(cluster: Cluster, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -149,9 +150,40 @@ def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
         tensors["a"][step] += 1
         ref = writer.write(snapshot_of(tensors, PolicyVersion(1, step)))
     machines.newest = ref
-    local = brought(machines.mirror("2"), ref)
+    mirror = machines.mirror("2")
+    local = brought(mirror, ref)
     assert (Path(local.path) / disk.DELTA).exists()
     assert len(disk.published(Path(local.path).parent)) == 3
+
+
+def test_an_older_delta_comes_whole_beside_newer_versions(machines: Machines) -> None:
+    """As a validation of an earlier version needs it."""
+    writer, tensors, refs = DeltaWriter(machines.published, 4096, full_every=3), {"a": torch.zeros(5000)}, []
+    for step in range(9):
+        tensors["a"][step] += 1
+        refs.append(writer.write(snapshot_of(tensors, PolicyVersion(1, step))))
+    machines.newest, mirror = refs[-1], machines.mirror("2")
+    for ref in (*refs[6:], refs[2]):
+        brought(mirror, ref)
+
+
+def test_closing_ends_a_fetch_that_gets_no_answer(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALL_S", 60.0)
+    ref, mirror, begun = machines.publish(1), machines.mirror("2"), threading.Event()
+    machines.root.close()
+    answer = mirror._answer
+    monkeypatch.setattr(mirror, "_answer", lambda link: (begun.set(), answer(link))[1])
+
+    async def close_meanwhile() -> None:
+        fetching = asyncio.create_task(asyncio.to_thread(brought, mirror, ref))
+        await asyncio.to_thread(begun.wait, 20)
+        mirror.close()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(fetching, 20)
+
+    asyncio.run(close_meanwhile())
 
 
 def test_who_gets_nothing_from_its_source_reads_from_the_trainers_machine(machines: Machines) -> None:
