@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.types import Sample
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.shared import Attempt, Welcome, WireMessage
@@ -20,7 +22,7 @@ class FakeCoordinator:
     """`until` pumps both sockets. Hellos are welcomed, records acknowledged but for kinds in `withheld`."""
 
     def __init__(self, deadline: float = 60.0) -> None:
-        self.endpoints = choose_endpoints("127.0.0.1", 0)
+        self.endpoints = replace(choose_endpoints("127.0.0.1", 0), versions="")  # it serves none
         self.deadline, self.epoch = deadline, 1
         self.welcoming = True
         self.withheld: tuple[type, ...] = ()

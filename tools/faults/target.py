@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -43,7 +43,7 @@ class Target:
         run.parent.mkdir(parents=True, exist_ok=True)
         self.flag, self.out = run.parent / f"{run.name}.hang", run.parent / f"{run.name}.out"
         self.weights = weights_directory("auto", run, run.name, 0)
-        port = _two_ports()
+        port = _three_ports()
         self.proxies = [Proxy(port, seed), Proxy(port + 1, seed + 1)]
         self._dial = ",".join(f"{proxy.target}={proxy.port}" for proxy in self.proxies)
         self._config = [
@@ -126,13 +126,14 @@ class Target:
             time.sleep(pause)
 
 
-def _two_ports() -> int:
-    """A free port whose successor is free, too."""
+def _three_ports() -> int:
+    """A free port whose two successors are free, too, below those that the kernel gives to others."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = int(first.getsockname()[1])
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-                return port
-            except OSError:
-                continue
+        port = random.SystemRandom().randrange(20000, 32000)
+        try:
+            with ExitStack() as stack:
+                for offset in range(3):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port + offset)))
+            return port
+        except OSError:
+            continue
