@@ -49,6 +49,7 @@ log = logging.getLogger("asyncrl.weights")
 FETCH = "fetch_weights"  # a span of the timeline
 WINDOW = 16  # pieces that are asked for at once: bounds memory, and fills a line with up to 16 MB under way
 STALL_S = 10.0  # seconds without a sign of life of the source
+BARREN_S = 30.0  # seconds in which a source that waits itself may have nothing for us
 CLOSING_S = 0.5  # seconds after which a wait for it ends with the process
 TRIES = 3  # sources
 SLACK = 4.0  # a fetch may take so many times as long as the last one made expect
@@ -77,9 +78,9 @@ class Mirror:
 
     @asynccontextmanager
     async def at_hand(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
-        """The version as files that this machine sees, and which stay during the body. What was brought here
-        and cannot be loaded is deleted. Raises Unavailable when nobody delivers it, or only a newer one is
-        left, and WeightsError."""
+        """The version as files that this machine sees, and which stay during the body. If that fails, what is
+        damaged here is deleted. Raises Unavailable when nobody delivers it, or only a newer one is left, and
+        WeightsError."""
         if not self._is_elsewhere(ref):
             yield ref
             return
@@ -88,7 +89,7 @@ class Mirror:
             try:
                 yield local
             except WeightsError:
-                disk.delete(local)
+                await asyncio.to_thread(disk.delete_damaged, local)
                 raise
 
     def prefetch(self, ref: WeightsRef) -> None:
@@ -239,6 +240,7 @@ class Mirror:
         )
         asked: dict[tuple[str, int], int] = {}  # sizes of pieces, by file and offset
         asked_to: dict[str, int] = {}
+        barren_at = time.monotonic() + BARREN_S
         with self._link(opened.address, opened.key) as link:
             while True:
                 while len(asked) < WINDOW and (request := next(wanted, None)) is not None:
@@ -250,8 +252,11 @@ class Mirror:
                 if time.monotonic() > until:
                     raise DeadlineError(f"it takes {SLACK:g} times as long as the last version")
                 if (found := _piece(self._answer(link), asked)) is None:
+                    if time.monotonic() > barren_at:
+                        raise DeadlineError(f"it has had nothing itself for {BARREN_S:g} s")
                     continue
                 name, offset, data = found
+                barren_at = time.monotonic() + BARREN_S
                 _write_at(arriving.work / name, offset, data)
                 del asked[name, offset]
                 missing = (start for of, start in asked if of == name)
@@ -269,11 +274,16 @@ class Mirror:
         return self._server.address, self._server.key
 
     def _answer(self, link: Link) -> tuple[OpenedVersion | FileBytes, list[bytes]]:
-        """The next answer. DeadlineError: none comes. Unavailable, WeightsError: the version is gone."""
+        """The next answer. DeadlineError: none comes, or this process ends. Unavailable, WeightsError: the
+        version is gone."""
         until = time.monotonic() + STALL_S
-        while (received := link.receive(CLOSING_S)) is None:
-            if time.monotonic() > until or self._closing.is_set():
+        while not self._closing.is_set():
+            if (received := link.receive(CLOSING_S)) is not None:
+                break
+            if time.monotonic() > until:
                 raise DeadlineError(f"no answer for {STALL_S:g} s")
+        else:
+            raise DeadlineError("this process ends")
         answer, frames = received
         if isinstance(answer, VersionGone):
             raise (Unavailable if answer.newer else WeightsError)(f"{answer.version.label} is gone")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from asyncrl.config import RunConfig
 from asyncrl.types import PolicyVersion
@@ -31,6 +32,7 @@ from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import ToVersionServer
 from asyncrl.wire.messages.versions import (
     FileBytes,
+    FileName,
     OpenedVersion,
     OpenVersion,
     ReadFile,
@@ -47,6 +49,7 @@ from asyncrl.wire.sockets import (
 log = logging.getLogger("asyncrl.weights")
 
 TICK = 0.005  # seconds between two looks for pieces that others wait for
+DRAIN = 64  # requests before others' waits are looked at: readers may ask as fast as they are answered
 PENDING_S = 2.0  # seconds after which a reader is told that its piece has not come so far
 UNUSED_S = 60.0  # seconds without a request after which a version may be deleted
 HELD = 2  # versions that may not: those that were asked for last
@@ -115,7 +118,9 @@ class VersionServer:
         poller = Poller(self._hub)
         while not self._closing.is_set():
             poller.wait(TICK if self._waiting else 0.1)
-            while (received := self._hub.receive()) is not None:
+            for _ in range(DRAIN):
+                if (received := self._hub.receive()) is None:
+                    break
                 peer, message, _ = received
                 self._answer(peer, message, time.monotonic())
             for _ in range(len(self._waiting)):
@@ -139,7 +144,7 @@ class VersionServer:
         here = self._hold(message.version)
         files = tuple(
             VersionFile(name, (here / name).stat().st_size)
-            for name in (disk.PAYLOAD, disk.DELTA)
+            for name in get_args(FileName)
             if (here / name).exists()
         )
         source = self._source(message)
@@ -174,8 +179,6 @@ class VersionServer:
 
     def _bytes(self, request: ReadFile) -> bytes | None:
         """None: they have not come yet. WeightsError, or OSError: they never will."""
-        if request.name not in (disk.PAYLOAD, disk.DELTA):
-            raise WeightsError(f"{request.name!r} is no file of a version")
         arriving = self._arriving.get(request.version)
         if arriving is not None:
             if arriving.have.get(request.name, 0) < request.offset + request.size:

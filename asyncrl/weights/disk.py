@@ -221,6 +221,18 @@ def delete(ref: WeightsRef) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def delete_damaged(ref: WeightsRef) -> None:
+    """Delete what may be damaged of a version and what it builds upon: whole versions that do not match their
+    checksums, and deltas, which cannot be checked alone."""
+    for version in _needs(ref):
+        part = ref_to(Path(ref.path).parent, version)
+        with suppress(WeightsError):
+            if read_manifest(part).delta is None:
+                verify(part)
+                continue
+        delete(part)
+
+
 def bytes_needed(version_bytes: int, deltas: bool, caches: int) -> int:
     """Bytes that the versions kept at once may take, the one being written and one being read included. With
     deltas: two lineages, each a whole version and deltas of about as much, the publisher's copy, and

@@ -40,6 +40,7 @@ log = logging.getLogger("asyncrl.wire")
 MAX_BYTES = 256 << 20  # of a message, header and frames
 MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
 HIGH_WATER = 4096
+LARGE_HIGH_WATER = 64  # large messages that a peer has not taken: bounds memory
 SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
 ENVELOPE = 1024  # bytes that encryption may add to a frame
 COORDINATOR, OBSERVER, TOKEN = "coordinator", "observer", "token"
@@ -201,6 +202,8 @@ class Hub:
     def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate, large: bool = False) -> None:
         self.socket: zmq.Socket = gate.context.socket(zmq.ROUTER)
         _configure(self.socket)
+        if large:
+            self.socket.setsockopt(zmq.SNDHWM, LARGE_HIGH_WATER)
         self.socket.setsockopt(zmq.AFFINITY, 2 if large else 1)
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -275,7 +278,11 @@ class Dial:
         self._monitor: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one, unread, would block the thread of all sockets
         self._monitor.connect(events)
-        sock.connect(endpoint)
+        try:
+            sock.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def mend(self) -> None:
         """Dial again if ZeroMQ does not. It blocks for RETRIED milliseconds at most, and only then."""
@@ -296,14 +303,19 @@ class Dial:
 
 
 class Link:
-    """A peer's blocking end of one channel (trainer ranks, console)."""
+    """A peer's blocking end of one channel (trainer ranks, console). ProtocolError for an endpoint, or a key,
+    that is none."""
 
     def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         _configure(self.socket)
-        introduce(self.socket, name, keys)
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
-        self._dial, self._codec = Dial(self.socket, endpoint), Codec(union)
+        try:
+            introduce(self.socket, name, keys)
+            self._dial, self._codec = Dial(self.socket, endpoint), Codec(union)
+        except zmq.ZMQError as error:
+            self.socket.close(linger=0)
+            raise ProtocolError(f"{endpoint} cannot be dialled: {error}") from None
 
     def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""

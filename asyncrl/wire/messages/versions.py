@@ -5,7 +5,7 @@ A machine opens a version at the coordinator, is told from whom to read it, and 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -13,6 +13,8 @@ from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.shared import Count, WireMessage
 
 PIECE = 1 << 20  # bytes that one request is for, at most
+FileName = Literal["model.safetensors", "delta.bin"]  # any other name could be a path to elsewhere
+Short = Annotated[str, Meta(max_length=300)]
 
 
 class OpenVersion(WireMessage, frozen=True):
@@ -20,15 +22,15 @@ class OpenVersion(WireMessage, frozen=True):
     and the public key of that server. `anew`: the source that the asker was told before does not deliver."""
 
     version: PolicyVersion
-    address: str
-    key: str
+    address: Short
+    key: Short
     anew: bool = False
 
 
 class VersionFile(WireMessage, frozen=True):
     """A file of a version, and its size in bytes."""
 
-    name: str
+    name: FileName
     size: Count
 
 
@@ -46,7 +48,7 @@ class ReadFile(WireMessage, frozen=True):
     """Asks for bytes of a file."""
 
     version: PolicyVersion
-    name: str
+    name: FileName
     offset: Count
     size: Annotated[int, Meta(ge=1, le=PIECE)]
 
@@ -55,7 +57,7 @@ class FileBytes(WireMessage, frozen=True):
     """Answer to ReadFile. One frame: the bytes; none: they are not here so far, and will be sent when they
     are."""
 
-    name: str
+    name: FileName
     offset: Count
 
 

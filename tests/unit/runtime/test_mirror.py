@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime import mirror as module
+from asyncrl.runtime import version_server
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.version_server import HELD, VersionServer, root
+from asyncrl.runtime.version_server import HELD, Arriving, VersionServer, root
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.delta import DeltaWriter
@@ -186,6 +187,33 @@ def test_closing_ends_a_fetch_that_gets_no_answer(
     asyncio.run(close_meanwhile())
 
 
+def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, mirror = machines.publish(1, numbers=8 << 20), machines.mirror("2")  # 32 pieces
+    write_at = module._write_at
+    monkeypatch.setattr(module, "_write_at", lambda *piece: (write_at(*piece), mirror._closing.set()))
+    with pytest.raises(Unavailable, match="this process ends"):
+        brought(mirror, ref)
+
+
+def test_a_source_that_only_waits_is_left(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BARREN_S", 0.2)
+    monkeypatch.setattr(version_server, "PENDING_S", 0.05)
+    ref, gate = machines.publish(1), Gate(machines.endpoints, owner="rollout")
+    with (
+        closing(gate),
+        closing(VersionServer(gate, "tcp://127.0.0.1:*", lambda: None, {ref.version: Arriving()})) as waiting,
+    ):
+        machines.root._opened(OpenVersion(ref.version, waiting.address, waiting.key))
+        brought(machines.mirror("2"), ref)
+
+
+@pytest.mark.parametrize(("address", "key"), [("nonsense", "x" * 40), ("tcp://127.0.0.1:1", "short")])
+def test_a_source_that_cannot_be_dialled_is_left(machines: Machines, address: str, key: str) -> None:
+    ref = machines.publish(1)
+    machines.root._opened(OpenVersion(ref.version, address, key))
+    brought(machines.mirror("2"), ref)
+
+
 def test_who_gets_nothing_from_its_source_reads_from_the_trainers_machine(machines: Machines) -> None:
     ref, dead = machines.publish(1), choose_endpoints("127.0.0.1", 0)
     claimed = OpenVersion(ref.version, dead.control, machines.endpoints.keys["rollout"].public)
@@ -228,13 +256,33 @@ def test_a_version_that_is_gone_is_no_fault_when_there_is_a_newer_one(machines: 
     assert not isinstance(caught.value, Unavailable)
 
 
-def test_what_cannot_be_loaded_is_brought_anew(machines: Machines) -> None:
-    ref, mirror = machines.publish(1), machines.mirror("2")
-    damaged = Path(brought(mirror, ref).path) / disk.PAYLOAD
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    with pytest.raises(WeightsError, match="does not match"):
+def test_what_is_damaged_is_brought_anew(machines: Machines) -> None:
+    """What a delta builds upon, too."""
+    writer, mirror = DeltaWriter(machines.published, 4096, full_every=2), machines.mirror("2")
+    for step in range(2):
+        ref = writer.write(snapshot_of({"a": torch.full((5000,), float(step))}, PolicyVersion(1, step)))
+        machines.newest = ref
+        local = brought(mirror, ref)
+        whole = Path(local.path).parent / Path(disk.ref_to(Path(), PolicyVersion(1, 0)).path) / disk.PAYLOAD
+        whole.write_bytes(whole.read_bytes()[:-1] + b"?")
+        with pytest.raises(WeightsError, match="does not match"):
+            brought(mirror, ref)
         brought(mirror, ref)
+
+
+def test_what_an_engine_fails_to_load_stays_if_it_is_sound(machines: Machines) -> None:
+    """Other engines of the machine are loading it."""
+    ref, mirror = machines.publish(1), machines.mirror("2")
+
+    async def load() -> None:
+        async with mirror.at_hand(ref):
+            raise WeightsError("the server took too long")
+
+    with pytest.raises(WeightsError, match="too long"):
+        asyncio.run(load())
+    sent = machines.root.sent
     brought(mirror, ref)
+    assert machines.root.sent == sent
 
 
 def test_no_answer_is_an_error_in_time(machines: Machines) -> None:
