@@ -171,6 +171,7 @@ def targets() -> list[Target]:
     """Every decoder of what another process sends."""
     wire = {f"control of {role}": union for role, union in channels.ToCoordinatorControl.items()}
     wire |= {f"bulk of {role}": union for role, union in channels.ToCoordinatorBulk.items()}
+    wire |= {f"versions for {role}": union for role, union in channels.ToVersionServer.items()}
     wire |= {
         name: getattr(channels, name)
         for name in (
@@ -180,6 +181,7 @@ def targets() -> list[Target]:
             "ToTrainerControl",
             "ToTrainerBulk",
             "ToObserver",
+            "ToVersionReader",
         )
     }
     json, found = msgspec.json.encode, []

@@ -4,9 +4,9 @@ consumes: versions that engines are to load
 waits for: whom the version is read from, as long as pieces of it come; another process of this machine
 unblocks: the loads of all engines of this machine, and machines that read the version from here
 
-One process of a machine at a time fetches, which a lock on the file `mirror` ensures; the others find what it
-has brought. So a version comes to a machine once, however many engines are there. A fetch that is killed
-leaves nothing but a temporary directory, which the next one removes.
+One process of a machine at a time fetches, which a lock on a file in the run directory ensures; the others
+find what it has brought. So a version comes to a machine once, however many engines are there. A fetch that
+is killed leaves nothing but a temporary directory, which the next one removes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import fcntl
 import logging
 import math
 import os
+import shutil
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -51,6 +53,7 @@ WINDOW = 16  # pieces that are asked for at once: bounds memory, and fills a lin
 STALL_S = 10.0  # seconds without a sign of life of the source
 BARREN_S = 30.0  # seconds in which a source that waits itself may have nothing for us
 CLOSING_S = 0.5  # seconds after which a wait for it ends with the process
+ENDING = "this process ends"
 TRIES = 3  # sources
 SLACK = 4.0  # a fetch may take so many times as long as the last one made expect
 
@@ -64,11 +67,15 @@ class Mirror:
         weights = config.weights
         self._where, self._deadline, self._name = weights.directory, weights.deadline, config.name
         self._run_dir = Path(config.run_dir) / config.name
+        self._lock = self._run_dir / f"mirror-{socket.gethostname()}"  # machines may share the directory
         self._endpoints, self._role, self._index = endpoints, role, index
         self._timeline = timeline
         self._possible = travels(config) and bool(endpoints.versions)
         self._sees_files = not self._possible or is_here(endpoints.control)
+        self._joined = not set(ROLES) <= endpoints.keys.keys()  # it knows no keys of others
         self._directory: Path | None = None
+        self._used = -1  # descriptor of the directory, locked
+        self._fetching = threading.Lock()
         self._arriving: dict[PolicyVersion, Arriving] = {}
         self._server: VersionServer | None = None
         self._rate = 0.0  # bytes a second, of the last fetch
@@ -100,13 +107,24 @@ class Mirror:
             self._prefetching = asyncio.create_task(self._prefetch())
 
     def close(self) -> None:
-        """A fetch under way ends with an error."""
+        """A fetch under way ends with an error. What was brought for processes that have joined is deleted by
+        the last one of a machine; the launcher deletes the rest."""
         self._closing.set()
         if self._prefetching is not None:
             self._prefetching.cancel()
-        if self._server is not None:
-            self._server.close()
-            self._gate.close()
+        with self._fetching:  # its thread looks every CLOSING_S
+            if self._server is not None:
+                self._server.close()
+                self._gate.close()
+            if self._joined and self._directory is not None:
+                self._remove(self._directory)
+
+    def _remove(self, directory: Path) -> None:
+        with suppress(OSError), self._lock.open("a") as turn:  # OSError: another process uses it
+            for one in (turn.fileno(), self._used):
+                fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory)
+            directory.parent.rmdir()
 
     async def _prefetch(self) -> None:
         while (ref := self._wanted) is not None:
@@ -125,8 +143,9 @@ class Mirror:
     def _fetched(self, version: PolicyVersion) -> WeightsRef:
         """The version's files here, fetched unless another process has done it meanwhile."""
         try:
-            with self._turn() as lock:
-                self._directory = Path(lock.read_text()) if lock.read_text() else None
+            with self._turn() as lock, self._fetching:
+                if self._directory is None and (known := lock.read_text()):
+                    self._use(Path(known))
                 if (local := self._local(version)) is not None:
                     return local
                 if self._directory is not None:
@@ -142,17 +161,19 @@ class Mirror:
     @contextmanager
     def _turn(self) -> Iterator[Path]:
         """The only one of this machine that fetches. The file is touched whenever a piece has come."""
-        path, seen, until = self._run_dir / "mirror", 0, math.inf
+        path, seen, until = self._lock, 0, math.inf
         with path.open("a") as file:
-            while True:
+            while not self._closing.is_set():
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if (touched := path.stat().st_mtime_ns) != seen:
                     seen, until = touched, time.monotonic() + 2 * TRIES * STALL_S
-                if time.monotonic() > until or self._closing.is_set():
+                if time.monotonic() > until:
                     raise DeadlineError("another process of this machine fetches, and gets nothing")
                 time.sleep(0.02)
+            else:
+                raise DeadlineError(ENDING)
             os.utime(path)
             yield path
 
@@ -183,10 +204,10 @@ class Mirror:
             raise ProtocolError(f"no usable manifest ({error})") from None
         if manifest.delta is not None and self._local(manifest.delta.version) is None:
             self._fetch(manifest.delta.version, lock)
-        if self._directory is None:
-            self._directory = self._chosen(manifest)
-            lock.write_text(str(self._directory))
-        with disk.new_version(self._directory, version) as work:
+        if (directory := self._directory) is None:
+            directory = self._use(self._chosen(manifest))
+            lock.write_text(str(directory))
+        with disk.new_version(directory, version) as work:
             arriving.work = work
             self._receive(opened, arriving, lock)
             (work / disk.MANIFEST).write_bytes(opened.manifest)
@@ -194,13 +215,20 @@ class Mirror:
         self._rate = size / seconds
         self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
         log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
-        return disk.ref_to(self._directory, version)
+        return disk.ref_to(directory, version)
+
+    def _use(self, directory: Path) -> Path:
+        """Nobody removes it before this process ends."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._used = directory, os.open(directory, os.O_RDONLY)
+        fcntl.flock(self._used, fcntl.LOCK_SH)  # held by nobody else while this process has its turn
+        return directory
 
     def _chosen(self, manifest: Manifest) -> Path:
         """Where versions are kept here: as at the trainer, in shared memory if there is room."""
         size = sum(spec.nbytes for spec in manifest.layout)
         needed = disk.bytes_needed(size, manifest.delta is not None, caches=0)
-        return disk.weights_directory(self._where, self._run_dir, self._name, needed) / "mirror"
+        return disk.weights_directory(self._where, self._run_dir, self._name, needed) / self._lock.name
 
     def _open(self, version: PolicyVersion, anew: bool = False) -> OpenedVersion:
         """Ask the coordinator's machine from whom to read."""
@@ -264,8 +292,8 @@ class Mirror:
                 os.utime(lock)
 
     def _served_at(self) -> tuple[str, str]:
-        """Where others read from this process, and the key; who has joined knows no keys of others."""
-        if not set(ROLES) <= self._endpoints.keys.keys():
+        """Where others read from this process, and the key."""
+        if self._joined:
             return "", ""
         if self._server is None:
             address = f"tcp://{local_address(self._endpoints.control)}:*"
@@ -283,7 +311,7 @@ class Mirror:
             if time.monotonic() > until:
                 raise DeadlineError(f"no answer for {STALL_S:g} s")
         else:
-            raise DeadlineError("this process ends")
+            raise DeadlineError(ENDING)
         answer, frames = received
         if isinstance(answer, VersionGone):
             raise (Unavailable if answer.newer else WeightsError)(f"{answer.version.label} is gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -142,6 +143,25 @@ def test_who_has_joined_reads_from_the_trainers_machine(machines: Machines) -> N
     for index, joined in enumerate((False, True, False)):
         brought(machines.mirror(str(index), index, joined), ref)
     assert machines.root.sent == 2 * (Path(ref.path) / disk.PAYLOAD).stat().st_size
+
+
+def test_machines_may_share_the_run_directory(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own lock, and its own files in its own shared memory."""
+    ref = machines.publish(1)
+    here = brought(machines.mirror("2", 0), ref)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
+    assert Path(brought(machines.mirror("2", 1), ref).path).parent != Path(here.path).parent
+
+
+def test_the_last_that_has_joined_leaves_nothing(machines: Machines) -> None:
+    ref = machines.publish(1)
+    first, last = (machines.mirror("2", index, joined=True) for index in range(2))
+    local = Path(brought(first, ref).path)
+    brought(last, ref)
+    first.close()
+    assert local.exists()
+    last.close()
+    assert not local.parent.parent.exists()
 
 
 def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
