@@ -50,27 +50,31 @@ class Publishing:
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
         self._probe_ids = probe_ids(policy.vocabulary)
+        files = config.weights.transport == "disk"
+        collectors = 1 if files else max(1, min(mesh.size, config.engine.keepers))
         deadline, deltas = config.launch.stall_timeout, config.weights.full_every > 1
-        self._host = HostShards(shards(policy), policy.published, policy.export_dtype, deadline, deltas)
+        self._host = HostShards(
+            shards(policy), policy.published, policy.export_dtype, deadline, deltas, collectors
+        )
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
         self._links: list[Link] = []  # used by the publisher's thread only, while that lives
+        write = self._writer(run_dir) if files else self._offerer(endpoints, collectors)
         if mesh.rank == 0:
-            files = config.weights.transport == "disk"
-            write = self._writer(run_dir) if files else self._offerer(endpoints)
             self._publisher = Publisher(write, self._announcer(endpoints))
 
     def publish(self, version: PolicyVersion) -> None:
         """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
         of an earlier publish."""
         start = time.monotonic()
-        claimed = self._host.claim() if self.mesh.rank == 0 else 0
-        index = self.mesh.gather(claimed, int)[0]
+        index = self._host.claim(lambda busy: self.mesh.gather(busy, list[int]))
         self._host.copy(index, shards(self.policy))
         self.check()
+        snapshot = self._host.snapshot(index, version, time.monotonic() - start)
         if self._publisher is not None:
-            stall = time.monotonic() - start
-            self._publisher.submit(self._host.snapshot(index, version, stall))
+            self._publisher.submit(snapshot)
+        elif self._sender is not None:
+            self._sender.offer(snapshot)
 
     def probe(self) -> Probe:
         """The probe, with the log-probs of the policy as it is now. A collective. It takes as long as many
@@ -109,11 +113,22 @@ class Publishing:
         needed = disk.bytes_needed(size, weights.full_every > 1, self.config.engine.keepers)
         return disk.weights_directory(weights.directory, run_dir, self.config.name, needed)
 
-    def _offerer(self, endpoints: Endpoints) -> Callable[[Snapshot], WeightsRef]:
-        """The publisher's thread offers the version; servers get it when their keepers ask."""
-        weights, host = self.config.weights, local_address(endpoints.control)
-        self._sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device)
-        return self._sender.offer
+    def _offerer(self, endpoints: Endpoints, senders: int) -> Callable[[Snapshot], WeightsRef]:
+        """So many ranks offer the version to a part of the servers each, which get it when their keepers ask.
+        Rank 0 tells where all of them are. A collective."""
+        weights, address = self.config.weights, ""
+        if self.mesh.rank < senders:
+            host = local_address(endpoints.control)
+            self._sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device)
+            address = self._sender.address
+        addresses = ",".join(self.mesh.gather(address, str)[:senders])
+
+        def offer(snapshot: Snapshot) -> WeightsRef:
+            assert self._sender is not None, "only senders have something to offer"
+            self._sender.offer(snapshot)
+            return WeightsRef(snapshot.version, addresses)
+
+        return offer
 
     def _writer(self, run_dir: Path) -> Callable[[Snapshot], WeightsRef]:
         """The publisher's thread writes a version to files."""

@@ -1,12 +1,13 @@
 """Host memory for copies of one process's weights: written by the trainer, read in the background.
 
-A buffer that is being read is never written to. Copies are numbered, and a reader names the one it wants.
+A buffer that is being read, on any rank, is never written to: ranks tell each other which these are, and
+claim the same one. Copies are numbered, and a reader names the one it wants.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.weights.manifest import Unavailable
+
+CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
 
 
 class Superseded(Unavailable):
@@ -31,29 +34,36 @@ class Buffer:
 
 
 class Buffers:
-    """Two buffers of `size` numbers, used again and again; a third only if both are being read at once."""
+    """Two buffers of `size` numbers, used again and again; one more only if all are being read at once."""
 
     def __init__(self, size: int, dtype: torch.dtype, pinned: bool) -> None:
         self._size, self._dtype, self._pinned = size, dtype, pinned
         self._buffers = [self._buffer(), self._buffer()]
         self._changed = threading.Condition()
+        self._claiming = False
         self.copies = 0
 
-    def claim(self) -> int:
-        """The buffer to write next, the oldest that is not being read; it holds nothing from now on."""
+    def busy(self) -> list[int]:
+        """Those that are being read. Nobody begins to read one until `claim`."""
         with self._changed:
-            free = [buffer for buffer in self._buffers if not buffer.readers]
+            self._claiming = True
+            return [index for index, buffer in enumerate(self._buffers) if buffer.readers]
+
+    def claim(self, busy: Collection[int]) -> int:
+        """The buffer to write next, the oldest that is not `busy`; it holds nothing from now on."""
+        with self._changed:
+            free = [index for index in range(len(self._buffers)) if index not in busy]
             if not free:  # the trainer does not wait
                 self._buffers.append(self._buffer())
-                free = self._buffers[-1:]
-            oldest = min(free, key=lambda buffer: buffer.copied)
-            oldest.copied = 0
-            return next(index for index, buffer in enumerate(self._buffers) if buffer is oldest)
+                free = [len(self._buffers) - 1]
+            oldest = min(free, key=lambda index: self._buffers[index].copied)
+            self._buffers[oldest].copied = 0
+            self._claiming = False
+            self._changed.notify_all()
+            return oldest
 
     def copy(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Copy and cast the tensors, of `size` numbers in all, into a buffer that was claimed."""
-        while len(self._buffers) <= index:  # claimed by another process, which has one more
-            self._buffers.append(self._buffer())
         buffer = self._buffers[index]
         with self._changed:
             buffer.copied = 0
@@ -78,6 +88,7 @@ class Buffers:
             return index < len(self._buffers) and self._buffers[index].copied == copied
 
         with self._changed:
+            self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS)
             if not self._changed.wait_for(there, wait):
                 raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
             buffer = self._buffers[index]

@@ -1,7 +1,8 @@
 """Weights through a process group: the trainer's end, and the protocol with the keepers.
 
-The trainer's rank 0 has one `Sender`. Each server's keeper has one `Receiver` (engines/sglang/receiver.py),
-which asks for versions and controls its server over HTTP. The weights go from the trainer to the server.
+As many ranks of the trainer as there are servers, or all, have one `Sender` each; server i belongs to the
+sender i modulo their number. Its keeper has one `Receiver` (engines/sglang/receiver.py), which asks for
+versions and controls the server over HTTP. The weights go from the sender, rank 0 of a group, to the server.
 
     keeper                                trainer                        server
     VersionRequest            ──►  its turn; rank 0 listens
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import DeadlineError, ProtocolError, one_line
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective_messages import (
     BroadcastPlan,
@@ -62,6 +64,7 @@ from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, split
 log = logging.getLogger("asyncrl.weights")
 
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
+OFFER_SECONDS = 5.0  # between the first rank's offer of a version and the last one's
 PAUSE = 1.0  # seconds until the sender listens again after it could not take a connection
 
 
@@ -75,18 +78,32 @@ class Sender:
     def __init__(self, host: str, bucket_bytes: int, seconds: float, device: torch.device) -> None:
         self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
         self.turn = threading.Lock()  # of one engine at a time
-        self.latest: Snapshot | None = None
+        self._latest: Snapshot | None = None
+        self._offered = threading.Condition()
         self.error: Exception | None = None
-        self._host, self._closing = host, threading.Event()
+        self._closing = threading.Event()
         self._listener = socket.create_server((host, 0))
+        self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self.connections: set[EngineConnection] = set()
         background(self._accept)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
         """From now on engines that ask get this version. A push under way goes on with the older one."""
-        self.latest = snapshot
-        port = self._listener.getsockname()[1]
-        return WeightsRef(snapshot.version, f"tcp://{self._host}:{port}")
+        with self._offered:
+            self._latest = snapshot
+            self._offered.notify_all()
+        return WeightsRef(snapshot.version, self.address)
+
+    def latest(self, version: PolicyVersion) -> Snapshot | None:
+        """What is offered. `version` has been announced: by another rank perhaps, a little before it is
+        offered here."""
+
+        def there() -> bool:
+            return self._latest is not None and self._latest.version >= version
+
+        with self._offered:
+            self._offered.wait_for(there, OFFER_SECONDS)
+            return self._latest
 
     def close(self) -> None:
         """End all pushes, now."""
@@ -148,7 +165,7 @@ class EngineConnection:
         if not self._sender.turn.acquire(timeout=seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
         try:
-            snapshot = self._sender.latest
+            snapshot = self._sender.latest(request.version)
             if snapshot is not None and snapshot.version == request.version:
                 self._push(snapshot, request, deadline)
                 return

@@ -1,13 +1,16 @@
-"""Sharded weights in host memory: each rank copies its own part, rank 0 collects the parts later.
+"""Sharded weights in host memory: each rank copies its own part, and some collect the parts later.
 
-    foreground, all ranks:  claim (rank 0 says which buffer) ──► copy (no collective) ──► training goes on
-    background:             rank 0 ──(buffer, copy, tensors)──► other ranks ──bytes──► rank 0
+    foreground, all ranks:  claim (a buffer that nobody reads) ──► copy (no collective) ──► training goes on
+    background:             collector ──(buffer, copy, tensors)──► other ranks ──bytes──► collector
+
+Rank 0 collects what is written to files; for broadcasts there is a collector for each server, if there are
+ranks enough. A rank has a thread for each collector.
 
 Where versions are published as deltas, ranks deliver only what has changed since the copy that rank 0 has
 collected last: between machines that is a small part of the weights.
 
 Collecting has a gloo group of its own: training's collectives neither wait for it nor meet it in another
-order. As all ranks copy together, the n-th copy is of the same version on each; so rank 0 names it.
+order. As all ranks copy together, the n-th copy is of the same version on each; so a collector names it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -38,14 +42,16 @@ log = logging.getLogger("asyncrl.weights")
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
 IDLE_S = 365 * 86400.0  # rank 0 may ask for nothing for a long time; its death ends the wait
 _END = torch.tensor([-1, 0, 0, 0, 0])
+_QUESTION, _ANSWER = 1, 2  # tags: two collectors ask each other
 _pieces = msgspec.msgpack.Decoder(list[bytes])
 
 
 class HostShards:
     """One rank's end, made by all ranks together. On one rank there is neither group nor thread, and what is
     read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as. `deadline`:
-    seconds in which a rank must deliver a bucket. `changes`: rank 0 may ask for what has changed since an
-    earlier copy; ranks keep one more copy of their shards for that."""
+    seconds in which a rank must deliver a bucket. `collectors`: the first ones of the ranks. `changes`: rank
+    0, the only one of them, may ask for what has changed since an earlier copy; ranks keep one more copy of
+    their shards for that."""
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class HostShards:
         dtype: torch.dtype,
         deadline: float,
         changes: bool = False,
+        collectors: int = 1,
     ) -> None:
         self.layout = layout_of(pieces, dtype)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -64,29 +71,34 @@ class HostShards:
         self._sizes = self._exchange([_held(piece, shards[piece.parameter]) for piece in pieces])
         pinned = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(sum(self._sizes[self.rank]), dtype, pinned)
-        self.received = 0  # bytes, by rank 0
+        self.received = 0  # bytes, by this collector
         self._changes = changes and self.ranks > 1
         self._sent = torch.empty(
             sum(self._sizes[self.rank]) if self._changes and self.rank else 0, dtype=dtype
         )
         self._sent_of = [0] * len(self.layout)  # number of the copy that each piece of it is of
         self._wire = threading.Lock()  # one bucket is collected at a time
-        self._thread = threading.Thread(target=self._serve, name="weight-shards", daemon=True)
-        if self.rank:
-            self._thread.start()
+        self._collects = self.ranks > 1 and self.rank < collectors
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name="weight-shards", daemon=True)
+            for rank in range(min(collectors, self.ranks))
+            if rank != self.rank
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # -- foreground ------------------------------------------------------------------------------------
 
-    def claim(self) -> int:
-        """The buffer that all ranks copy into next; only rank 0 knows which one is free on all."""
-        return self._buffers.claim()
+    def claim(self, gather: Callable[[list[int]], list[list[int]]]) -> int:
+        """The buffer that all ranks copy into next. A collective: `gather` gives the lists of all ranks."""
+        return self._buffers.claim({index for busy in gather(self._buffers.busy()) for index in busy})
 
     def copy(self, index: int, shards: Shards) -> None:
         """Copy this rank's shards, cast to the exported type. Not a collective."""
         self._buffers.copy(index, [_local(shard) for shard in shards.values()])
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
-        """Rank 0: the copy just made, as a version."""
+        """A collector: the copy just made, as a version."""
         copied = self._buffers.copies
 
         @contextmanager
@@ -97,30 +109,36 @@ class HostShards:
         return Snapshot(version, self.layout, seconds, pin, copied if self._changes else 0)
 
     def close(self, timeout: float) -> None:
-        """Rank 0 ends the threads of the others, which wait for that, `timeout` seconds at most."""
-        if self.rank:
-            self._thread.join(timeout)
-        elif self._wire.acquire(timeout=timeout):
+        """On all ranks: collectors end the threads of the others, and each waits for its own; `timeout`
+        seconds at most."""
+        end = time.monotonic() + timeout
+        if self._collects and self._wire.acquire(timeout=timeout):
             try:
                 self._ask(_END, timeout)
             except RuntimeError as error:
                 log.info("a rank was gone before its thread was ended: %s", error)
             finally:
                 self._wire.release()
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
-    # -- rank 0 ----------------------------------------------------------------------------------------
+    # -- a collector -----------------------------------------------------------------------------------
 
     def _collect(
         self, memory: Tensor, index: int, copied: int, part: slice, earlier: Earlier | None
     ) -> Tensors:
         """The whole tensors of a part of the layout."""
         since = earlier.copied if earlier is not None else 0
-        pieces = [self._mine(memory, part).split(self._sizes[0][part])]
+        mine = self._mine(memory, part).split(self._sizes[self.rank][part])
+        pieces: list[Sequence[Tensor]] = [mine]
         if self.ranks > 1:
             with self._wire:
                 try:
                     self._ask(torch.tensor([index, copied, part.start, part.stop, since]), self._deadline)
-                    pieces += [self._receive(rank, part, earlier) for rank in range(1, self.ranks)]
+                    pieces = [
+                        mine if rank == self.rank else self._receive(rank, part, earlier)
+                        for rank in range(self.ranks)
+                    ]
                 except RuntimeError as error:
                     raise WeightsError(f"a trainer rank did not deliver its shards ({error})") from error
         return {
@@ -129,23 +147,24 @@ class HostShards:
         }
 
     def _ask(self, request: Tensor, timeout: float) -> None:
-        for rank in range(1, self.ranks):
-            _wait(dist.isend(request, rank, group=self._group), timeout)
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                _wait(dist.isend(request, rank, group=self._group, tag=_QUESTION), timeout)
 
     def _receive(self, rank: int, part: slice, earlier: Earlier | None) -> Sequence[Tensor]:
         """A rank's pieces of the tensors of a part."""
         if earlier is not None:
             size = torch.empty(1, dtype=torch.int64)
-            _wait(dist.irecv(size, rank, group=self._group), self._deadline)
+            _wait(dist.irecv(size, rank, group=self._group, tag=_ANSWER), self._deadline)
             if size >= 0:
                 data = torch.empty(int(size), dtype=torch.uint8)
-                _wait(dist.irecv(data, rank, group=self._group), self._deadline)
+                _wait(dist.irecv(data, rank, group=self._group, tag=_ANSWER), self._deadline)
                 self.received += data.numel()
                 return self._changed(rank, part, earlier, _pieces.decode(data.numpy().data))
         sizes = self._sizes[rank][part]
         data = torch.empty(sum(sizes), dtype=self._dtype)
         if data.numel():
-            _wait(dist.irecv(data.view(torch.uint8), rank, group=self._group), self._deadline)
+            _wait(dist.irecv(data.view(torch.uint8), rank, group=self._group, tag=_ANSWER), self._deadline)
         self.received += data.nbytes
         return data.split(sizes)
 
@@ -162,33 +181,36 @@ class HostShards:
 
     # -- the other ranks -------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        """Send what rank 0 asks for, until it needs nothing more."""
+    def _serve(self, collector: int) -> None:
+        """Send what it asks for, until it needs nothing more."""
         request = torch.empty_like(_END)
         try:
             while True:
-                _wait(dist.irecv(request, 0, group=self._group), IDLE_S)
+                _wait(dist.irecv(request, collector, group=self._group, tag=_QUESTION), IDLE_S)
                 if torch.equal(request, _END):
                     return
                 index, copied, start, stop, since = request.tolist()
                 with self._buffers.reading(index, copied, wait=self._deadline) as memory:
                     data, part = self._mine(memory, slice(start, stop)), slice(start, stop)
-                    self._deliver(data, part, since)
+                    self._deliver(collector, data, part, since)
                     if self._changes:
                         self._mine(self._sent, part).copy_(data)
                         self._sent_of[part] = [copied] * (stop - start)
         except (RuntimeError, Superseded) as error:  # one rank cannot go on: the supervisor restarts all
             log.error("rank %d delivers no more weights: %s", self.rank, error)
 
-    def _deliver(self, data: Tensor, part: slice, since: int) -> None:
-        """Send what has changed since a copy, if that is the one that rank 0 has; else all, after a -1."""
+    def _deliver(self, collector: int, data: Tensor, part: slice, since: int) -> None:
+        """Send what has changed since a copy, if that is the one that was sent last; else all, after a -1."""
         if since:
             changes = self._encoded(data, part) if set(self._sent_of[part]) == {since} else None
             size = -1 if changes is None else changes.numel()
-            _wait(dist.isend(torch.tensor([size]), 0, group=self._group), self._deadline)
+            self._send(collector, torch.tensor([size]))
             data = data if changes is None else changes
         if data.numel():
-            _wait(dist.isend(data.view(torch.uint8), 0, group=self._group), self._deadline)
+            self._send(collector, data.view(torch.uint8))
+
+    def _send(self, collector: int, data: Tensor) -> None:
+        _wait(dist.isend(data, collector, group=self._group, tag=_ANSWER), self._deadline)
 
     def _encoded(self, data: Tensor, part: slice) -> Tensor:
         sizes = self._sizes[self.rank][part]

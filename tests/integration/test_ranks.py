@@ -95,7 +95,7 @@ def published_by(learner: Learner, world: World) -> Tensors:
     """What engines would be given; nothing on ranks other than the first."""
     policy = learner.policy
     host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
-    index = world.gather(host.claim() if world.rank == 0 else 0, int)[0]
+    index = host.claim(lambda busy: world.gather(busy, list[int]))
     host.copy(index, shards(policy))
     wanted = full_state(policy)
     found: Tensors = {}

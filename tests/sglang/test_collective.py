@@ -91,7 +91,7 @@ class BroadcastServer(Kept):
 
     def __init__(self, server: ServerApi, dialect: Dialect, mode: PauseMode) -> None:
         self.watched = Watched(server, 3)
-        receiver = Receiver(self.watched, "engine 0", 1)  # type: ignore[arg-type]
+        receiver = Receiver(self.watched, 0, 1)  # type: ignore[arg-type]
         config = WeightsConfig(mode=mode, deadline=LONG)
         super().__init__(server, ServerLoader(server, config, receiver=receiver, dialect=dialect), mode=mode)
 

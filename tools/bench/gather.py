@@ -56,7 +56,7 @@ def publish_steps(world: World, model: str, rate: float, steps: int) -> Measured
     for step in range(steps + 2):  # the first delta is a whole version, and the next one touches new memory
         train_step(policy, optimizer, TOKENS, step)
         for kind, host in hosts.items():
-            index = world.gather(host.claim() if world.rank == 0 else 0, int)[0]
+            index = host.claim(lambda busy: world.gather(busy, list[int]))
             host.copy(index, shards(policy))
             if world.rank == 0:
                 snapshot = host.snapshot(index, PolicyVersion(0, step), 0.0)

@@ -113,7 +113,7 @@ class Bench:
     async def by_broadcast(self, bucket_bytes: int) -> list[list[str]]:
         info = await self.server.server_info()
         dialect = dialect_of(info.version, self.server.url)
-        receiver = Receiver(self.server, "engine 0", info.tp_size)
+        receiver = Receiver(self.server, 0, info.tp_size)
         with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, torch.device("cpu"))) as sender:
 
             async def push(snapshot: Snapshot) -> None:

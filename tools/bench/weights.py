@@ -117,7 +117,7 @@ class Bench:
 
     def snapshot(self, version: int) -> Snapshot:
         begin = time.process_time()
-        index = self.host.claim()
+        index = self.host.claim(lambda busy: [busy])
         self.host.copy(index, shards(self.policy))
         self.times.measured("copy", begin)
         return self.host.snapshot(index, PolicyVersion(0, version), 0.0)

@@ -84,10 +84,11 @@ class Push:
 
 
 class Receiver:
-    """Asks for versions on behalf of one server of `ranks` ranks. `engine`: its name in the trainer's log."""
+    """Asks for versions on behalf of server `index`, of `ranks` ranks: the sender with that number, counted
+    round and round."""
 
-    def __init__(self, server: ServerApi, engine: str, ranks: int) -> None:
-        self._server, self._engine, self._ranks = server, engine, ranks
+    def __init__(self, server: ServerApi, index: int, ranks: int) -> None:
+        self._server, self._index, self._ranks = server, index, ranks
         self._connection: SenderConnection | None = None
 
     @asynccontextmanager
@@ -122,9 +123,10 @@ class Receiver:
                 await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
     async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
-        connection = await self._connect(ref.path)
+        senders = ref.path.split(",")
+        connection = await self._connect(senders[self._index % len(senders)])
         seconds = deadline - asyncio.get_running_loop().time()
-        request = VersionRequest(self._engine, ref.version, self._ranks, seconds)
+        request = VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds)
         plan = await connection.ask(request, BroadcastPlan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())

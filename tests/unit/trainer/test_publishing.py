@@ -48,7 +48,8 @@ class Trainer:
         endpoints = world.gather(endpoints if world.rank == 0 else Endpoints("", ""), Endpoints)[0]
         path = str(folder / "model")
         weights = {"directory": "run", "bucket_bytes": 2048} | weights
-        engine = {"name": "sglang" if weights.get("transport") == "collective" else "torch"}
+        broadcast = weights.get("transport") == "collective"
+        engine = {"name": "sglang", "servers": 2} if broadcast else {"name": "torch"}
         config = tiny_config(path, weights=weights, engine=engine)
         self.policy = load_policy(config.model, world)
         self.publishing = Publishing(config, endpoints, folder / "run", world, self.policy)
@@ -87,14 +88,14 @@ class Files:
 
 
 class Broadcasts:
-    """A server, and its keeper's end. The test has started the server's process: a rank of the trainer would
-    have to import everything again for that."""
+    """Server `index`, and its keeper's end. The test has started the server's process: a rank of the trainer
+    would have to import everything again for that."""
 
     weights: ClassVar = {"transport": "collective"}
 
-    def __init__(self, started: Sequence[ServerRank]) -> None:
+    def __init__(self, started: Sequence[ServerRank], index: int) -> None:
         self._server, self._loop = FakeServer(started=started), asyncio.Runner()
-        self._receiver = Receiver(self._server, "engine 0", 1)
+        self._receiver = Receiver(self._server, index, 1)
 
     def read(self, ref: WeightsRef) -> Found:
         return self._loop.run(self._pushed(ref))
@@ -113,7 +114,7 @@ class Broadcasts:
 
 def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> Any:
     trainer, found = Trainer(world, folder, **(Broadcasts if server else Files).weights), []
-    with nullcontext() if world.rank else closing(Broadcasts(server) if server else Files()) as reading:
+    with nullcontext() if world.rank else closing(Broadcasts(server, 1) if server else Files()) as reading:
         for step in range(1, 4):
             forwards = count_forwards(trainer.policy)
             state = trainer.publish()
@@ -126,6 +127,7 @@ def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> A
             manifest, entries = reading.read(told.ref)
             trainer.publishing.check()
             found.append((_described(state), entries, manifest.delta is not None))
+    world.gather(0, int)  # what every rank sends has arrived
     trainer.publishing.drain()
     return found
 
@@ -187,7 +189,7 @@ def lose_a_rank(server: Sequence[ServerRank], world: World, folder: Path) -> Any
     with pytest.raises(RuntimeError):
         world.gather(0, int)  # it is gone, with all of its connections
     trainer.publishing.check()
-    with closing(Broadcasts(server)) as reading, pytest.raises(WeightsError):
+    with closing(Broadcasts(server, 0)) as reading, pytest.raises(WeightsError):
         reading.read(trainer.told().ref)
     with pytest.raises(WeightsError) as caught:
         trainer.publishing.check()

@@ -12,7 +12,7 @@ from asyncrl.weights.buffers import Buffers, Superseded
 
 
 def copy(buffers: Buffers, value: float) -> int:
-    index = buffers.claim()
+    index = buffers.claim(buffers.busy())
     buffers.copy(index, [torch.full((2, 3), value), torch.full((4,), value)])
     return index
 
@@ -52,7 +52,7 @@ def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):
 def test_a_claimed_buffer_holds_nothing(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
-    buffers.claim()
+    buffers.claim(buffers.busy())
     with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait=0):
         pass
 
@@ -80,7 +80,31 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
     assert found == [7.0]
 
 
-def test_another_process_may_have_claimed_a_third(buffers: Buffers):
-    buffers.copy(2, [torch.full((10,), 7.0)])
-    with buffers.reading(2, 1, wait=0) as memory:
-        assert value(memory) == 7
+def test_what_is_read_elsewhere_is_not_claimed(buffers: Buffers):
+    copy(buffers, 1)
+    copy(buffers, 2)
+    assert buffers.busy() == [] and buffers.claim([0]) == 1
+    assert buffers.busy() == [] and buffers.claim([0, 1]) == 2
+
+
+def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
+    """Or the buffer that it begins to read would be written to by ranks that have heard of no reader."""
+    first, started = copy(buffers, 1), threading.Event()
+    copy(buffers, 2)
+    busy, found = buffers.busy(), list[str]()
+
+    def read() -> None:
+        started.set()
+        try:
+            with buffers.reading(first, 1, wait=0):
+                found.append("read")
+        except Superseded:
+            found.append("superseded")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    started.wait(30)
+    reader.join(0.05)
+    assert found == [] and buffers.claim(busy) == first
+    reader.join(30)
+    assert found == ["superseded"]

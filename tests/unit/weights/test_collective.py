@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
@@ -99,7 +100,7 @@ def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     server, tensors = spawn(), weights(1)
 
     async def main() -> None:
-        receiver = Receiver(server, "engine 0", 1)
+        receiver = Receiver(server, 0, 1)
         manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
         check(server, 1)
         assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
@@ -115,7 +116,7 @@ def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     server = spawn(ranks=2)
 
     async def main() -> None:
-        receiver = Receiver(server, "engine 0", 2)
+        receiver = Receiver(server, 0, 2)
         for version in (1, 2):
             await push(receiver, sender.offer(snapshot_of(weights(version), PolicyVersion(0, version))))
             check(server, version, rank=0)
@@ -126,13 +127,14 @@ def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     run(main())
 
 
-def test_only_the_newest_version_is_to_be_had(spawn, sender):
+def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
+    monkeypatch.setattr(collective, "OFFER_SECONDS", 0.1)
     server = spawn()
     first = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
     second = sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2)))
 
     async def main() -> None:
-        receiver = Receiver(server, "engine 0", 1)
+        receiver = Receiver(server, 0, 1)
         with pytest.raises(Superseded, match="the sender has e0-v2"):
             await push(receiver, first)
         with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
@@ -146,12 +148,32 @@ def test_only_the_newest_version_is_to_be_had(spawn, sender):
     run(main())
 
 
+def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sender, monkeypatch):
+    """Another rank has announced it; here it is offered a little later."""
+    server, asked = spawn(), threading.Event()
+    first = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
+    latest = sender.latest
+    monkeypatch.setattr(sender, "latest", lambda version: asked.set() or latest(version))
+
+    async def main() -> None:
+        receiver = Receiver(server, 3, 1)
+        wanted = WeightsRef(PolicyVersion(0, 2), f"tcp://127.0.0.1:9,{first.path}")
+        task = asyncio.create_task(push(receiver, wanted))
+        await asyncio.to_thread(asked.wait, LONG)
+        sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2)))
+        await task
+        check(server, 2)
+        await receiver.close()
+
+    run(main())
+
+
 def test_a_push_is_finished_with_its_own_version(spawn, sender):
     server = spawn()
     at_update(server, 1, lambda: sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2))) and None)
 
     async def main() -> None:
-        receiver = Receiver(server, "engine 0", 1)
+        receiver = Receiver(server, 0, 1)
         await push(receiver, sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
         check(server, 1)
         await receiver.close()
@@ -169,8 +191,8 @@ def test_a_server_that_is_killed(spawn, sender, bucket):
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         start = time.monotonic()
         with pytest.raises(EngineError, match="died"):
-            await push(Receiver(server, "engine 0", 1), ref)
-        await push(Receiver(other, "engine 0", 1), ref)
+            await push(Receiver(server, 0, 1), ref)
+        await push(Receiver(other, 0, 1), ref)
         assert time.monotonic() - start < LONG / 2
         check(other, 1)
         assert sender.error is None
@@ -186,10 +208,10 @@ def test_a_server_that_freezes(spawn, sender):
 
     async def main() -> None:
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        receiver, start = Receiver(server, "engine 0", 1), time.monotonic()
+        receiver, start = Receiver(server, 0, 1), time.monotonic()
         with pytest.raises((WeightsError, EngineError)):
             await push(receiver, ref, seconds=FEW)
-        await push(Receiver(other, "engine 1", 1), ref)
+        await push(Receiver(other, 1, 1), ref)
         assert FEW - 0.1 < time.monotonic() - start < LONG / 2
         check(other, 1)
         server.signal(SIGCONT)
@@ -208,7 +230,7 @@ def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
 
     async def main() -> None:
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        receiver = Receiver(server, "engine 0", 1)
+        receiver = Receiver(server, 0, 1)
         with pytest.raises((WeightsError, EngineError)):
             await push(receiver, ref, seconds=FEW)
         assert server.calls == ["init_group", "destroy_group"]
@@ -230,9 +252,7 @@ def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
 
     async def main() -> None:
         with pytest.raises(WeightsError, match="no such interface"):
-            await push(
-                Receiver(server, "engine 0", 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-            )
+            await push(Receiver(server, 0, 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
         assert server.calls == []
 
     run(main())
@@ -253,9 +273,7 @@ def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     server = spawn()
 
     async def main() -> None:
-        await push(
-            Receiver(server, "engine 0", 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        )
+        await push(Receiver(server, 0, 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
 
     run(main())
     assert there == [False]
@@ -269,7 +287,7 @@ def test_a_trainer_that_is_killed(spawn):
     async def main() -> None:
         start = time.monotonic()
         with pytest.raises(WeightsError):
-            await push(Receiver(server, "engine 0", 1), trainer.ref)
+            await push(Receiver(server, 0, 1), trainer.ref)
         assert time.monotonic() - start < LONG / 2
         assert server.look()[0] == "default"
 
@@ -284,7 +302,7 @@ def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
 
     async def main() -> None:
         with pytest.raises((WeightsError, EngineError)):
-            await push(Receiver(server, "engine 0", 1), trainer.ref, seconds=FEW)
+            await push(Receiver(server, 0, 1), trainer.ref, seconds=FEW)
         with pytest.raises(EngineError, match="no answer"):
             server.ranks[0].call(1.0, "look")
         trainer.signal(SIGKILL)
@@ -299,9 +317,9 @@ def test_a_trainer_that_is_gone(spawn):
 
     async def main() -> None:
         with pytest.raises(WeightsError, match="no sender there"):
-            await push(Receiver(server, "engine 0", 1), trainer.ref)
+            await push(Receiver(server, 0, 1), trainer.ref)
         with pytest.raises(WeightsError, match="not the address of a sender"):
-            await push(Receiver(server, "engine 0", 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
+            await push(Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
         assert server.calls == []
 
     run(main())
@@ -325,7 +343,7 @@ def test_a_rank_that_does_not_deliver(spawn, sender):
     server = spawn()
 
     async def main() -> None:
-        receiver = Receiver(server, "engine 0", 1)
+        receiver = Receiver(server, 0, 1)
         with pytest.raises(WeightsError, match="did not deliver"):
             await push(receiver, sender.offer(broken))
         assert server.calls == ["init_group", "update_from_group", "destroy_group"]
@@ -343,7 +361,7 @@ def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
         await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
-        await push(Receiver(server, "engine 1", 1), ref)
+        await push(Receiver(server, 1, 1), ref)
         assert 0.9 < time.monotonic() - start < LONG / 2
         check(server, 1)
 
@@ -359,12 +377,12 @@ def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         told = asyncio.Event()
         server.before = lambda name: told.set()
-        task = asyncio.create_task(push(Receiver(server, "engine 0", 1), ref, seconds=LONG))
+        task = asyncio.create_task(push(Receiver(server, 0, 1), ref, seconds=LONG))
         await told.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await push(Receiver(other, "engine 1", 1), ref)
+        await push(Receiver(other, 1, 1), ref)
         check(other, 1)
 
     run(main())
@@ -378,7 +396,7 @@ def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         with socket.create_connection(_address(ref)) as stranger:
             stranger.sendall(junk)
-            await push(Receiver(server, "engine 0", 1), ref)
+            await push(Receiver(server, 0, 1), ref)
             stranger.settimeout(LONG)
             assert b"ProtocolError" in stranger.recv(1000)
         check(server, 1)
@@ -403,7 +421,7 @@ def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender,
                 time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        run(push(Receiver(server, "engine 0", 1), ref))
+        run(push(Receiver(server, 0, 1), ref))
     check(server, 1)
 
 
@@ -425,9 +443,7 @@ def test_closing_the_sender_ends_its_pushes(spawn):
     async def main() -> None:
         start = time.monotonic()
         with pytest.raises(WeightsError):
-            await push(
-                Receiver(server, "engine 0", 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-            )
+            await push(Receiver(server, 0, 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
         assert time.monotonic() - start < LONG / 2
         assert server.look()[0] == "default"
 
@@ -440,7 +456,7 @@ def test_the_groups_of_training_are_left_alone(spawn, sender):
     server = spawn()
 
     async def main() -> None:
-        receiver = Receiver(server, "engine 0", 1)
+        receiver = Receiver(server, 0, 1)
         await push(receiver, sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
         assert dict(dist.distributed_c10d._world.pg_map) == known
         await receiver.close()

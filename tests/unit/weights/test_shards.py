@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def policy_of(world: World, folder: Path) -> Policy:
 
 
 def taken(host: HostShards, world: World, policy: Policy, version: int) -> Snapshot:
-    index = world.gather(host.claim() if world.rank == 0 else 0, int)[0]
+    index = host.claim(lambda busy: world.gather(busy, list[int]))
     host.copy(index, shards(policy))
     return host.snapshot(index, PolicyVersion(0, version), 0.0)
 
@@ -119,6 +120,48 @@ def test_the_latest_wins_and_what_is_read_stays(tmp_path: Path):
     result = run_ranks(2, overtake, tmp_path)
     for found, wanted in ((result["slow"], result["wanted"][0]), (result["last"], result["wanted"][3])):
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def collect_everywhere(world: World, folder: Path) -> Any:
+    """Every rank collects each version, in the background and several at a time, while newer ones are
+    copied; rank 1 keeps the first one for long, so that no rank may copy over it."""
+    policy = policy_of(world, folder)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, collectors=world.size)
+    assert len(threads()) == world.size - 1
+    wanted: list[Tensors] = []
+    found: dict[int, Tensors] = {}
+    slow: Tensors = {}
+
+    def collect(version: int, snapshot: Snapshot) -> None:
+        with suppress(Superseded):
+            found[version] = collected(snapshot, 1000)
+
+    readers, held = [], None
+    for version in range(6):
+        wanted.append(full_state(policy))
+        snapshot = taken(host, world, policy, version)
+        if version == 0 and world.rank == 1:
+            held = snapshot.buckets(1)
+            slow |= next(held)
+        readers.append(threading.Thread(target=collect, args=(version, snapshot)))
+        readers[-1].start()
+        change(policy)
+    for reader in readers:
+        reader.join(DEADLINE)
+    for bucket in held or ():
+        slow |= bucket
+    assert 5 in found, "the last one is not replaced by any"
+    for version, tensors in found.items():
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted[version].items())
+    assert (world.rank != 1) or all(torch.equal(slow[name], tensor) for name, tensor in wanted[0].items())
+    world.gather(0, int)
+    host.close(DEADLINE)
+    assert not threads()
+    return sorted(found)
+
+
+def test_every_rank_may_collect(tmp_path: Path):
+    assert 5 in run_ranks(3, collect_everywhere, tmp_path)
 
 
 def collect_from_a_late_rank(world: World, folder: Path) -> Any:
