@@ -22,12 +22,12 @@ LEVELS = (
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-# Packages with exactly one importer.
+# Packages with few importers.
 OWNED = {
-    "zmq": "wire/sockets.py",
-    "ray": "launch/ray.py",
-    "hydra": "config/composition.py",
-    "omegaconf": "config/composition.py",
+    "zmq": ("wire/sockets.py", "weights/ipc.py"),
+    "ray": ("launch/ray.py",),
+    "hydra": ("config/composition.py",),
+    "omegaconf": ("config/composition.py",),
 }
 
 
@@ -84,7 +84,8 @@ def test_some_libraries_have_one_importer() -> None:
         f"{here} imports {there}"
         for here, found in GRAPH.items()
         for there in found
-        if (owner := OWNED.get(there.split(".")[0])) and MODULES[here] != ROOT / owner
+        if (owners := OWNED.get(there.split(".")[0]))
+        and MODULES[here] not in [ROOT / owner for owner in owners]
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -100,8 +100,9 @@ class WeightsConfig(Section, frozen=True):
     are brought the versions. Or an absolute path that all share: in a directory of the run's own there."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version in this time is reported and gets the latest one."""
-    transport: Literal["disk", "collective"] = "disk"
-    """`disk`: files. `collective` (sglang): broadcast through a process group of each server's own."""
+    transport: Literal["disk", "collective", "ipc"] = "disk"
+    """`disk`: files. For sglang also `collective`: broadcast through a process group of each server's own;
+    and `ipc`: the same, but servers on a trainer rank's machine read its GPU's memory."""
     full_every: Positive = 1
     """disk: publish every k-th version whole; of those between only the bytes that changed, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
@@ -275,18 +276,16 @@ def _check_combinations(config: RunConfig) -> None:
         f"engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
             len({url.rstrip("/") for url in config.engine.urls}) < len(config.engine.urls)
         ),
-        "weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
-            config.weights.transport == "collective" and not config.engine.remote
-        ),
+        f"weights.transport {config.weights.transport} needs servers; set engine=sglang, or "
+        "weights.transport=disk": (config.weights.transport != "disk" and not config.engine.remote),
         "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
             config.trainer.router_replay and not config.engine.remote
         ),
         "trainer.router_replay does not work with trainer.compile=true; set one of them to false": (
             config.trainer.router_replay and config.trainer.compile
         ),
-        "weights.full_every is for files: a broadcast goes straight into a server, which knows no deltas; "
-        "use weights.transport=disk": config.weights.full_every > 1
-        and config.weights.transport == "collective",
+        "weights.full_every is for files: what is sent goes straight into a server, which knows no deltas; "
+        "use weights.transport=disk": config.weights.full_every > 1 and config.weights.transport != "disk",
         f"buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
         f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
             buffer.max_bytes < needed

@@ -65,7 +65,7 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
 
 
 def check_nccl(inputs: Inputs) -> Iterator[Note]:
-    """Ranks on GPUs, and weights.transport=collective between GPUs, speak NCCL."""
+    """Ranks on GPUs, and weights that are broadcast between GPUs, speak NCCL."""
     import torch
     from torch import distributed
 
@@ -73,7 +73,7 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
         yield ok("not needed without GPUs")
     elif distributed.is_available() and distributed.is_nccl_available():
         yield ok(".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-    elif inputs.config.trainer.ranks > 1 or inputs.config.weights.transport == "collective":
+    elif inputs.config.trainer.ranks > 1 or inputs.config.weights.transport != "disk":
         raise ConfigError(
             "this torch has no NCCL, which several ranks on GPUs need; install a torch that has it"
         )

@@ -36,16 +36,26 @@ def check_servers(config: RunConfig) -> None:
             "engine.name is sglang, which is not installed here: pip install sglang (for GPUs), or attach "
             "to servers with engine.urls=[…]; on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
         )
+    elif (
+        config.weights.transport == "ipc"
+        and not engine.server_command
+        and importlib.util.find_spec("checkpoint_engine") is None
+    ):
+        raise ConfigError(
+            "weights.transport=ipc has servers use checkpoint-engine, which is not installed here: "
+            "pip install checkpoint-engine, or set weights.transport=collective"
+        )
 
 
 def check_group_address(config: RunConfig) -> None:
     """Servers on other machines join the trainer at the launcher's address: with a loopback address they
     would look for the trainer on their own machine, and hang."""
     far = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
-    if config.weights.transport == "collective" and is_loopback(config.launch.host) and far:
+    if config.weights.transport != "disk" and is_loopback(config.launch.host) and far:
         raise ConfigError(
             f"launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
-            "collective needs; set launch.host to this machine's address in the servers' network"
+            f"{config.weights.transport} needs; set launch.host to this machine's address in the servers' "
+            "network"
         )
 
 

@@ -119,7 +119,8 @@ class Publishing:
         weights, address = self.config.weights, ""
         if self.mesh.rank < senders:
             host = local_address(endpoints.control)
-            self._sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device)
+            ipc = weights.transport == "ipc"
+            self._sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device, ipc)
             address = self._sender.address
         addresses = ",".join(self.mesh.gather(address, str)[:senders])
 

@@ -18,6 +18,10 @@ version. Whatever goes wrong, on either side, closes it; the other side sees tha
 up too, so that a server that waits for a broadcast gets an error instead. A server joins only when rank 0 is
 listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
 
+With `weights.transport=ipc` a server on the sender's machine is in no group: it reads the weights from memory
+of the sender's GPU, in one call of /update_weights_from_ipc (weights/ipc.py). BucketRequest(0) says that it
+has been called, and is answered by Sent.
+
 Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
 request and has to be started again. Nothing here is authenticated or encrypted: for private networks.
 """
@@ -32,6 +36,7 @@ import uuid
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -43,6 +48,7 @@ from asyncrl.weights.collective_messages import (
     BroadcastPlan,
     BucketReady,
     BucketRequest,
+    MemoryPlan,
     Refused,
     Sent,
     VersionRequest,
@@ -51,6 +57,7 @@ from asyncrl.weights.collective_messages import (
     send_answer,
 )
 from asyncrl.weights.group import ServerGroup, background
+from asyncrl.weights.ipc import ServerMemory
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Layout,
@@ -72,11 +79,14 @@ class Sender:
     """Offers the newest version to all engines, and pushes it to one after another.
 
     It listens at `host`, which servers and keepers must be able to reach. A push takes at most `seconds`.
+    `ipc`: engines on this machine read memory of `device`.
     What it cannot read of a version is kept in `error` for the owner to raise.
     """
 
-    def __init__(self, host: str, bucket_bytes: int, seconds: float, device: torch.device) -> None:
-        self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
+    def __init__(
+        self, host: str, bucket_bytes: int, seconds: float, device: torch.device, ipc: bool = False
+    ) -> None:
+        self.bucket_bytes, self.seconds, self.device, self.ipc = bucket_bytes, seconds, device, ipc
         self.turn = threading.Lock()  # of one engine at a time
         self._latest: Snapshot | None = None
         self._offered = threading.Condition()
@@ -177,19 +187,37 @@ class EngineConnection:
     def _push(self, snapshot: Snapshot, request: VersionRequest, deadline: float) -> None:
         buckets = tuple(_aligned(snapshot.layout[part]) for part in self._parts(snapshot))
         entries: dict[str, TensorEntry] = {}
+        send = self._share if self._sender.ipc and request.here else self._broadcast
         with closing(self._flattened(snapshot, buckets, entries)) as flattened:
             ready = next(flattened)  # raises Superseded before the engine has done anything
-            group, port = self._join(1 + request.ranks, deadline)
-            send_answer(self._socket, BroadcastPlan(group.name, port, group.backend, buckets), deadline)
-            under_way: Future[None] | None = None
-            for index in range(len(buckets)):
-                self._arrived(index, under_way, deadline)
-                send_answer(self._socket, BucketReady(index), deadline)
-                under_way = group.broadcast(ready)
-                ready = next(flattened, ready)  # meanwhile
-        self._arrived(len(buckets), under_way, deadline)
+            send(buckets, chain((ready,), flattened), request.ranks, deadline)
         manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout))
         send_answer(self._socket, Sent(manifest), deadline)
+
+    def _broadcast(
+        self, buckets: Sequence[Layout], flattened: Iterator[Tensor], ranks: int, deadline: float
+    ) -> None:
+        group, port = self._join(1 + ranks, deadline)
+        plan = BroadcastPlan(tuple(buckets), group.name, port, group.backend)
+        send_answer(self._socket, plan, deadline)
+        under_way: Future[None] | None = None
+        for index, ready in enumerate(flattened):  # read while the one before is under way
+            self._arrived(index, under_way, deadline)
+            send_answer(self._socket, BucketReady(index), deadline)
+            under_way = group.broadcast(ready)
+        self._arrived(len(buckets), under_way, deadline)
+
+    def _share(
+        self, buckets: Sequence[Layout], flattened: Iterator[Tensor], ranks: int, deadline: float
+    ) -> None:
+        largest = max(sum(spec.nbytes for spec in bucket) for bucket in buckets)
+        with ServerMemory(ranks, largest, self._sender.device, self._socket) as memory:
+            send_answer(self._socket, MemoryPlan(tuple(buckets), memory.sockets), deadline)
+            self._arrived(0, None, deadline)
+            memory.open(deadline)
+            for bucket, ready in zip(buckets, flattened, strict=True):
+                memory.load(bucket, ready, deadline)
+            memory.finish(deadline)
 
     def _parts(self, snapshot: Snapshot) -> Iterator[slice]:
         return split(snapshot.layout, self._sender.bucket_bytes)

@@ -127,6 +127,7 @@ class FakeServer:
     name; `before(name)` is called first."""
 
     def __init__(self, ranks: int = 1, started: Sequence[ServerRank] = ()) -> None:
+        self.url = "http://127.0.0.1:9"
         self.ranks = list(started) or [ServerRank(rank) for rank in range(ranks)]
         self.calls: list[str] = []
         self.before: Callable[[str], None] = lambda name: None

@@ -71,7 +71,8 @@ class Watched:
 
     def __init__(self, server: ServerApi, number: int) -> None:
         self.init_group, self.destroy_group = server.init_group, server.destroy_group
-        self._server = server
+        self.update_from_ipc, self.url = server.update_from_ipc, server.url
+        self._server, self.told = server, 0
         self.expect(number)
 
     def expect(self, number: int) -> None:
@@ -80,6 +81,7 @@ class Watched:
 
     async def update_from_group(self, *arguments: Any, **settings: Any) -> None:
         task = asyncio.create_task(self._server.update_from_group(*arguments, **settings))
+        self.told += 1
         self._left -= 1
         if not self._left:
             self.event.set()
@@ -120,14 +122,17 @@ def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
     return sender.offer(snapshot_of(versions.tensors(version), PolicyVersion(EPOCH, version)))
 
 
-def test_it_samples_with_what_was_pushed(server, versions, sender):
-    """Several buckets, three versions over one group."""
+@pytest.mark.parametrize("ipc", [False, True])
+def test_it_samples_with_what_was_pushed(server, versions, sender, ipc):
+    """Several buckets, three versions over one group, or through memory."""
 
     async def main() -> None:
+        sender.ipc = ipc
         async with keeping(server) as keeper:
             for version in (1, 2, 3):
                 await keeper.load(offer(sender, versions, version))
                 await keeper.check(versions, version)
+            assert (keeper.watched.told == 0) is ipc
 
     asyncio.run(main())
 
@@ -168,6 +173,47 @@ def test_a_trainer_that_is_killed_in_mid_push(server, versions, sender):
             assert time.monotonic() - start < LONG / 2
             await keeper.load(offer(sender, versions, 1))
             await keeper.check(versions, 1)
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_is_killed_while_the_server_reads_its_memory(server, versions, sender):
+    """Nobody would tell the server that there is no more to come, if the keeper did not."""
+
+    async def main() -> None:
+        sender.ipc = True
+        async with keeping(server) as keeper:
+            path = str(versions.paths[3] / "model.safetensors")
+            trainer = SenderProcess(2, path, BUCKET_BYTES, ipc=True)
+            start = time.monotonic()
+            task = asyncio.create_task(keeper.load(trainer.ref))
+            await asyncio.to_thread(trainer.await_silence)
+            trainer.end()
+            with pytest.raises(WeightsError, match="the sender is gone"):
+                await task
+            assert time.monotonic() - start < LONG / 2
+            await keeper.load(offer(sender, versions, 1))
+            await keeper.check(versions, 1)
+
+    asyncio.run(main())
+
+
+def test_a_keeper_that_leaves_while_the_server_reads_the_trainers_memory(server, versions, sender):
+    """The trainer ends the server's request, and others have their turn."""
+
+    async def main() -> None:
+        path = str(versions.paths[3] / "model.safetensors")
+        trainer = SenderProcess(2, path, BUCKET_BYTES, ipc=True)
+        async with keeping(server) as keeper:
+            task = asyncio.create_task(keeper.load(trainer.ref))
+            await asyncio.to_thread(trainer.await_silence)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with keeping(server) as keeper:
+            await keeper.load(offer(sender, versions, 1))
+            await keeper.check(versions, 1)
+        trainer.end()
 
     asyncio.run(main())
 
@@ -255,7 +301,8 @@ def test_a_server_that_freezes_before_it_joins(server, versions, sender):
     asyncio.run(main())
 
 
-def test_weights_of_another_model_are_an_error(server, versions, sender):
+@pytest.mark.parametrize("ipc", [False, True])
+def test_weights_of_another_model_are_an_error(server, versions, sender, ipc):
     """A load that the server refuses is an error with its own words, and the next one is whole again."""
 
     async def main() -> None:
@@ -263,7 +310,8 @@ def test_weights_of_another_model_are_an_error(server, versions, sender):
             tensors = versions.tensors(1)
             name = next(name for name in tensors if "embed_tokens" in name)
             wrong = tensors | {name: tensors[name][:-1].contiguous()}
-            with pytest.raises(WeightsError, match="partially updated"):
+            sender.ipc = ipc
+            with pytest.raises(WeightsError, match="did not load them" if ipc else "partially updated"):
                 await keeper.load(sender.offer(snapshot_of(wrong, PolicyVersion(EPOCH, 4))))
             await keeper.load(offer(sender, versions, 3))
             await keeper.check(versions, 3)

@@ -1,12 +1,17 @@
-"""What it takes to get a version into a real server: through files, and by broadcast, by size of bucket.
+"""What it takes to get a version into a real server: through files, by broadcast, and through memory that the
+server opens, by size of bucket.
 
     python tools/bench/push.py [--hidden 640] [--layers 10] [--repeats 5] [--buckets 1 4 16 64 256]
+    python tools/bench/push.py --url http://127.0.0.1:30000 --model DIR --device cuda:0   # has not been run
 
 Starts a server on this machine's CPU with tools/sglang_cpu and a random Qwen2 (182 MB in float32 with the
 defaults), and pushes versions that differ in every number, in turn. "all" is from the snapshot in the
 trainer's memory to the server's answer that it has the version: for files, which are in shared memory, that
 is writing, verifying and loading them. "paused" is the part of it in which the server samples nothing.
 "first": the server has yet to join the group. Medians of repeats, with the range of "all".
+
+With `--url` the server is one that you have started with the model in DIR, on this machine, and with another
+GPU for broadcasts (NCCL): `python -m sglang.launch_server --model-path DIR`. `--device` is the trainer's.
 """
 
 from __future__ import annotations
@@ -42,11 +47,16 @@ Push = Callable[[Snapshot], Awaitable[None]]
 class Bench:
     """A server, and snapshots of two models that take turns as ever newer versions."""
 
-    def __init__(self, server: ServerApi, model: Path, repeats: int) -> None:
-        self.server, self.repeats = server, repeats
-        tensors = load_file(model / "model.safetensors")
+    def __init__(self, server: ServerApi, model: Path, device: torch.device, repeats: int) -> None:
+        self.server, self.device, self.repeats = server, device, repeats
+        tensors: Tensors = {}
+        for file in sorted(model.glob("*.safetensors")):
+            tensors |= load_file(file)
         self._models = [tensors, {name: tensor * 1.01 for name, tensor in tensors.items()}]
-        self._layout = tuple(TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items())
+        self._layout = tuple(
+            TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for name, t in tensors.items()
+        )
         self._version = 0
         self._paused = 0.0
 
@@ -110,30 +120,35 @@ class Bench:
             await self.once(push)  # warms up
             return [await self.line("files", push)]
 
-    async def by_broadcast(self, bucket_bytes: int) -> list[list[str]]:
+    async def sent(self, bucket_bytes: int, ipc: bool) -> list[list[str]]:
         info = await self.server.server_info()
         dialect = dialect_of(info.version, self.server.url)
         receiver = Receiver(self.server, 0, info.tp_size)
-        with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, torch.device("cpu"))) as sender:
+        with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, self.device, ipc)) as sender:
 
             async def push(snapshot: Snapshot) -> None:
                 pushing = receiver.push(sender.offer(snapshot), DEADLINE)
-                async with pushing as ready, self.paused(), dialect.update(self.server):
+                async with (
+                    pushing as ready,
+                    self.paused(),
+                    dialect.update(self.server) if ready.session else nullcontext(),
+                ):
                     await ready.load()
 
-            name = f"broadcast, {bucket_bytes // MB} MB"
+            name = f"{'memory' if ipc else 'broadcast'}, {bucket_bytes // MB} MB"
             joins = self.row(f"{name}, first", [await self.once(push)])
             again = await self.line(name, push)
             await receiver.close()
         return [joins, again]
 
 
-async def compare(url: str, model: Path, repeats: int, buckets: list[int]) -> None:
+async def compare(url: str, model: Path, device: torch.device, repeats: int, buckets: list[int]) -> None:
     server = ServerApi(url)
-    bench = Bench(server, model, repeats)
+    bench = Bench(server, model, device, repeats)
     lines = await bench.through_files(256 * MB)
     for megabytes in buckets:
-        lines += await bench.by_broadcast(megabytes * MB)
+        for ipc in (False, True):
+            lines += await bench.sent(megabytes * MB, ipc)
     await server.close()
     header = ["way", "all, s", "paused, s", "MB/s"]
     print(f"{bench.megabytes:.0f} MB, median of {repeats} pushes\n\n{table(header, lines)}")
@@ -147,12 +162,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--buckets", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="MB")
+    parser.add_argument("--url")
+    parser.add_argument("--model", type=Path, help="with --url")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
     torch.set_num_threads(1)
+    rest = args.device, args.repeats, args.buckets
+    if args.url:
+        asyncio.run(compare(args.url, args.model, *rest))
+        return
     with tempfile.TemporaryDirectory() as directory:
         save_model(Path(directory), args.hidden, args.layers)
         with servers(1, Path(directory)) as urls:
-            asyncio.run(compare(urls[0], Path(directory), args.repeats, args.buckets))
+            asyncio.run(compare(urls[0], Path(directory), *rest))
 
 
 if __name__ == "__main__":

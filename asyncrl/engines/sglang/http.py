@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, TypeVar
 
@@ -233,6 +233,14 @@ class ServerApi:
         if label is not None:
             body["weight_version"] = label
         await self._weights("/update_weights_from_distributed", body, seconds)
+
+    async def update_from_ipc(
+        self, sockets: Mapping[str, str], label: str, seconds: float = ADMIN_SECONDS
+    ) -> None:
+        """Load a version from memory of another process on the server's machine. `sockets`: the address where
+        a rank of the server is told of it, by the name of its GPU."""
+        body = {"zmq_handles": dict(sockets), "weight_version": label, "flush_cache": False}
+        await self._weights("/update_weights_from_ipc", body, seconds)
 
     async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
         await self._weights("/destroy_weights_update_group", {"group_name": name}, seconds)

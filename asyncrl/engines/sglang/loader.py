@@ -2,7 +2,7 @@
 
     files: verified, deltas made whole ──┐
                                          ├──► pause ──► load, labelled ──► continue ──► its label read back
-    broadcast: server and sender ready ──┘
+    sent: server and sender ready ───────┘
 
 Only one process, the server's keeper, may do this. A load that failed after the pause leaves the server with
 anything, perhaps with half of a version. Then the server's label is changed to one that no run uses before it
@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from asyncrl.config import WeightsConfig
@@ -72,8 +72,8 @@ class ServerLoader:
         `broken`."""
         async with self._loading:  # versions are applied in the order of the calls
             await self._pause_over()
-            broadcast = ref.path.startswith("tcp://")
-            return await (self._receive(ref) if broadcast else self._read(ref))
+            sent = ref.path.startswith("tcp://")
+            return await (self._receive(ref) if sent else self._read(ref))
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
@@ -127,11 +127,11 @@ class ServerLoader:
         if self._receiver is None or dialect is None:
             raise WeightsError(f"weights {ref.path}: are broadcast, and this loader reads files only")
         async with self._receiver.push(ref, self._deadline) as push:
-            layout = tuple(spec for bucket in push.plan.buckets for spec in bucket)
+            layout = tuple(spec for bucket in push.buckets for spec in bucket)
             self._check(ref, layout)
 
             async def load() -> None:
-                async with dialect.update(self.api):
+                async with dialect.update(self.api) if push.session else nullcontext():
                     found.append(await push.load())
 
             await self._replace(ref, load)

@@ -1,4 +1,4 @@
-"""The keeper's end of a broadcast: asks the trainer for a version, and has its server receive it.
+"""The keeper's end of a push: asks the trainer for a version, and has its server receive it.
 
 The trainer's end, and the protocol between the two, are in weights/collective.py.
 """
@@ -6,10 +6,10 @@ The trainer's end, and the protocol between the two, are in weights/collective.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl.engines.sglang.http import ServerApi
@@ -19,13 +19,17 @@ from asyncrl.weights.collective_messages import (
     BroadcastPlan,
     BucketReady,
     BucketRequest,
+    MemoryPlan,
+    Plan,
     Question,
     Refused,
     Sent,
     VersionRequest,
     ask,
 )
-from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.weights.ipc import is_socket, release
+from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
+from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
@@ -55,37 +59,78 @@ class SenderConnection:
 
 @dataclass
 class Push:
-    """A version that is about to be sent: the server is in the group, and still has its old weights."""
+    """A version that is about to be sent: the server still has its old weights. `session`: the server must be
+    told when the update begins and ends."""
 
     label: str
-    plan: BroadcastPlan
+    buckets: tuple[Layout, ...]
     connection: SenderConnection
     server: ServerApi
     deadline: float  # by the loop's clock
     done: bool = field(default=False, init=False)
+    session: ClassVar[bool]
 
     async def load(self) -> Manifest:
         """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
         some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
-        last = len(self.plan.buckets) - 1
-        for index, specs in enumerate(self.plan.buckets):
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> float:
+        """Until the deadline."""
+        return self.deadline - asyncio.get_running_loop().time()
+
+
+@dataclass
+class BroadcastPush(Push):
+    """The server is in the group."""
+
+    group: str
+    session: ClassVar[bool] = True
+
+    async def load(self) -> Manifest:
+        last = len(self.buckets) - 1
+        for index, specs in enumerate(self.buckets):
             await self.connection.ask(BucketRequest(index), BucketReady)
             await self.server.update_from_group(
                 [spec.name for spec in specs],
                 [spec.dtype for spec in specs],
                 [spec.shape for spec in specs],
-                group=self.plan.group,
+                group=self.group,
                 label=self.label if index == last else None,
-                seconds=self.deadline - asyncio.get_running_loop().time(),
+                seconds=self.seconds,
             )
         sent = await self.connection.ask(BucketRequest(last + 1), Sent)
         self.done = True
         return sent.manifest
 
 
+@dataclass
+class MemoryPush(Push):
+    """The server opens memory of the sender, of which it is told at the sockets."""
+
+    sockets: dict[str, str]
+    session: ClassVar[bool] = False
+
+    async def load(self) -> Manifest:
+        sent = asyncio.create_task(self.connection.ask(BucketRequest(0), Sent))
+        told = asyncio.create_task(self.server.update_from_ipc(self.sockets, self.label, self.seconds))
+        try:
+            manifest = (await asyncio.gather(sent, told))[0].manifest
+        except BaseException:
+            # The server may be waiting for a sender that is gone. One that is there has closed the sockets.
+            self.connection.writer.close()
+            await asyncio.to_thread(release, self.sockets)
+            await asyncio.wait([sent, told], timeout=CLEANUP_SECONDS)
+            sent.cancel()
+            told.cancel()
+            raise
+        self.done = True
+        return manifest
+
+
 class Receiver:
-    """Asks for versions on behalf of server `index`, of `ranks` ranks: the sender with that number, counted
-    round and round."""
+    """Asks for versions on behalf of server `index`, of `ranks` ranks."""
 
     def __init__(self, server: ServerApi, index: int, ranks: int) -> None:
         self._server, self._index, self._ranks = server, index, ranks
@@ -123,16 +168,29 @@ class Receiver:
                 await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
     async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
-        senders = ref.path.split(",")
-        connection = await self._connect(senders[self._index % len(senders)])
+        connection = await self._connect(self._sender(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
-        request = VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds)
-        plan = await connection.ask(request, BroadcastPlan)
+        here = is_here(connection.path) and is_here(f"tcp://{urlsplit(self._server.url).netloc}")
+        request = VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds, here)
+        plan = await connection.ask(request, Plan)
+        if isinstance(plan, MemoryPlan):
+            _check_seen(plan.sockets)
+            return MemoryPush(ref.label, plan.buckets, connection, self._server, deadline, plan.sockets)
+        assert isinstance(plan, BroadcastPlan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
-        return Push(ref.label, plan, connection, self._server, deadline)
+        return BroadcastPush(ref.label, plan.buckets, connection, self._server, deadline, plan.group)
+
+    def _sender(self, paths: list[str]) -> str:
+        """Where this server's versions come from: from its own machine, if there is a sender."""
+        for path in paths:
+            where = urlsplit(path)
+            if where.scheme != "tcp" or not where.hostname or not where.port:
+                raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
+        near = [path for path in paths if is_here(path)] or paths
+        return near[self._index % len(near)]
 
     async def _connect(self, path: str) -> SenderConnection:
         if self._connection is not None and self._connection.path != path:
@@ -152,10 +210,17 @@ class Receiver:
             raise WeightsError(f"weights {connection.path}: the server did not join: {error}") from error
 
 
+def _check_seen(sockets: Mapping[str, str]) -> None:
+    hidden = [address for address in sockets.values() if not is_socket(address)]
+    if hidden:
+        raise WeightsError(
+            f"weights: the trainer is on this machine, and its {hidden[0]} is not to be seen; let both see "
+            "the same directory for temporary files, or set weights.transport=collective"
+        )
+
+
 async def _open(path: str) -> SenderConnection:
     where = urlsplit(path)
-    if where.scheme != "tcp" or not where.hostname or not where.port:
-        raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
     try:
         return SenderConnection(path, *await asyncio.open_connection(where.hostname, where.port))
     except OSError as error:

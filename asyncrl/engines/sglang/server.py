@@ -110,10 +110,10 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
     if config.weights.mode not in modes:
         known = f"its version {info.version} knows {', '.join(modes)}"
         raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {known}")
-    if config.weights.transport == "collective" and info.dp_size != 1:
+    if config.weights.transport != "disk" and info.dp_size != 1:
         raise ConfigError(
-            f"server {url} has --dp-size {info.dp_size}, and weights.transport=collective needs 1: start a "
-            "server for each replica, or set weights.transport=disk"
+            f"server {url} has --dp-size {info.dp_size}, and weights.transport={config.weights.transport} "
+            "needs 1: start a server for each replica, or set weights.transport=disk"
         )
     if config.trainer.router_replay and not info.enable_return_routed_experts:
         raise ConfigError(

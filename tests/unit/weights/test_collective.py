@@ -360,7 +360,7 @@ def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn
     async def main() -> None:
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
-        await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
+        await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0, True))
         await push(Receiver(server, 1, 1), ref)
         assert 0.9 < time.monotonic() - start < LONG / 2
         check(server, 1)
@@ -429,7 +429,7 @@ def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     async def main() -> None:
         ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         reader, writer = await asyncio.open_connection(*_address(ref))
-        await ask(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0))
+        await ask(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0, True))
         answer = await ask(reader, writer, BucketRequest(2))
         assert "asked for bucket 2 when 0 were sent" in answer.reason
 
