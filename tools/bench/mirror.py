@@ -10,6 +10,11 @@ and the seconds from the end of its writing until the last engine had checked it
 take on one link: medians. Ends with 1 where more than 1.1 versions left the first machine, or it took more
 than 1.5 times as long.
 
+`--servers N`: one engine on each of the first N of these machines is a real SGLang server on a CPU, started
+and loaded as its keeper does it; what it prints goes to stderr. Versions are SmolLM2's weights then, each a
+little different, and the time is until the servers, too, have the version: their `/model_info` must name it.
+`make sglang-cpu smollm2` fetches what this needs.
+
 `--paper C`: nothing is run. The same by arithmetic for 64 servers and models of 32 and 235 billion
 parameters, where one connection carries C MB/s (`--machines 1 --engines 1 --megabits 0` measures that):
 S/r + (M - 1) p/r seconds, with S bytes of a version, M machines, p bytes of a piece, and r the smaller one of
@@ -21,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -30,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from common import ROOT, SINGLE_THREAD, table
 
 from asyncrl.config import RunConfig
@@ -39,17 +44,20 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.version_server import root
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import disk, tensorfile
-from asyncrl.weights.manifest import TensorSpec, WeightsRef, describe
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.versions import PIECE
 from asyncrl.wire.sockets import Endpoints, Gate, choose_endpoints
 from tests.fakes.nodes import WORK, Node, emulated, forbidden
 
 TENSORS = 16
+MODEL = ROOT / ".models/smollm2-135m-instruct"  # of real servers
+SERVER = [str(ROOT / ".venv-sglang/bin/python"), str(ROOT / "tools/sglang_cpu/launch.py")]
 SERVERS, GPUS = 64, 8  # on paper: servers, and GPUs of a machine
 DELTA = 68.7  # on paper: whole / delta, bfloat16 with lr 1e-6, by tools/bench/weights.py
 DEADLINE = 300.0
-"""Seconds for a version to reach an engine."""
+"""Seconds for a version to reach an engine; the first one waits for a server's start."""
 
 
 class Given(msgspec.Struct):
@@ -57,54 +65,74 @@ class Given(msgspec.Struct):
 
     endpoints: Endpoints
     index: int
+    server: bool
 
 
 def config() -> RunConfig:
-    keys = {"name": "mirror", "run_dir": WORK, "model": {"path": WORK}, "data": {"train": "none"}}
+    engine = {"name": "sglang", "server_command": SERVER, "server_args": {"log-level": "warning"}}
+    model = {"path": str(MODEL), "dtype": "bfloat16"}
+    keys = {"name": "mirror", "run_dir": WORK, "model": model, "engine": engine, "data": {"train": "none"}}
     return parse(keys | {"launch": {"host": "0.0.0.0"}})
 
 
 def source(address: str, megabytes: int) -> None:
-    """Publish a version for each line of input, and say where it is."""
+    """Publish a version for each line of input, and say where it is. 0 MB: of the servers' model."""
+    import torch  # engines that are simulated have no use for it
+    from safetensors.torch import load_file
+
+    from tests.fakes.weights import publish
+
     endpoints, run = choose_endpoints(address, 0), config()
     gate, newest = Gate(endpoints), list[WeightsRef]()
     server = root(run, endpoints, gate, lambda: newest[-1] if newest else None)
     say(endpoints)
-    directory = disk.weights_directory("shm", Path(WORK, "mirror"), "mirror", 5 * megabytes << 20)
-    random = np.random.default_rng(0)
-    size = (megabytes << 20) // TENSORS
-    layout = tuple(TensorSpec(f"tensor.{i}", (size // 2,), "bfloat16") for i in range(TENSORS))
+    if megabytes:
+        size = (megabytes << 20) // 2 // TENSORS
+        tensors = {f"tensor.{i}": torch.zeros(size, dtype=torch.bfloat16) for i in range(TENSORS)}
+    else:
+        tensors = load_file(MODEL / disk.PAYLOAD)
+    needed = 5 * sum(tensor.nbytes for tensor in tensors.values())
+    directory = disk.weights_directory("shm", Path(WORK, "mirror"), "mirror", needed)
     for step, _ in enumerate(sys.stdin):
-        version = PolicyVersion(1, step)
-        with disk.new_version(directory, version) as work:
-            with (work / disk.PAYLOAD).open("wb") as file:
-                chunks = ((spec, np.frombuffer(random.bytes(size), np.uint8)) for spec in layout)
-                entries = tensorfile.write(file, layout, chunks)
-            disk.write_manifest(work, describe(version, entries))
+        for tensor in tensors.values():
+            tensor += 1e-3 * torch.randn_like(tensor)
+        newest.append(publish(tensors, directory, PolicyVersion(1, step)))
         disk.prune(directory)
-        newest.append(disk.ref_to(directory, version))
         say(newest[-1])
     if server is not None:
         server.close()
     gate.close()
 
 
-def engine(given: Given) -> None:
-    """Fetch and check the version that each line of input names; say when that was done."""
-    Path(WORK, "mirror").mkdir(exist_ok=True)
+async def engine(given: Given) -> None:
+    """Fetch the version that each line of input names, and load it into a server, or only check it; say when
+    that was done, and what is there then."""
+    run, directory = config(), Path(WORK, "mirror")
+    os.makedirs(directory, exist_ok=True)
     timeline = Timeline(Path(WORK, f"timeline-{given.index}.jsonl"))
-    mirror = Mirror(config(), given.endpoints, "rollout", given.index, timeline)
+    role = "engine" if given.server else "rollout"
+    mirror = Mirror(run, given.endpoints, role, given.index, timeline)
+    if given.server:
+        from asyncrl.engines.sglang.process import ServerProcess
+        from asyncrl.engines.sglang.server import connect
 
-    async def load(ref: WeightsRef) -> None:
-        async with mirror.at_hand(ref) as local:
-            await asyncio.to_thread(disk.verify, local)
-
-    async def serve() -> None:
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            await load(msgspec.json.decode(line, type=WeightsRef))
-            say(time.monotonic())
-
-    asyncio.run(serve())
+        sys.stdout = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # for what the server prints
+        host = local_address(given.endpoints.control)
+        process = await ServerProcess.start(run, given.index, host, directory)
+        server = await connect(run, given.index, process.url, patient=True)
+        process.ready()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        async with mirror.at_hand(msgspec.json.decode(line, type=WeightsRef)) as local:
+            if given.server:
+                await server.load(local)
+                label = await server.api.weight_label()
+            else:
+                label = (await asyncio.to_thread(disk.verify, local)).version.label
+        say((time.monotonic(), label))
+    if given.server:
+        await process.stop()
+        await server.close()
     mirror.close()
 
 
@@ -129,25 +157,28 @@ class Program:
 
     def hear(self) -> str:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        if not select.select([self.process.stdout], [], [], DEADLINE)[0]:
+            sys.exit(f"a process has said nothing for {DEADLINE:g} s")
+        if not (line := self.process.stdout.readline()):
             sys.exit(f"a process ended with {self.process.wait(DEADLINE)}")
         return line
 
 
-def measure(options: argparse.Namespace, engines: int) -> tuple[float, float]:
-    """Versions that left the first machine, and seconds, for one version: medians."""
+def measure(options: argparse.Namespace, engines: int, size: int) -> tuple[float, float]:
+    """Versions of `size` bytes that left the first machine, and seconds, for one version: medians."""
     with emulated(1 + options.machines) as nodes:
         for node in nodes if options.megabits else ():
             node.limit(options.megabits)
         first, *others = nodes
-        publisher = Program(first, "--source", first.address, f"--megabytes={options.megabytes}")
+        megabytes = 0 if options.servers else options.megabytes
+        publisher = Program(first, "--source", first.address, f"--megabytes={megabytes}")
         endpoints = msgspec.json.decode(publisher.hear(), type=Endpoints)
         readers = []
         for index, node in enumerate(node for node in others for _ in range(engines)):
-            given = msgspec.json.encode(Given(endpoints, index)).decode()
+            real = index % engines == 0 and index // engines < options.servers
+            given = msgspec.json.encode(Given(endpoints, index, real)).decode()
             readers.append(Program(node, "--engine", given))
-        found = [publish(first, publisher, readers, options.megabytes) for _ in range(1 + options.versions)]
+        found = [publish(first, publisher, readers, size) for _ in range(1 + options.versions)]
         for program in (*readers, publisher):
             assert program.process.stdin is not None
             program.process.stdin.close()
@@ -156,16 +187,17 @@ def measure(options: argparse.Namespace, engines: int) -> tuple[float, float]:
     return statistics.median(sent), statistics.median(seconds)
 
 
-def publish(
-    first: Node, publisher: Program, readers: Sequence[Program], megabytes: int
-) -> tuple[float, float]:
+def publish(first: Node, publisher: Program, readers: Sequence[Program], size: int) -> tuple[float, float]:
     publisher.tell("")
     ref = publisher.hear().strip()
     sent, begin = first.sent, time.monotonic()
     for reader in readers:
         reader.tell(ref)
-    done = max(float(reader.hear()) for reader in readers)
-    return (first.sent - sent) / (megabytes << 20), done - begin
+    done = [msgspec.json.decode(reader.hear(), type=tuple[float, str]) for reader in readers]
+    label = msgspec.json.decode(ref, type=WeightsRef).label
+    if wrong := [found for _, found in done if found != label]:
+        sys.exit(f"engines have {wrong} in place of {label}")
+    return (first.sent - sent) / size, max(done)[0] - begin
 
 
 def on_paper(rate: float) -> str:
@@ -189,6 +221,7 @@ def main() -> int:
     parser.add_argument("--megabits", type=int, default=200)
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--servers", type=int, default=0)
     parser.add_argument("--versions", type=int, default=3)
     parser.add_argument("--paper", type=float, default=0.0)
     parser.add_argument("--source", default="", help=argparse.SUPPRESS)
@@ -198,20 +231,26 @@ def main() -> int:
         source(options.source, options.megabytes)
         return 0
     if options.engine:
-        engine(msgspec.json.decode(options.engine, type=Given))
+        asyncio.run(engine(msgspec.json.decode(options.engine, type=Given)))
         return 0
     if options.paper:
         print(on_paper(options.paper))
         return 0
     if why := forbidden():
         sys.exit(why)
+    if options.servers > options.machines:
+        parser.error("--servers: one on each of --machines at most")
+    if options.servers and not (Path(SERVER[0]).exists() and MODEL.exists()):
+        sys.exit("--servers: `make sglang-cpu smollm2` fetches what it needs")
+    payload = MODEL / disk.PAYLOAD
+    size = payload.stat().st_size if options.servers else options.megabytes << 20
     header = ["machines", "engines each", "versions sent", "seconds", "MB/s", "of bytes/bandwidth"]
     rows, failed = list[list[str]](), False
     for engines in options.engines:
-        sent, seconds = measure(options, engines)
-        least = (options.megabytes << 20) * 8 / (options.megabits * 1e6) if options.megabits else 0.0
+        sent, seconds = measure(options, engines, size)
+        least = size * 8 / (options.megabits * 1e6) if options.megabits else 0.0
         ratio = f"{seconds / least:.2f}" if least else "-"
-        rate = f"{options.megabytes * 1.048576 / seconds:.0f}"
+        rate = f"{size / 1e6 / seconds:.0f}"
         rows.append([str(options.machines), str(engines), f"{sent:.3f}", f"{seconds:.2f}", rate, ratio])
         failed = failed or sent > 1.1 or (least > 0 and seconds > 1.5 * least)
     print(table(header, rows))
