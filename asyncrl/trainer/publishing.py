@@ -51,7 +51,11 @@ class Publishing:
         self.noise_floor: float | None = None
         self._probe_ids = probe_ids(policy.vocabulary)
         files = config.weights.transport == "disk"
-        collectors = 1 if files else max(1, min(mesh.size, config.engine.keepers))
+        collectors = {
+            "disk": 1,
+            "collective": max(1, min(mesh.size, config.engine.keepers)),
+            "ipc": mesh.size,  # so that there is one on each machine with ranks
+        }[config.weights.transport]
         deadline, deltas = config.launch.stall_timeout, config.weights.full_every > 1
         self._host = HostShards(
             shards(policy), policy.published, policy.export_dtype, deadline, deltas, collectors

@@ -1,8 +1,9 @@
 """Weights through a process group: the trainer's end, and the protocol with the keepers.
 
 As many ranks of the trainer as there are servers, or all, have one `Sender` each; server i belongs to the
-sender i modulo their number. Its keeper has one `Receiver` (engines/sglang/receiver.py), which asks for
-versions and controls the server over HTTP. The weights go from the sender, rank 0 of a group, to the server.
+sender i modulo their number, of those on its machine if there are any. Its keeper has one `Receiver`
+(engines/sglang/receiver.py), which asks for versions and controls the server over HTTP. The weights go from
+the sender, rank 0 of a group, to the server.
 
     keeper                                trainer                        server
     VersionRequest            ──►  its turn; rank 0 listens
@@ -145,7 +146,7 @@ class EngineConnection:
     def __init__(self, sender: Sender, connection: socket.socket) -> None:
         self._sender, self._socket = sender, connection
         self._group: ServerGroup | None = None
-        self._engine = "an engine"
+        self._engine, self._known = "an engine", False
 
     def serve(self) -> None:
         """Until the engine leaves, or a push fails."""
@@ -187,7 +188,11 @@ class EngineConnection:
     def _push(self, snapshot: Snapshot, request: VersionRequest, deadline: float) -> None:
         buckets = tuple(_aligned(snapshot.layout[part]) for part in self._parts(snapshot))
         entries: dict[str, TensorEntry] = {}
-        send = self._share if self._sender.ipc and request.here else self._broadcast
+        shared = self._sender.ipc and request.here
+        send = self._share if shared else self._broadcast
+        if not self._known:
+            log.info("%s is sent weights %s", self._engine, "through memory" if shared else "by broadcast")
+            self._known = True
         with closing(self._flattened(snapshot, buckets, entries)) as flattened:
             ready = next(flattened)  # raises Superseded before the engine has done anything
             send(buckets, chain((ready,), flattened), request.ranks, deadline)
