@@ -40,6 +40,11 @@ def background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Of a GPU, one that does not wait for training's kernels. `torch.cuda.stream` takes None, too."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
 class ServerGroup:
     """`ranks` in all; a broadcast takes at most `seconds`. Rank 0 has the store at which they meet."""
 
@@ -47,6 +52,7 @@ class ServerGroup:
         self.name, self.ranks = name, ranks
         self.backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         self._device, self._seconds = device, timedelta(seconds=seconds)
+        self._stream = side_stream(device)
         # On all interfaces. Rank 0 itself does not wait for other ranks here.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._store.port
@@ -65,13 +71,19 @@ class ServerGroup:
     def broadcast(self, data: Tensor) -> Future[None]:
         """Begin to send `data` to all other ranks, once they have joined. Not to be written to meanwhile."""
         made = self._made
-        return background(lambda: _broadcast(made.result(), data.to(self._device)))
+        return background(lambda: self._send(made.result(), data))
 
     def close(self) -> None:
         """Never waits. Ranks that wait for a broadcast get an error; one that joins late still finds rank 0,
         without which it would hang. What is under way ends by itself, within `seconds`."""
         made, self._made = self._made, Future()  # the last reference waits for what is under way
         made.add_done_callback(_abort)
+
+    def _send(self, group: Any, data: Tensor) -> None:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        with torch.cuda.stream(self._stream):
+            group.broadcast([data.to(self._device)], options).wait()
 
     def _make(self) -> Any:
         # A client of its own: a store answers one call at a time, also those that wait.
@@ -93,9 +105,3 @@ class ServerGroup:
 def _abort(made: Future[Any]) -> None:
     if made.exception() is None:
         background(made.result().abort)
-
-
-def _broadcast(group: Any, data: Tensor) -> None:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([data], options).wait()

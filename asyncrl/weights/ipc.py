@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from asyncrl.errors import DeadlineError, one_line
+from asyncrl.weights.group import side_stream
 from asyncrl.weights.manifest import Layout, WeightsError
 
 LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
@@ -60,6 +61,7 @@ class ServerMemory:
         self._bound = [_listening(self._context, address) for address in self.sockets.values()]
         self._dialled: list[zmq.Socket] = []
         self._answered, self._loads = True, 0
+        self._stream = side_stream(device)
         if device.type == "cuda":  # Has not been run, for lack of a GPU.
             self._memory = torch.empty(2 * size, dtype=torch.uint8, device=device)
             self._handle: object = reduce_tensor(self._memory)
@@ -78,9 +80,10 @@ class ServerMemory:
     def load(self, bucket: Layout, data: Tensor, deadline: float) -> None:
         """Have the tensors of a bucket loaded, whose bytes are `data` [n], while the caller goes on."""
         start = self._loads % 2 * self._size
-        self._memory[start : start + data.numel()].copy_(data)
-        if self._memory.is_cuda:
-            torch.cuda.current_stream(self._memory.device).synchronize()
+        with torch.cuda.stream(self._stream):
+            self._memory[start : start + data.numel()].copy_(data)
+        if self._stream is not None:
+            self._stream.synchronize()
         described = []
         for spec in bucket:
             dtype = getattr(torch, spec.dtype)
