@@ -24,6 +24,7 @@ FEW = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_pretrained_model_takes_two_steps_in_bfloat16(tmp_path: Path) -> None:
     needs_smollm2()

@@ -179,14 +179,17 @@ def no_weights_are_left_outside_of(run: Run, directory: str) -> None:
 
 
 @pytest.mark.slow
-def test_stale_trajectories_are_dropped_and_partial_groups_trained(tmp_path: Path) -> None:
+def test_stale_trajectories_are_dropped_and_partial_groups_trained_in_bfloat16(tmp_path: Path) -> None:
     partial = ["buffer.group_policy=partial", "buffer.group_deadline=0.3", "buffer.on_stale=drop"]
     means = ["algorithm=rloo", "algorithm.aggregation=seq_mean_token_mean"]
-    more = ("data.test=''", "buffer.max_staleness=2", "weights.directory=shm")
+    more = ("data.test=''", "buffer.max_staleness=2", "weights.directory=shm", "model.dtype=bfloat16")
     with Run(tmp_path, "total_steps=4", *more, *partial, *means) as run:
         summary = run.completed(4)
         no_weights_are_left_outside_of(run, "shm")
     assert summary["lag_max"] <= 2
+    assert summary["logprob_tokens_compared"] > 0 and summary["k3_same_version"] < 0.05
+    assert summary["probe_logprob_diff_max"] <= 3 * summary["probe_noise_floor"] < 6
+    assert summary["probe_noise_floor"] > 1e-3, "bfloat16 was not rounded"
 
 
 @pytest.mark.slow
