@@ -6,7 +6,7 @@ import psutil
 
 from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch.estimates import MASTER, own_critic, sized
+from asyncrl.launch.estimates import EXPORTED, MASTER, own_critic, sized
 from asyncrl.launch.model_directory import parameter_count
 from asyncrl.runtime.memory import main_memory
 
@@ -21,6 +21,15 @@ def static_bytes(config: RunConfig) -> int:
     if config.kl.where != "none" and (config.kl.reference or not config.model.lora_rank):
         size += parameter_count(config.kl.reference or config.model.path) * MASTER
     return int(size) * config.trainer.replicas
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Main memory of a trainer rank for versions on their way out: two copies of its shards, and, where ranks
+    send only what has changed, the one that was sent last."""
+    ranks = config.trainer.ranks
+    copies = 3 if ranks > 1 and config.weights.full_every > 1 else 2
+    shards = ranks // config.trainer.replicas
+    return copies * parameter_count(config.model.path) * EXPORTED[config.model.dtype] // shards
 
 
 def _state_share(trainer: TrainerConfig) -> float:
@@ -68,16 +77,18 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
     if failure:
         return "", f"the memory of a trainer rank is not estimated: {failure.line}"
     ranks, there, own = config.trainer.ranks, room(config, gpu), psutil.Process().memory_info().rss
+    out = version_bytes(config)
     parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
     each = ", ".join(f"{name} {sized(size)}" for name, size in parts.items())
     micro = f"a micro-batch of {found.rows} x {found.length} tokens {sized(found.work)}"
     line = (
         f"memory        tensors of a trainer rank: {each}, {micro}, {sized(found.total)} in all; "
-        f"its process takes about {sized(own)} beside them"
+        f"its process takes about {sized(own)} beside them, and versions on their way out "
+        f"{sized(out)} of main memory"
     )
     if found.adapted:
         line += f"\nadapters      {found.adapted}"
-    needed = ranks * found.total
+    needed = ranks * (found.total if gpu else found.total + out)
     if there is None or needed <= there:
         return line, ""
     return line, (

@@ -181,9 +181,13 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     monkeypatch.setattr(memory, "main_memory", lambda: MainMemory(2_000_000_000, 0))
     line, warning = describe_memory(config(model), gpu=False)
     assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in all" in line
-    assert not warning
+    assert not warning and "versions on their way out 400.0 MB of main memory" in line
     _, warning = describe_memory(config(model, trainer={"ranks": 2}), gpu=False)
-    assert "2 trainer ranks need 2.2 GB, and there are 2.0 GB" in warning and "activation_check" in warning
+    assert "2 trainer ranks need 2.6 GB, and there are 2.0 GB" in warning and "activation_check" in warning
+    deltas = {"trainer": {"ranks": 2}, "weights": {"full_every": 4}}
+    line, warning = describe_memory(config(model, **deltas), gpu=False)
+    assert "versions on their way out 300.0 MB of main memory" in line, "three copies of half of it"
+    assert "2 trainer ranks need 2.8 GB" in warning
 
 
 def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
