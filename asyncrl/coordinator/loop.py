@@ -34,15 +34,13 @@ from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import MOST_ASSIGNED, WorkerHandler
 from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
-from asyncrl.observe.progress import BATCH
-from asyncrl.observe.summary import failures_line
 from asyncrl.runtime.version_server import root
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
+from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, StepReport
 from asyncrl.wire.messages.shared import Enrol, Invite, Loaded, Stop, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -58,12 +56,7 @@ from asyncrl.wire.messages.trainer import (
 )
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Heartbeat, Leave, WorkerHello
-from asyncrl.wire.sockets import (
-    Endpoints,
-    Gate,
-    Hub,
-    Poller,
-)
+from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 TICK = 0.05
 DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds, per socket and turn of the loop
@@ -189,8 +182,7 @@ class Coordinator:
     def _keep_contact(self, wait: str) -> None:
         """Past the outbox, whose messages may leave only after the commit."""
         self.state.waits = [wait]
-        status = self._status()
-        self.reporter.write_status(status)
+        status = self.reporter.write_status(self.lifecycle.phase)
         for peer in self.observers:
             self.control.send(peer, status)
         for peer in (*self.workers.workers, *self.engines.keepers):
@@ -297,9 +289,8 @@ class Coordinator:
         self.observers -= state.outbox.unreachable  # one that was only away says hello again
         state.outbox.unreachable.clear()  # workers that missed a change of the table have been sent it
         if now >= self._status_at:
-            self._status_at, status = now + STATUS_EVERY, self._status()
-            self._to_observers(status)
-            self.reporter.write_status(status)
+            self._status_at = now + STATUS_EVERY
+            self._to_observers(self.reporter.write_status(self.lifecycle.phase))
 
     def _admit(self, now: float) -> None:
         """Admit groups, as far as their episodes can be assigned in this turn."""
@@ -322,9 +313,7 @@ class Coordinator:
         self.workers.stop(outcome)
         self.engines.stop(outcome)
         self.trainer.stop(outcome)
-        status = self._status()
-        self._to_observers(status)
-        self.reporter.write_status(status)
+        self._to_observers(self.reporter.write_status(self.lifecycle.phase))
         self._to_observers(RunEnd(outcome, error))
         self.state.outbox.flush()
 
@@ -350,12 +339,6 @@ class Coordinator:
         self.validation.results = []
 
     # -- observers -------------------------------------------------------------------------------------
-
-    def _status(self) -> Status:
-        step, total = self.state.batches.committed, self.state.steps
-        gauges = self.reporter.gauges() | {BATCH: self.reporter.batch_share()}
-        failed = failures_line(self.state.failed.counts, self.state.failed.newest)
-        return Status(self.lifecycle.phase, step, total, gauges, self.reporter.waits(), failed)
 
     def _to_observers(self, message: WireMessage) -> None:
         for peer in self.observers:

@@ -17,7 +17,8 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.files import read_rows, write_status, write_summary
-from asyncrl.observe.summary import OF_STEP, summarize
+from asyncrl.observe.progress import BATCH
+from asyncrl.observe.summary import OF_STEP, failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.wire.messages.observer import Status
@@ -126,10 +127,14 @@ class Reporter:
         """Wall time of the run, earlier parts of a resumed one included."""
         return self.seconds_before + time.monotonic() - self.started
 
-    def write_status(self, status: Status) -> None:
-        """For whoever looks at the run from outside: `asyncrl status`."""
+    def write_status(self, phase: str) -> Status:
+        """The state now, for observers; written, too, for whoever looks from outside: `asyncrl status`."""
+        state, gauges = self.state, self.gauges() | {BATCH: self.batch_share()}
+        failed = failures_line(state.failed.counts, state.failed.newest)
+        status = Status(phase, state.batches.committed, state.steps, gauges, self.waits(), failed)
         known = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
-        write_status(self.state.run_dir, known | {"metrics": self._last})
+        write_status(state.run_dir, known | {"metrics": self._last})
+        return status
 
     def gauges(self) -> dict[str, float]:
         """The state now, under the names of metrics.jsonl."""

@@ -44,7 +44,7 @@ def test_who_waits_for_what_since_when(setup: LoopSetup, capsys: pytest.CaptureF
     waits = read_status(setup.run_dir)["waits"]
     assert waits and not any(wait.endswith(" s)") for wait in waits)
     coordinator.reporter._since = {wait: since - 12 for wait, since in coordinator.reporter._since.items()}
-    coordinator.reporter.write_status(coordinator._status())
+    coordinator.reporter.write_status(coordinator.lifecycle.phase)
     text = shown(setup.run_dir, capsys)
     assert f"{setup.run_dir}: starting\nstep 0 of" in text and "✓" in text
     assert text.endswith("waits:\n" + "".join(f"  {wait} (12 s)\n" for wait in waits))

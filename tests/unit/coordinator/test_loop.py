@@ -310,9 +310,9 @@ def test_an_error_in_mid_turn_undoes_the_turn(
 
 def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSetup) -> None:
     state, asked = setup.coordinator.state, setup.coordinator.config.total_steps
-    assert setup.coordinator._status().total_steps == asked > 1
+    assert setup.coordinator.reporter.write_status("running").total_steps == asked > 1
     state.buffer.prompts.limit = 1
-    assert setup.coordinator._status().total_steps == 1
+    assert setup.coordinator.reporter.write_status("running").total_steps == 1
 
 
 def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopSetup) -> None:
@@ -320,7 +320,7 @@ def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopS
     coordinator.state.failed.add(
         FailReason.REWARD_ERROR, "KeyError: 'b' (bad.py:41)", coordinator.state.store
     )
-    assert coordinator._status().failed == (
+    assert coordinator.reporter.write_status("running").failed == (
         "attempts failed: 1 reward_error; the newest: KeyError: 'b' (bad.py:41)"
     )
     assert coordinator.reporter.gauges()["rollout/attempts_failed/reward_error"] == 1.0
