@@ -110,8 +110,11 @@ class ServerMemory:
 
     def _tell(self, message: object, deadline: float) -> None:
         self._await_answers(deadline)
-        for one in self._dialled:
-            one.send_multipart([b"", dumps(message)])
+        try:  # a socket that nobody has dialled, or not any more, would block
+            for one in self._dialled:
+                one.send_multipart([b"", dumps(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            raise WeightsError("a rank of the server has left") from None
         self._answered = False
 
     def _await_answers(self, deadline: float) -> None:
@@ -158,7 +161,8 @@ def is_socket(address: str) -> bool:
 
 def _give_up(sockets: list[zmq.Socket], error: str) -> None:
     for one in sockets:
-        one.send_multipart([b"", dumps(RuntimeError(error))], zmq.NOBLOCK)
+        with suppress(zmq.Again):  # that rank has left
+            one.send_multipart([b"", dumps(RuntimeError(error))], zmq.NOBLOCK)
 
 
 def _listening(context: zmq.Context, address: str) -> zmq.Socket:

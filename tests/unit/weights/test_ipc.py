@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 from asyncrl.errors import DeadlineError
 from asyncrl.types import PolicyVersion
@@ -78,6 +79,26 @@ def test_what_a_rank_cannot_load_is_an_error_for_all(keeper):
         for rank in ranks:
             with pytest.raises(RuntimeError, match="big1"):
                 rank.result(LONG)
+
+
+def test_a_rank_that_leaves_between_buckets_is_an_error_for_the_others(keeper):
+    memory = ServerMemory(2, SIZE, CPU, keeper[0])
+    place = Path(next(iter(memory.sockets.values())).removeprefix("ipc://")).parent
+    with reading(memory, [1]) as (stays,), zmq.Context() as context, context.socket(zmq.REP) as leaves:
+        leaves.connect(memory.sockets["GPU-0"])
+        deadline = time.monotonic() + LONG
+        memory.open(deadline)
+        leaves.recv()
+        leaves.send(b"")
+        memory._await_answers(deadline)
+        leaves.close()
+        while memory._bound[0].poll(0, zmq.POLLOUT) and time.monotonic() < deadline:
+            time.sleep(0.001)  # until it is seen to have left
+        with pytest.raises(WeightsError, match="a rank of the server has left"), memory:
+            memory.finish(deadline)
+        with pytest.raises(RuntimeError, match="has left"):
+            stays.result(LONG)
+    assert not place.exists()
 
 
 def test_a_keeper_that_leaves_ends_the_wait_for_its_server(keeper):
