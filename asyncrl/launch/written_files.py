@@ -60,14 +60,13 @@ class WrittenFiles:
         self._parent, self._run_dir = parent, parent / name
 
     def after(self, read: Mapping[str, int]) -> dict[str, bytes]:
-        """By name at most PIECE bytes of each file, from where so many bytes of it were read."""
+        """By name at most PIECE bytes of each file that is there, after those that were read of it."""
         found = {}
         for path in (path for pattern in PATTERNS for path in self._run_dir.glob(pattern)):
             name = str(path.relative_to(self._run_dir))
             with suppress(FileNotFoundError), path.open("rb") as file:  # old ratios are deleted
                 file.seek(read.get(name, 0))
-                if new := file.read(PIECE):
-                    found[name] = new
+                found[name] = file.read(PIECE)
         return found
 
     def remove(self) -> None:
@@ -76,19 +75,23 @@ class WrittenFiles:
 
 
 class FetchedFiles:
-    """Appends what was fetched of one machine to the files of the run directory here."""
+    """Appends what was fetched of one machine to the files of the run directory here. `read`: bytes of each
+    file that is there."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self.read: dict[str, int] = {}
 
     def add(self, found: Mapping[str, bytes]) -> None:
-        """Names that are no files of processes are left out. Raises OSError."""
+        """Of all files that are there; names that are no files of processes are left out. Raises OSError."""
         for name, new in found.items():
             if len(Path(name).parts) != 2 or not any(Path(name).match(pattern) for pattern in PATTERNS):
                 continue
-            path = self._run_dir / name
-            path.parent.mkdir(exist_ok=True)
-            with path.open("ab") as file:
-                file.write(new)
-            self.read[name] = self.read.get(name, 0) + len(new)
+            if new:
+                path = self._run_dir / name
+                path.parent.mkdir(exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(new)
+                self.read[name] = self.read.get(name, 0) + len(new)
+        for gone in self.read.keys() - found.keys():  # every step has ratios of its own, later deleted
+            del self.read[gone]
