@@ -2,9 +2,9 @@
 server, on this or another machine.
 
 `asyncrl invite` prints the token; `--join -` reads it from standard input, as other users of a machine see
-arguments. The model, plug-ins and, with embedded engines, the weights must be at the same paths as for the
-other workers. SIGTERM or Ctrl-C lets it leave: others go on with its episodes, from the last turn that each
-has had. It ends with 0 when it has left, or when the run has ended.
+arguments. The model and plug-ins must be at the same paths as for the other workers; so must the weights,
+where `weights.directory` is a path. SIGTERM or Ctrl-C lets it leave: others go on with its episodes, from the
+last turn that each has had. It ends with 0 when it has left, or when the run has ended.
 
 With a token of `asyncrl invite --role engine`, a server is started here, or the one at --url is attached to.
 """

@@ -345,7 +345,7 @@ def cluster(config: RunConfig) -> Iterator[str]:
             log_to_driver=False,
             configure_logging=False,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
             f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
             "correct it, or leave it empty to start one here"

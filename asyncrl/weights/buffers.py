@@ -82,13 +82,15 @@ class Buffers:
 
     @contextmanager
     def reading(self, index: int, copied: int, wait: float) -> Iterator[Tensor]:
-        """The memory of a copy that is made within `wait` seconds. Raises Superseded if it is not there."""
+        """The memory of a copy that is made within `wait` seconds. Raises Superseded if it is not there. 0: a
+        reader that other ranks have not heard of, which must not begin between `busy` and `claim`."""
 
         def there() -> bool:
             return index < len(self._buffers) and self._buffers[index].copied == copied
 
         with self._changed:
-            self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS)
+            if not wait and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
+                raise Superseded("ranks have not agreed on what to write next: nothing may be read so long")
             if not self._changed.wait_for(there, wait):
                 raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
             buffer = self._buffers[index]

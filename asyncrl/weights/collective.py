@@ -105,7 +105,7 @@ class Sender:
             self._offered.notify_all()
         return WeightsRef(snapshot.version, self.address)
 
-    def latest(self, version: PolicyVersion) -> Snapshot | None:
+    def latest(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
         """What is offered. `version` has been announced: by another rank perhaps, a little before it is
         offered here."""
 
@@ -113,7 +113,7 @@ class Sender:
             return self._latest is not None and self._latest.version >= version
 
         with self._offered:
-            self._offered.wait_for(there, OFFER_SECONDS)
+            self._offered.wait_for(there, min(OFFER_SECONDS, seconds))
             return self._latest
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class EngineConnection:
         if not self._sender.turn.acquire(timeout=seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
         try:
-            snapshot = self._sender.latest(request.version)
+            snapshot = self._sender.latest(request.version, seconds_left(deadline))
             if snapshot is not None and snapshot.version == request.version:
                 self._push(snapshot, request, deadline)
                 return

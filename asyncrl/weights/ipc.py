@@ -17,6 +17,7 @@ only this user can enter. Nothing is unpickled here.
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import subprocess
@@ -54,13 +55,9 @@ class ServerMemory:
     def __init__(self, ranks: int, size: int, device: torch.device, keeper: socket.socket) -> None:
         size += -size % ALIGNMENT
         self._ranks, self._size, self._keeper = ranks, size, keeper
-        self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-")
+        self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True)
         place = Path(self._directory.name)
         self.sockets = {gpu: f"ipc://{place / gpu}" for gpu in _gpus(device)}
-        self._context = zmq.Context()
-        self._bound = [_listening(self._context, address) for address in self.sockets.values()]
-        self._dialled: list[zmq.Socket] = []
-        self._answered, self._loads = True, 0
         self._stream = side_stream(device)
         if device.type == "cuda":  # Has not been run, for lack of a GPU.
             self._memory = torch.empty(2 * size, dtype=torch.uint8, device=device)
@@ -69,6 +66,10 @@ class ServerMemory:
             path = str(place / "memory")
             self._memory = torch.from_file(path, shared=True, size=2 * size, dtype=torch.uint8)
             self._handle = (str, (path,))
+        self._context = zmq.Context()
+        self._bound = [_listening(self._context, address) for address in self.sockets.values()]
+        self._dialled: list[zmq.Socket] = []
+        self._answered, self._loads = True, 0
 
     def open(self, deadline: float) -> None:
         """The server has been told of the sockets: wait until all of its ranks have opened the memory."""
@@ -155,8 +156,9 @@ def release(sockets: Mapping[str, str]) -> None:
 
 
 def is_socket(address: str) -> bool:
-    """Whether it can be seen from here. Anything else of that name is left alone."""
-    return Path(address.removeprefix("ipc://")).is_socket()
+    """Whether it can be seen from here, and is this user's: a server believes what it is told there."""
+    path = Path(address.removeprefix("ipc://"))
+    return path.is_socket() and path.stat().st_uid == os.getuid()
 
 
 def _give_up(sockets: list[zmq.Socket], error: str) -> None:

@@ -32,6 +32,7 @@ from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
+RELEASE_SECONDS = 2.0  # for a sender to end a server's request
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
 
 
@@ -118,13 +119,14 @@ class MemoryPush(Push):
         try:
             manifest = (await asyncio.gather(sent, told))[0].manifest
         except BaseException:
-            # The server may be waiting for a sender that is gone. One that is there has closed the sockets.
-            self.connection.writer.close()
-            await asyncio.to_thread(release, self.sockets)
-            await asyncio.wait([sent, told], timeout=CLEANUP_SECONDS)
+            self.connection.writer.close()  # a sender that is there sees this, and ends the server's request
+            if not (await asyncio.wait([told], timeout=RELEASE_SECONDS))[0]:
+                await asyncio.to_thread(release, self.sockets)
+                await asyncio.wait([told], timeout=CLEANUP_SECONDS)
+            raise
+        finally:
             sent.cancel()
             told.cancel()
-            raise
         self.done = True
         return manifest
 
@@ -214,8 +216,9 @@ def _check_seen(sockets: Mapping[str, str]) -> None:
     hidden = [address for address in sockets.values() if not is_socket(address)]
     if hidden:
         raise WeightsError(
-            f"weights: the trainer is on this machine, and its {hidden[0]} is not to be seen; let both see "
-            "the same directory for temporary files, or set weights.transport=collective"
+            f"weights: the trainer is on this machine, and its {hidden[0]} is not to be seen, or another "
+            "user's; let both be one user and see the same directory for temporary files, or set "
+            "weights.transport=collective"
         )
 
 

@@ -153,7 +153,7 @@ def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sender, mon
     server, asked = spawn(), threading.Event()
     first = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
     latest = sender.latest
-    monkeypatch.setattr(sender, "latest", lambda version: asked.set() or latest(version))
+    monkeypatch.setattr(sender, "latest", lambda *given: asked.set() or latest(*given))
 
     async def main() -> None:
         receiver = Receiver(server, 3, 1)
