@@ -1,4 +1,4 @@
-"""The only importer of zmq: a ROUTER for the coordinator, DEALERs for everyone else.
+"""ZeroMQ between the processes of a run: a ROUTER for the coordinator, DEALERs for everyone else.
 
 | socket | when full                   | what was lost is resent by   | may block |
 |--------|-----------------------------|------------------------------|-----------|
