@@ -58,7 +58,7 @@ from asyncrl.weights.collective_messages import (
     send_answer,
 )
 from asyncrl.weights.group import ServerGroup, background
-from asyncrl.weights.ipc import ServerMemory
+from asyncrl.weights.ipc import BucketMemory, ServerMemory
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Layout,
@@ -91,6 +91,7 @@ class Sender:
         self.turn = threading.Lock()  # of one engine at a time
         self._latest: Snapshot | None = None
         self._offered = threading.Condition()
+        self._memory: BucketMemory | None = None  # of all versions: they are of one model
         self.error: Exception | None = None
         self._closing = threading.Event()
         self._listener = socket.create_server((host, 0))
@@ -115,6 +116,12 @@ class Sender:
         with self._offered:
             self._offered.wait_for(there, min(OFFER_SECONDS, seconds))
             return self._latest
+
+    def memory(self, size: int) -> BucketMemory:
+        """For engines that read it, one at a time: the one that has the turn."""
+        if self._memory is None or self._memory.size < size:
+            self._memory = BucketMemory(size, self.device)
+        return self._memory
 
     def close(self) -> None:
         """End all pushes, now."""
@@ -154,7 +161,7 @@ class EngineConnection:
             while True:
                 request = receive_question(self._socket, VersionRequest, None)
                 self._engine = request.engine
-                deadline = time.monotonic() + min(request.seconds, self._sender.seconds)
+                deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # which may be NaN
                 self._take_turn(request, deadline)
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
@@ -173,10 +180,11 @@ class EngineConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _take_turn(self, request: VersionRequest, deadline: float) -> None:
+        self._sender.latest(request.version, seconds_left(deadline))  # waits, before it is this engine's turn
         if not self._sender.turn.acquire(timeout=seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
         try:
-            snapshot = self._sender.latest(request.version, seconds_left(deadline))
+            snapshot = self._sender.latest(request.version, 0)
             if snapshot is not None and snapshot.version == request.version:
                 self._push(snapshot, request, deadline)
                 return
@@ -216,7 +224,7 @@ class EngineConnection:
         self, buckets: Sequence[Layout], flattened: Iterator[Tensor], ranks: int, deadline: float
     ) -> None:
         largest = max(sum(spec.nbytes for spec in bucket) for bucket in buckets)
-        with ServerMemory(ranks, largest, self._sender.device, self._socket) as memory:
+        with ServerMemory(ranks, self._sender.memory(largest), self._socket) as memory:
             send_answer(self._socket, MemoryPlan(tuple(buckets), memory.sockets), deadline)
             self._arrived(0, None, deadline)
             memory.open(deadline)

@@ -114,7 +114,7 @@ class HostShards:
         end = time.monotonic() + timeout
         if self._collects and self._wire.acquire(timeout=timeout):
             try:
-                self._ask(_END, timeout)
+                self._ask(_END, max(0.001, end - time.monotonic()))
             except RuntimeError as error:
                 log.info("a rank was gone before its thread was ended: %s", error)
             finally:

@@ -1,7 +1,7 @@
 """A policy version in host memory, read bucket by bucket: what every way of publishing starts from.
 
-The tensors of a version may lie in pieces on many ranks. Rank 0 reads them a bucket at a time, so the whole
-model is never in one process because of a publish.
+The tensors of a version may lie in pieces on many ranks. A collector reads them a bucket at a time, so the
+whole model is never in one process because of a publish.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Read = Callable[[slice], Tensors]  # the whole tensors of a slice of the layout
 @dataclass(frozen=True)
 class Snapshot:
     """A version in host memory. `seconds`: what the trainer waited for it; `copied`: number of the copy, or 0
-    if it cannot be read as changes of another one. Only rank 0 has snapshots."""
+    if it cannot be read as changes of another one. Of ranks that collect."""
 
     version: PolicyVersion
     layout: Layout  # in the order in which `buckets` yields

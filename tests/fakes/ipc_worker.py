@@ -16,7 +16,12 @@ def read_weights(address: str, device: torch.device, wrong: str = "") -> dict[st
     with zmq.Context() as context, context.socket(zmq.REP) as told:
         told.linger = 0
         told.connect(address)
-        rebuild, arguments = told.recv_pyobj()
+        handle = told.recv_pyobj()
+        if not isinstance(handle, tuple):
+            told.send_string("AssertionError")
+            told.recv()
+            raise handle
+        rebuild, arguments = handle
         memory, found, ended = _opened(rebuild, list(arguments), device), dict[str, Tensor](), 0
         told.send(b"")
         while ended < 2:

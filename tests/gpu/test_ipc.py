@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.ipc import ServerMemory
+from asyncrl.weights.ipc import BucketMemory, ServerMemory
 from tests.fakes.group_sender import weights
 from tests.fakes.ipc_worker import read_weights
 from tests.fakes.weights import snapshot_of
@@ -33,7 +33,7 @@ def test_another_process_reads_what_was_shown(reader: int) -> None:
         pytest.skip("one GPU only")
     mine, theirs = socket.socketpair()
     deadline, wanted = time.monotonic() + LONG, weights(1)
-    with ServerMemory(1, 1 << 21, torch.device("cuda", 0), mine) as memory:
+    with ServerMemory(1, BucketMemory(1 << 21, torch.device("cuda", 0)), mine) as memory:
         address = memory.sockets[f"GPU-{torch.cuda.get_device_properties(reader).uuid}"]
         here, there = get_context("spawn").Pipe()
         process = get_context("spawn").Process(target=_read, args=(there, address, reader))

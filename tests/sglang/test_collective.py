@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import platform
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -25,6 +28,7 @@ from asyncrl.engines.sglang.versions import Dialect, dialect_of
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.collective import Sender
+from asyncrl.weights.ipc import release
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.group_sender import SenderProcess
 from tests.fakes.sglang import sglang_config
@@ -216,6 +220,24 @@ def test_a_keeper_that_leaves_while_the_server_reads_the_trainers_memory(server,
         trainer.end()
 
     asyncio.run(main())
+
+
+def test_a_server_that_dials_nobody_is_released(server, versions, sender):
+    """Its trainer left between the keeper's request and the server's first call."""
+    place = Path(tempfile.gettempdir(), "asyncrl-of-nobody")
+
+    async def main() -> None:
+        async with keeping(server) as keeper:
+            sockets = {f"GPU-{platform.machine()}": f"ipc://{place / '0'}"}
+            told = asyncio.create_task(keeper.api.update_from_ipc(sockets, "e7-v9", LONG))
+            await asyncio.to_thread(release, sockets, told.done)
+            with pytest.raises(WeightsError, match="update_weights_from_ipc"):
+                await told
+            await keeper.load(offer(sender, versions, 2))
+            await keeper.check(versions, 2)
+
+    asyncio.run(main())
+    assert not place.exists()
 
 
 def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, sender):

@@ -50,6 +50,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     model_path: str
     tp_size: int = 1
     dp_size: int = 1
+    pp_size: int = 1
+    nnodes: int = 1
+    speculative_algorithm: str | None = None
     max_req_input_len: int | None = None
     enable_return_routed_experts: bool = False
 

@@ -27,7 +27,7 @@ from asyncrl.weights.collective_messages import (
     VersionRequest,
     ask,
 )
-from asyncrl.weights.ipc import is_socket, release
+from asyncrl.weights.ipc import is_safe, release
 from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
 
@@ -117,12 +117,12 @@ class MemoryPush(Push):
         sent = asyncio.create_task(self.connection.ask(BucketRequest(0), Sent))
         told = asyncio.create_task(self.server.update_from_ipc(self.sockets, self.label, self.seconds))
         try:
-            manifest = (await asyncio.gather(sent, told))[0].manifest
+            # A server goes on with a request that nobody waits for any more: its end is to be seen.
+            manifest = (await asyncio.gather(sent, asyncio.shield(told)))[0].manifest
         except BaseException:
             self.connection.writer.close()  # a sender that is there sees this, and ends the server's request
             if not (await asyncio.wait([told], timeout=RELEASE_SECONDS))[0]:
-                await asyncio.to_thread(release, self.sockets)
-                await asyncio.wait([told], timeout=CLEANUP_SECONDS)
+                await asyncio.to_thread(release, self.sockets, told.done)
             raise
         finally:
             sent.cancel()
@@ -172,7 +172,7 @@ class Receiver:
     async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
         connection = await self._connect(self._sender(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
-        here = is_here(connection.path) and is_here(f"tcp://{urlsplit(self._server.url).netloc}")
+        here = _is_here(connection.path) and _is_here(self._server.url)
         request = VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds, here)
         plan = await connection.ask(request, Plan)
         if isinstance(plan, MemoryPlan):
@@ -191,7 +191,8 @@ class Receiver:
             where = urlsplit(path)
             if where.scheme != "tcp" or not where.hostname or not where.port:
                 raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
-        near = [path for path in paths if is_here(path)] or paths
+        near = [path for path in paths if _is_here(path)] if _is_here(self._server.url) else []
+        near = near or paths
         return near[self._index % len(near)]
 
     async def _connect(self, path: str) -> SenderConnection:
@@ -212,12 +213,19 @@ class Receiver:
             raise WeightsError(f"weights {connection.path}: the server did not join: {error}") from error
 
 
+def _is_here(url: str) -> bool:
+    where = urlsplit(url)
+    with suppress(OSError, ValueError):  # of a name that is not known, or no address
+        return is_here(f"tcp://{where.hostname}:{where.port or 80}")
+    return False
+
+
 def _check_seen(sockets: Mapping[str, str]) -> None:
-    hidden = [address for address in sockets.values() if not is_socket(address)]
+    hidden = [address for address in sockets.values() if not is_safe(address)]
     if hidden:
         raise WeightsError(
-            f"weights: the trainer is on this machine, and its {hidden[0]} is not to be seen, or another "
-            "user's; let both be one user and see the same directory for temporary files, or set "
+            f"weights: the trainer is on this machine, and its {hidden[0]} is not to be seen, or not "
+            "its own; let both be one user and see the same directory for temporary files, or set "
             "weights.transport=collective"
         )
 

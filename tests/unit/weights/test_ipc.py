@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import zmq
 from asyncrl.errors import DeadlineError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import ipc
-from asyncrl.weights.ipc import ServerMemory, release
+from asyncrl.weights.ipc import BucketMemory, ServerMemory, is_safe, release
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.snapshot import as_bytes
 from tests.fakes.group_sender import weights
@@ -25,7 +27,7 @@ from tests.fakes.weights import snapshot_of
 
 CPU = torch.device("cpu")
 LONG = 30.0
-SIZE = 1 << 21  # bytes of the largest tensor
+MEMORY = partial(BucketMemory, 1 << 21, CPU)  # as much as the largest tensor
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def show(memory: ServerMemory, seconds: float = LONG) -> None:
 
 def test_every_rank_of_the_server_gets_all(keeper):
     wanted = weights(1)
-    with ServerMemory(2, SIZE, CPU, keeper[0]) as memory, reading(memory, [3, 1]) as ranks:
+    with ServerMemory(2, MEMORY(), keeper[0]) as memory, reading(memory, [3, 1]) as ranks:
         place = Path(next(iter(memory.sockets.values())).removeprefix("ipc://")).parent
         assert place.stat().st_mode & 0o077 == 0, "others could be told, or see what is shown"
         show(memory)
@@ -73,7 +75,7 @@ def test_every_rank_of_the_server_gets_all(keeper):
 
 
 def test_what_a_rank_cannot_load_is_an_error_for_all(keeper):
-    with ServerMemory(2, SIZE, CPU, keeper[0]) as outer, reading(outer, [0, 1], "big1") as ranks:
+    with ServerMemory(2, MEMORY(), keeper[0]) as outer, reading(outer, [0, 1], "big1") as ranks:
         with pytest.raises(WeightsError, match="did not load them: KeyError: 'big1'"), outer:
             show(outer)
         for rank in ranks:
@@ -82,7 +84,7 @@ def test_what_a_rank_cannot_load_is_an_error_for_all(keeper):
 
 
 def test_a_rank_that_leaves_between_buckets_is_an_error_for_the_others(keeper):
-    memory = ServerMemory(2, SIZE, CPU, keeper[0])
+    memory = ServerMemory(2, MEMORY(), keeper[0])
     place = Path(next(iter(memory.sockets.values())).removeprefix("ipc://")).parent
     with reading(memory, [1]) as (stays,), zmq.Context() as context, context.socket(zmq.REP) as leaves:
         leaves.connect(memory.sockets["GPU-0"])
@@ -102,7 +104,7 @@ def test_a_rank_that_leaves_between_buckets_is_an_error_for_the_others(keeper):
 
 
 def test_a_keeper_that_leaves_ends_the_wait_for_its_server(keeper):
-    with ServerMemory(1, SIZE, CPU, keeper[0]) as memory:
+    with ServerMemory(1, MEMORY(), keeper[0]) as memory:
         keeper[1].close()
         start = time.monotonic()
         with pytest.raises(WeightsError, match="the keeper has left"):
@@ -111,13 +113,13 @@ def test_a_keeper_that_leaves_ends_the_wait_for_its_server(keeper):
 
 
 def test_a_server_that_never_dials_is_an_error_in_time(keeper):
-    with ServerMemory(1, SIZE, CPU, keeper[0]) as memory, pytest.raises(DeadlineError):
+    with ServerMemory(1, MEMORY(), keeper[0]) as memory, pytest.raises(DeadlineError):
         memory.open(time.monotonic() + 0.2)
 
 
 def test_a_server_whose_trainer_is_gone_is_released(keeper):
     """Its sockets are still to be seen, and nobody is behind them."""
-    memory = ServerMemory(1, SIZE, CPU, keeper[0])
+    memory = ServerMemory(1, MEMORY(), keeper[0])
     with reading(memory, [2]) as (rank,):
         memory.open(time.monotonic() + LONG)
         for one in memory._bound:
@@ -126,14 +128,38 @@ def test_a_server_whose_trainer_is_gone_is_released(keeper):
             with socket.socket(socket.AF_UNIX) as left:
                 path.unlink(missing_ok=True)
                 left.bind(str(path))  # as a process leaves it that was killed
-        release(memory.sockets)
+        assert all(is_safe(address) for address in memory.sockets.values())
+        release(memory.sockets, rank.done)
         with pytest.raises(RuntimeError, match="the trainer is gone"):
             rank.result(LONG)
-    memory.__exit__(None, None, None)
+    assert not path.parent.exists()
 
 
-def test_nothing_but_a_socket_is_replaced(tmp_path):
-    file = tmp_path / "precious"
-    file.write_text("kept")
-    release({"GPU-0": f"ipc://{file}"})
-    assert file.read_text() == "kept"
+def test_a_server_that_dials_when_all_have_left_is_released(keeper):
+    with ServerMemory(1, MEMORY(), keeper[0]) as memory:
+        pass
+    with reading(memory, [2]) as (rank,):
+        release(memory.sockets, rank.done)
+        with pytest.raises(RuntimeError, match="the trainer is gone"):
+            rank.result(LONG)
+
+
+def test_only_a_socket_in_a_trainers_own_directory_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, mode, safe in (("asyncrl-1", 0o700, True), ("asyncrl-2", 0o755, False), ("bus", 0o700, False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+        with socket.socket(socket.AF_UNIX) as there:
+            there.bind(str(tmp_path / name / "0"))
+            assert is_safe(f"ipc://{tmp_path / name / '0'}") == safe
+        if not safe:
+            release({"GPU-0": f"ipc://{tmp_path / name / '0'}"}, lambda: False)
+            assert (tmp_path / name / "0").exists()
+    (tmp_path / "asyncrl-3").symlink_to(tmp_path / "asyncrl-1")
+    (tmp_path / "asyncrl-1/file").write_text("kept")
+    assert not is_safe(f"ipc://{tmp_path}/asyncrl-3/0") and not is_safe(f"ipc://{tmp_path}/asyncrl-1/file")
+
+
+def test_a_server_of_more_ranks_than_gpus_is_refused(keeper):
+    with pytest.raises(WeightsError, match="5 ranks, on a machine of 4 GPUs"):
+        ServerMemory(5, MEMORY(), keeper[0])
