@@ -44,7 +44,7 @@ from asyncrl.weights.manifest import Layout, WeightsError
 LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 LIST_SECONDS = 10.0
 LAST_SECONDS = 1.0  # for a rank to be told that it is over
-RELEASE_SECONDS = 5.0  # for the ranks of a server to dial somebody who tells them so
+RELEASE_SECONDS = 10.0  # for the ranks of a server to dial somebody who tells them so
 PREFIX = "asyncrl-"
 ALIGNMENT = 16  # bytes: of the second half, for numbers of every kind
 TEXT = 500  # characters of a server's error that are kept
@@ -186,6 +186,7 @@ def release(sockets: Mapping[str, str], over: Callable[[], bool]) -> None:
             dialled = [one for one in waiting if one.poll(10, zmq.POLLOUT)]
             _give_up(dialled, "the trainer is gone")
             waiting = [one for one in waiting if one not in dialled]
+            time.sleep(0.01)
         context.destroy(linger=int(LAST_SECONDS * 1000))
     for path in paths:
         shutil.rmtree(path.parent, ignore_errors=True)
