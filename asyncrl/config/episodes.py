@@ -69,6 +69,11 @@ class RolloutConfig(Section, frozen=True):
     and stops of the run, do not count."""
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have: it leaves room for one turn."""
+        return self.max_tokens - min(self.max_new_tokens, self.max_tokens // 2)
+
+    @property
     def rows(self) -> int:
         """Rows that an episode can become."""
         return self.max_rows if self.agent or self.history != "append" else 1

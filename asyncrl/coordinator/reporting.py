@@ -254,7 +254,12 @@ class Reporter:
             if busy[role] + idle[role] > 0
         }
         tokens, self._tokens = self._tokens, 0
-        return shares | {"perf/throughput": tokens / seconds if seconds > 0 else 0.0}
+        generating = busy["rollout"] / max(1, sum(not name.startswith("trainer/") for name in self._busy))
+        shares |= {
+            "timing_s/gen": generating,
+            "rollout/tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+        }
+        return shares | ({"timing_per_token_ms/gen": 1e3 * generating / tokens} if tokens else {})
 
     def audit(self) -> tuple[Flow, bool]:
         """(the conservation identity, whether it and independent counters agree).

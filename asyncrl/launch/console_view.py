@@ -91,7 +91,7 @@ FIGURES = (
     ("tool calls/episode", "tool_call_counts/mean", ".2f"),
     ("response length", LENGTH, ".0f"),
     ("entropy", ENTROPY, ".3f"),
-    ("tokens/s", "perf/throughput", ",.0f"),
+    ("tokens/s", "rollout/tokens_per_s", ",.0f"),
     ("trainer idle", "async/trainer_idle_frac", ".0%"),
     ("rollout idle", "async/rollout_idle_frac", ".0%"),
     ("lag mean", LAG, ".2f"),

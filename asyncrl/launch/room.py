@@ -118,9 +118,9 @@ def load_rooms(config: RunConfig, tools: Mapping[str, Tool]) -> dict[bool, Room]
         asked = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
         return tokens(msgspec.structs.replace(sample, prompt=asked or sample.prompt, extra_info="{}"))
 
-    turn = min(rollout.max_new_tokens, rollout.max_tokens // 2)
-    short = f", which leaves a turn less than {turn} tokens (rollout.max_new_tokens)"
+    longest = rollout.longest_prompt
+    short = f", which leaves a turn less than {rollout.max_tokens - longest} tokens (rollout.max_new_tokens)"
     fate = "their episodes are cut short or fail"
-    prompts = Room("prompts", rollout.max_tokens - turn, tokens, shown, short, fate)
+    prompts = Room("prompts", longest, tokens, shown, short, fate)
     conversations = Room("conversations", rollout.max_tokens, whole, shown)
     return {True: conversations} | ({} if rollout.agent else {False: prompts})

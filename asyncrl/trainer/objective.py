@@ -65,10 +65,11 @@ def evaluate(
         divergence = torch.where(fresh, kl_tokens(logp, reference, recipe.kl_estimator), 0.0)
         weighted = config.kl.where == "loss"
         total = add("actor/kl_loss", kl_weight(correction, recipe, weighted) * divergence, kl_coef)
+    entropy = torch.where(fresh, scores.entropy, 0.0)
     if config.algorithm.entropy_coef:
-        total = add(
-            "actor/entropy_loss", torch.where(fresh, scores.entropy, 0.0), -config.algorithm.entropy_coef
-        )
+        total = add("actor/entropy_loss", entropy, -config.algorithm.entropy_coef)
+    else:
+        terms["actor/entropy_loss"] = ((weight * entropy.detach()).sum(), None)
     if value is not None:
         assert micro.returns is not None
         old = value.detach() if micro.value is None else micro.value

@@ -17,6 +17,7 @@ TIMED = (
     *("update_actor", "update_critic", "values", "ref", "adv"),
     *("update_weights", "save_checkpoint", "wait_data"),
 )
+BY_TOKEN = TIMED[:5]  # also reported per token of the batch, as timing_per_token_ms/*
 PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
 GB = 1e9
 
@@ -65,14 +66,17 @@ def performance(
     seconds: float, phases: Mapping[str, float], metrics: Mapping[str, float], peak: float, ranks: int
 ) -> dict[str, float]:
     """Times and memory of this rank since its last commit; a phase that did not happen is left out. `metrics`
-    are those of the step, of all `ranks`; `peak`: `peak_flops` of one.
+    are those of the step, of all `ranks` (at least one); `peak`: `peak_flops` of one.
 
     `update_weights` and `save_checkpoint` are those that followed the commit before this one.
     """
     found = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
     tokens, busy = metrics.get("perf/total_num_tokens", 0.0), phases.get("update_actor", 0.0)
     if tokens:
-        found["timing_per_token_ms/update_actor"] = 1e3 * busy / tokens
+        found |= {
+            f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens for name in BY_TOKEN if name in phases
+        }
+    found["perf/throughput"] = tokens / (seconds * ranks) if seconds > 0 else 0.0
     if busy:
         found["perf/mfu/actor"] = 1e12 * metrics.get("perf/model_tflop", 0.0) / (busy * peak * ranks)
     if torch.cuda.is_initialized():

@@ -26,15 +26,16 @@ ADVANTAGES = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 VARIED_TOTAL = "_varied"  # episodes of groups with variance
 
 
-def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
-    """Rewards, lengths and staleness of the episodes of one micro-batch."""
+def tally_examples(tally: MetricSums, examples: Sequence[Example], longest_prompt: int) -> None:
+    """Count scores, lengths and staleness of the episodes of one micro-batch. `longest_prompt`: the tokens
+    that a prompt may have."""
     for e in examples:
         tally.summary("critic/score", [e.planned.own.score])
-        tally.summary("critic/rewards", [e.planned.own.reward])
         tally.summary("response_length", [e.tokens])
         tally.summary("prompt_length", [e.prompt])
         tally.summary("global_seqlen", [e.length])
         tally.ratio("response_length/clip_ratio", float(e.planned.own.end.truncated), 1.0)
+        tally.ratio("prompt_length/clip_ratio", float(e.prompt >= longest_prompt), 1.0)
         tally.total("perf/total_num_tokens", e.length)
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)
@@ -57,9 +58,11 @@ def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
 
 
 def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
-    """Advantages, and returns against values, per token; sums for what divides by the batch at its end."""
+    """Count rewards (with the KL penalty, if there is one), and advantages, returns and values per token; add
+    up what divides by the batch at its end."""
     for e in examples:
         assert e.advantage is not None
+        tally.summary("critic/rewards", [e.planned.own.reward])
         _summarise(tally, "critic/advantages", e.advantage)
         tally.ratio("critic/zero_advantage_frac", float(not e.has_advantage), 1.0)
         if e.returns is not None and e.value is not None:
@@ -162,6 +165,8 @@ def batch_metrics(tally: MetricSums, change: Callable[[np.ndarray], np.ndarray])
     """The metrics of a whole batch, from the tally merged over all ranks. `change`: what the batch's
     statistics do to each advantage, which never changes their order."""
     metrics = tally.metrics()
+    if "global_seqlen/max" in metrics:
+        metrics["global_seqlen/minmax_diff"] = metrics["global_seqlen/max"] - metrics["global_seqlen/min"]
     for name in ADVANTAGES:
         if name in metrics:
             metrics[name] = float(change(np.asarray(metrics[name])))

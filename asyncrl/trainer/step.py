@@ -127,7 +127,7 @@ class Learner:
             example(planned, turns, self.step, self.bound, rule, mask_truncated=masked, choices=choices)
             for planned, turns in work
         ]
-        tally_examples(self._tally, examples)
+        tally_examples(self._tally, examples, self.config.rollout.longest_prompt)
         if self.waits:
             self._held += examples
             return

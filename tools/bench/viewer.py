@@ -122,7 +122,7 @@ def _files(run_dir: Path, steps: int) -> None:
         Samples.write(file, [samples])
     config = {"name": run_dir.name, "model": {"path": str(MODEL)}, "data": {"train": "x"}}
     (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(parse(config)))
-    names = ["rollout/score/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "perf/throughput"]
+    names = ["rollout/score/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "async/ready"]
     names += [f"bench/{number}" for number in range(145)]
     draw = random.Random(1)
     with (run_dir / "metrics.jsonl").open("w") as out:

@@ -12,7 +12,7 @@ const CHARTS = [
   ["Idle, share of time", { "async/trainer_idle_frac": "trainer", "async/rollout_idle_frac": "rollout" }],
   ["Flow, episodes", { "flow/issued": "issued", "flow/trained": "trained", "flow/filtered": "filtered", "flow/dropped": "dropped", "flow/failed": "failed" }],
   ["Not over, episodes", { "flow/in_flight": "in flight", "flow/ready": "ready", "flow/taken": "taken" }],
-  ["Tokens trained per second", { "perf/throughput": "tokens/s" }],
+  ["Tokens per second", { "rollout/tokens_per_s": "generated", "perf/throughput": "trained, with prompts, of a rank" }],
   ["Seconds per step", { "timing_s/step": "step", "timing_s/wait_data": "waiting for data", "timing_s/update_actor": "training", "timing_s/update_weights": "new version" }],
   ["Policy loss", { "actor/pg_loss": "loss" }],
   ["Gradient norm", { "actor/grad_norm": "norm" }],

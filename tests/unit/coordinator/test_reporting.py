@@ -101,3 +101,18 @@ def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     found = row(reporter, 6, groups=1)
     assert (found["cohort/reward_gap"], found["cohort/length_gap"]) == (0.5, 2.0)
     assert found["data/retired_samples"] == 2.0
+
+
+def test_generation_is_told_per_second_of_the_step_and_per_token(
+    reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`timing_s/gen` is the mean of the workers' busy seconds since the last row: here 3 and 1."""
+    totals = {"one": (1.0, 0.0), "two": (4.0, 2.0), "trainer/x/0": (5.0, 5.0)}
+    monkeypatch.setattr(reporter, "_totals", lambda: totals)
+    reporter.begin()
+    totals = {"one": (4.0, 1.0), "two": (5.0, 5.0), "trainer/x/0": (9.0, 5.0)}
+    reporter.on_turn(tokens=400)
+    found = reporter._shares(4.0)
+    assert found["timing_s/gen"] == 2.0 and found["rollout/tokens_per_s"] == 100.0
+    assert found["timing_per_token_ms/gen"] == 5.0 and found["async/rollout_idle_frac"] == 0.5
+    assert "timing_per_token_ms/gen" not in reporter._shares(4.0), "nothing was generated since"

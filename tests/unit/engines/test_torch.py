@@ -293,7 +293,9 @@ def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses():
         ]
         cut, last, free = await asyncio.gather(*map(engine.generate, again))
         assert (cut.stop, last.stop, free.stop) == (StopReason.TEXT, StopReason.TEXT, StopReason.LENGTH)
-        assert cut.ids == whole[0].ids[:7] and cut.logprobs == whole[0].logprobs[:7]
+        assert cut.ids == whole[0].ids[:7]
+        # Kernels may sum batches of other shapes in another order: equal within float32's rounding only.
+        assert cut.logprobs == pytest.approx(whole[0].logprobs[:7], abs=1e-5)
         assert cut.spans == (VersionSpan(0, 7, 0, 0),)
         assert (last.ids, free.ids) == (whole[1].ids, whole[2].ids)
         assert heard[0] == [whole[0].ids[:n] for n in range(1, 8)]

@@ -20,14 +20,19 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def test_only_what_happened_since_the_last_commit_is_timed() -> None:
-    phases = {"update_actor": 2.0, "wait_data": 1.5, "wait_commit": 0.5}
+    phases = {"update_actor": 2.0, "ref": 1.0, "adv": 0.5, "wait_data": 1.5, "wait_commit": 0.5}
     metrics = {"perf/total_num_tokens": 1000.0, "perf/model_tflop": 0.3}
     found = performance(4.0, phases, metrics, peak=1e11, ranks=3)
     assert found.pop("perf/cpu_memory_used_gb") > 0
     assert found == {
         "timing_s/update_actor": 2.0,
+        "timing_s/ref": 1.0,
+        "timing_s/adv": 0.5,
         "timing_s/wait_data": 1.5,
         "timing_per_token_ms/update_actor": 2.0,
+        "timing_per_token_ms/ref": 1.0,
+        "timing_per_token_ms/adv": 0.5,
+        "perf/throughput": pytest.approx(1000 / 4 / 3),  # verl: tokens of the batch / seconds / GPUs
         "perf/mfu/actor": pytest.approx(0.5),
         "perf/time_per_step": 4.0,
     }

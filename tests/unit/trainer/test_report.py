@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.trainer.batch import example
+from asyncrl.trainer.credit import penalised
 from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.report import advantage_factor, batch_metrics, tally_credit, tally_examples
 from asyncrl.types import EpisodeResult
@@ -41,18 +42,33 @@ def test_a_ratio_over_nothing_is_left_out() -> None:
 def test_episode_metrics() -> None:
     tally = MetricSums()
     examples = [example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)]
-    tally_examples(tally, examples)
+    tally_examples(tally, examples, longest_prompt=2)
     tally_credit(tally, [replace(e, advantage=np.full(e.tokens, 0.5)) for e in examples])
     metrics = batch_metrics(tally, lambda advantage: advantage)
     assert metrics["critic/score/mean"] == 1.0 and metrics["critic/advantages/max"] == 0.5
     assert metrics["response_length/mean"] == 3.5 and metrics["response_length/clip_ratio"] == 1.0
-    assert metrics["prompt_length/max"] == 2
+    assert metrics["prompt_length/max"] == 2 and metrics["prompt_length/clip_ratio"] == 1.0
+    assert metrics["global_seqlen/minmax_diff"] == examples[0].length - examples[1].length > 0
     assert "num_turns/min" not in metrics  # the coordinator counts all that landed
     assert metrics["staleness/masked_token_frac"] == pytest.approx(2 / 7)
     assert metrics["staleness/by_length/0/masked_frac"] == pytest.approx(2 / 7)
     assert metrics["staleness/lag_tokens/2"] == 2 and metrics["staleness/lag_tokens/0"] == 5
     assert metrics["staleness/lag_taken/max"] == 2 and metrics["staleness/lag/max"] == 0  # none trained yet
     assert metrics["staleness/by_length/0/masked_q1"] == 1.0  # the stale token opens the long response
+
+
+def test_rewards_contain_the_penalty_in_the_reward_and_scores_do_not() -> None:
+    """verl's names: the score is what the reward function gave, rewards are what advantages are made of."""
+    plain = example(ROW, TURNS, 5, 1, TOKEN_MEAN)
+    far, penalties = penalised(replace(plain, reference=plain.mu - 1.0), 0.25, "k1")
+    tally = MetricSums()
+    tally_examples(tally, [plain], longest_prompt=9)
+    tally_credit(tally, [replace(far, advantage=np.zeros(far.tokens))])
+    metrics = tally.metrics()
+    assert sum(penalties) == pytest.approx(-0.25 * far.tokens)
+    assert metrics["critic/score/mean"] == plain.planned.own.score
+    assert metrics["prompt_length/clip_ratio"] == 0
+    assert metrics["critic/rewards/mean"] == pytest.approx(plain.planned.own.reward - 0.25 * far.tokens)
 
 
 @pytest.mark.parametrize(
