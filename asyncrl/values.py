@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 
@@ -24,3 +25,8 @@ def encodable(text: str) -> str:
     """The text with a question mark for each half of a surrogate pair: JSON can write one, UTF-8 cannot, and
     no tokenizer takes it."""
     return text.encode(errors="replace").decode()
+
+
+def printable(text: str) -> str:
+    """The text with the control characters that a terminal would obey as `^[`; lines and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda one: f"^{chr(ord(one[0]) & 127 ^ 64)}", text)

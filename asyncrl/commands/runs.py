@@ -7,6 +7,7 @@ from pathlib import Path
 from asyncrl.commands.arguments import command_parser, find_run, runs_in
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_lines, read_summary
+from asyncrl.values import printable
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +68,6 @@ def transcripts(run_dir: Path, kind: str, step: int | None) -> int:
         raise ConfigError(f"{run_dir}: no {kind} transcripts of step {chosen}; those that have some: {have}")
     for entry in read_lines(steps[chosen]):
         text = entry.pop("text", "")
-        print(f"== {kind}, step {chosen}: " + ", ".join(f"{key} {value}" for key, value in entry.items()))
-        print(text, end="\n\n")
+        head = ", ".join(f"{key} {value}" for key, value in entry.items())
+        print(printable(f"== {kind}, step {chosen}: {head}\n{text}"), end="\n\n")
     return 0

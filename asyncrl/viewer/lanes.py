@@ -5,7 +5,6 @@ Spans ──► window(from, to) ──► lanes: processes, rows, spans [start,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from asyncrl.viewer.spans import Columns, Spans
 PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
 MOST_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
 MOST_TEXT = 120  # characters
+FARTHEST = 1e9  # seconds from the run's start that can be asked for
 
 
 class LaneRow(msgspec.Struct):
@@ -57,15 +57,15 @@ class LaneReader:
 
     def window(self, since: float | None = None, until: float | None = None) -> LaneWindow:
         """What lies between two times, in seconds since the run's start; all of it by default. Raises
-        OSError, and ConfigError where a time is no number."""
+        OSError, and ConfigError where a time is no number, or beyond FARTHEST."""
+        if not all(time is None or abs(time) <= FARTHEST for time in (since, until)):  # nan neither
+            raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{FARTHEST:g}")
         self.spans.update()
         rows = self.spans.arrays()
         start = float(min((row["start"].min() for row in rows.values()), default=0.0))
         end = float(max((row["end"].max() for row in rows.values()), default=0.0))
         since = start if since is None else start + since
         until = end if until is None else start + until
-        if not (math.isfinite(since) and math.isfinite(until)):
-            raise ConfigError("lanes: from and to must be finite numbers of seconds since the start")
         until, pixels = max(until, since + 1e-6), PIXELS
         while True:
             pixel = (until - since) / pixels

@@ -396,6 +396,30 @@ def test_the_network_is_not_there() -> None:
     assert result.output.count("no:") == 3, result.output
 
 
+def test_only_sockets_of_this_machine_and_the_internet_can_be_made() -> None:
+    """A network namespace does not hold AF_VSOCK, which reaches the hypervisor."""
+    result = program(
+        """
+        import errno, socket
+        for family in range(46):
+            try: socket.socket(family).close()
+            except OSError as error: print(family, errno.errorcode[error.errno])
+            else: print(family, "made")
+        """,
+        needs="network",
+    )
+    became = dict(line.split() for line in result.output.splitlines())
+    allowed = {str(int(family)) for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)}
+    assert len(became) == 46, result.output
+    assert {became[family] for family in became.keys() - allowed} <= {"EAFNOSUPPORT", "EACCES"}
+    assert {became[family] for family in allowed} in ({"made"}, {"EACCES"})  # EACCES: no namespace
+
+
+def test_localhost_has_an_address() -> None:
+    found = program("import socket\nprint(socket.getaddrinfo('localhost', 80)[0][4][0])", needs="files")
+    assert found.output.strip() in ("127.0.0.1", "::1")
+
+
 def test_abstract_sockets_of_the_host_are_out_of_reach() -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("\0asyncrl-test-of-the-sandbox")

@@ -322,6 +322,19 @@ def test_transcripts_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "transcripts of step 7; those that have some: 9, 10" in capsys.readouterr().err
 
 
+def test_escape_sequences_of_a_model_are_shown_and_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "first" / "transcripts" / "validation" / "step-1.jsonl"
+    kept.parent.mkdir(parents=True)
+    (tmp_path / "first" / "config.yaml").write_text("{}")
+    said = {"uid": "3.0", "ground_truth": "\x1b]0;t\x07", "text": "a\tb\n\x1b[2J\r\x9b1m\x7fé"}
+    kept.write_bytes(msgspec.json.encode(said))
+    assert cli.main(["runs", "transcripts", "first", "--run-dir", str(tmp_path)]) == 0
+    shown = "uid 3.0, ground_truth ^[]0;t^G\na\tb\n^[[2J^M^[1m^?é\n\n"
+    assert capsys.readouterr().out == f"== validation, step 1: {shown}"
+
+
 def test_a_directory_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runs", "list", "--run-dir", str(tmp_path / "runz")]) == 2
     assert "runz: no such directory" in capsys.readouterr().err

@@ -142,8 +142,14 @@ def _fill(shown: Sequence[str], uid: int) -> None:
     for name in ("tmp", "dev/shm"):
         if not os.path.lexists(f"{NEW_ROOT}/{name}"):
             os.symlink(HOME, f"{NEW_ROOT}/{name}")
-    with open(f"{NEW_ROOT}/etc/passwd", "w") as file:
-        file.write(f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh\n")
+    names = {
+        "passwd": f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh",
+        "hosts": "127.0.0.1 localhost\n::1 localhost",
+        "nsswitch.conf": "hosts: files",
+    }
+    for name, text in names.items():
+        with open(f"{NEW_ROOT}/etc/{name}", "w") as file:
+            file.write(f"{text}\n")
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0)
     arguments = (AT_FDCWD, NEW_ROOT.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
     syscall("mount_setattr", SYS_MOUNT_SETATTR, *arguments)

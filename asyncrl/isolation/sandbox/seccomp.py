@@ -39,13 +39,14 @@ CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
 SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: unmapping a part does not free its pages
 UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
+INET, INET6 = 2, 10  # other families reach the kernel, or past a network namespace to the machine (AF_VSOCK)
 
 MODE_FILTER = 2
 LOAD, EQUAL, AT_LEAST, ANY_OF, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
 FIRST, SECOND, FOURTH = 16, 24, 40  # offsets of the low halves of arguments
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno
-EACCES, ENOSYS = 13, 38
+EACCES, ENOSYS, EAFNOSUPPORT = 13, 38, 97
 X32 = 0x40000000
 
 BpfLine = tuple[int, int, int, int]  # code, lines to skip if true, lines to skip if false, operand
@@ -59,8 +60,8 @@ class _BpfProgram(ctypes.Structure):
 
 def refuse(calls: Iterable[tuple[int, int]]) -> None:
     """Install a filter for this process and its children. It blocks `calls` (values of the tables above), and
-    always: new namespaces by clone, shared anonymous memory, socket pairs other than streams, and system
-    calls by the numbers of another architecture. OSError; KeyError for an unknown architecture."""
+    always: new namespaces by clone, shared anonymous memory, sockets of other families than AF_UNIX and the
+    internet's, socket pairs other than streams, and system calls by the numbers of another architecture. OSError; KeyError for an unknown architecture."""
     column, audit = MACHINES[MACHINE]
     lines: list[BpfLine] = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), NO]
     lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]
@@ -69,6 +70,8 @@ def refuse(calls: Iterable[tuple[int, int]]) -> None:
     # clone3's flags lie in memory, which a filter cannot read; without clone3 libc takes clone
     lines += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
     lines += [(EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST), (ANY_OF, 0, 1, NEW_SPACES), NO, YES]
+    families = [(LOAD, 0, 0, FIRST), (EQUAL, 3, 0, UNIX), (EQUAL, 2, 0, INET), (EQUAL, 1, 0, INET6)]
+    lines += [(EQUAL, 0, 6, SOCKETS["socket"][column]), *families, (RETURN, 0, 0, REFUSE | EAFNOSUPPORT), YES]
     pair = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 3, UNIX), (LOAD, 0, 0, SECOND), (AND, 0, 0, KIND)]
     lines += [(EQUAL, 0, 7, SOCKETPAIR[column]), *pair, (EQUAL, 1, 0, STREAM), NO, YES]
     shared = [(LOAD, 0, 0, FOURTH), (AND, 0, 0, SHARED_NAMELESS), (EQUAL, 0, 1, SHARED_NAMELESS)]

@@ -45,6 +45,9 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
         assert (await (await client.get(f"{url}api/rows")).json())["step"][-1] == 12
         for address, status, why in (
             ("api/episodes?order=x", 400, "order is one of"),
+            ("api/lanes?from=-1e308&to=1e308", 400, "seconds since the start"),
+            ("api/lanes?from=-1e308", 400, "seconds since the start"),
+            ("api/lanes?to=nan", 400, "seconds since the start"),
             ("api/nothing", 404, "no view"),
             ("nothing/at/all", 404, "Not Found"),
         ):
