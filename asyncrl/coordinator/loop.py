@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from asyncrl.buffer.freshness import drop_overdue
 from asyncrl.config import RunConfig
@@ -38,7 +38,7 @@ from asyncrl.runtime.version_server import root
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.addresses import bound
-from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
+from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, StepReport
 from asyncrl.wire.messages.shared import Enrol, Invite, Loaded, Stop, WireMessage
@@ -198,7 +198,7 @@ class Coordinator:
             if time.monotonic() > until:
                 break
 
-    def _on_control(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
+    def _on_control(self, peer: bytes, message: AnyControl, frames: list[bytes], now: float) -> None:
         match message:
             case Leave():
                 self.workers.leave(peer, now)
@@ -241,8 +241,10 @@ class Coordinator:
                 self.lifecycle.stop(message.reason, now, message.save)
             case Stop():
                 log.warning("a stop from %s, which is no launcher of this run, is ignored", peer.decode())
+            case _:
+                assert_never(message)
 
-    def _on_bulk(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
+    def _on_bulk(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
         match message:
             case Generated() | Replied() | Finished() | Failed():
                 self.records.record(peer, message, frames, now)
@@ -250,6 +252,8 @@ class Coordinator:
                 self.trainer.plan_requested(peer, message)
             case PlanReceived():
                 self.trainer.plan_received(peer, message)
+            case _:
+                assert_never(message)
 
     # -- time ------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ unblocks: the workers (acks), through the buffer the trainer
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 from asyncrl.buffer.payloads import check_logprobs, check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
@@ -90,6 +91,8 @@ class RecordHandler:
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
                 del worker.running[episode.uid]
                 self.workers.fail(episode, message.reason, message.detail, now)
+            case _:
+                assert_never(message)
 
     def _first_landed(self) -> None:
         """Kept in the store: after a restart of this process alone, what follows are no first attempts."""

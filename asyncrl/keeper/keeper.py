@@ -19,7 +19,7 @@ import os
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, assert_never
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.loader import ServerLoader
@@ -234,7 +234,7 @@ class Keeper:
 
     async def _listen(self) -> int:
         while True:
-            message, _ = await self._control.receive()
+            message: ToKeeper = (await self._control.receive())[0]
             self._contact.message_arrived(asyncio.get_running_loop().time())
             match message:
                 case Welcome():
@@ -245,6 +245,8 @@ class Keeper:
                     self._loads.offer(message.ref, message.probe)
                 case Stop():
                     self._end(message.reason)
+                case _:
+                    assert_never(message)
 
     async def _keep_contact(self) -> int:
         """Heartbeats; hellos while the coordinator does not answer; DeadlineError when it stays away. Workers

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol, assert_never
 
 from asyncrl.config import LaunchConfig
 from asyncrl.errors import ProtocolError, one_line
@@ -145,7 +145,7 @@ class Session:
         if self._reason:
             self._link.send(Stop(self._reason, self._save))
 
-    def _handle(self, message: Any) -> None:
+    def _handle(self, message: ToObserver) -> None:
         now = self._heard_at = time.monotonic()
         match message:
             case Status():
@@ -165,6 +165,8 @@ class Session:
                 self._end = message
             case Welcome() | Stop():
                 pass
+            case _:
+                assert_never(message)
 
     # -- endings ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 
@@ -219,6 +219,7 @@ class RolloutWorker:
 
     async def _listen_control(self) -> None:
         while True:
+            message: ToWorkerControl
             message, frames = await self._control.receive()
             self._contacted()
             match message:
@@ -239,16 +240,20 @@ class RolloutWorker:
                     self._sampler("train").changed.notify()
                 case Stop():
                     self.end(message.reason)
+                case _:
+                    assert_never(message)
 
     async def _listen_bulk(self) -> None:
         while True:
-            message, _ = await self._bulk.receive()
+            message: ToWorkerBulk = (await self._bulk.receive())[0]
             self._contacted()
             match message:
                 case Ack():
                     self.outbox.ack(message.seq)
                 case Fenced():
                     self._drop(message.attempt)
+                case _:
+                    assert_never(message)
 
     def _contacted(self) -> None:
         self.contact.message_arrived(asyncio.get_running_loop().time())

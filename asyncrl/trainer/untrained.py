@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import assert_never
 
 import torch
 
@@ -24,7 +25,7 @@ from asyncrl.trainer.publishing import Publishing
 from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.shared import Stop, Welcome
-from asyncrl.wire.messages.trainer import Probed, TrainerBeat, TrainerHello
+from asyncrl.wire.messages.trainer import Committed, Probed, TrainerBeat, TrainerHello
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
@@ -65,7 +66,8 @@ def _serve(config: RunConfig, link: Link, publishing: Publishing, incarnation: s
         link.send(TrainerBeat(0, 0.0, 0.0, publishing.unwritten, 0, 0))
         received = link.receive(BEAT_EVERY)
         while received is not None:
-            heard_at, message = time.monotonic(), received[0]
+            message: ToTrainerControl = received[0]
+            heard_at = time.monotonic()
             match message:
                 case Stop():
                     return message.reason
@@ -74,7 +76,11 @@ def _serve(config: RunConfig, link: Link, publishing: Publishing, incarnation: s
                     publishing.publish(version)
                     probed = Probed(version, publishing.probe())
                     link.send(probed)
-                case Welcome() if probed is not None:
+                case Welcome():
                     for known in filter(None, (probed, publishing.announced)):
                         link.send(known)
+                case Committed():
+                    pass  # nothing is trained
+                case _:
+                    assert_never(message)
             received = link.receive(0.0)

@@ -60,8 +60,9 @@ class _BpfProgram(ctypes.Structure):
 
 def refuse(calls: Iterable[tuple[int, int]]) -> None:
     """Install a filter for this process and its children. It blocks `calls` (values of the tables above), and
-    always: new namespaces by clone, shared anonymous memory, sockets of other families than AF_UNIX and the
-    internet's, socket pairs other than streams, and system calls by the numbers of another architecture. OSError; KeyError for an unknown architecture."""
+    always: new namespaces by clone, shared anonymous memory, sockets but AF_UNIX and the internet's, socket
+    pairs other than streams, and system calls by the numbers of another architecture. OSError; KeyError for
+    an unknown architecture."""
     column, audit = MACHINES[MACHINE]
     lines: list[BpfLine] = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), NO]
     lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]

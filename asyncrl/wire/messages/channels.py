@@ -25,17 +25,22 @@ from asyncrl.wire.messages.versions import FileBytes, OpenedVersion, OpenVersion
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, Leave, WorkerHello
 
+FromWorker = WorkerHello | Heartbeat | Leave | Loaded
+FromKeeper = KeeperHello | KeeperBeat | Leave | Loaded
+FromTrainer = TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | OutOfMemory | Spiked
+FromObserver = ObserverHello | Invite | Stop
+FromTrainerBulk = PlanRequest | PlanReceived
+AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | Enrol
+AnyBulk = Record | FromTrainerBulk
 # By the role of the sender: the coordinator takes nothing else from it.
 ToCoordinatorControl = {
-    "rollout": WorkerHello | Heartbeat | Leave | Loaded,
-    "engine": KeeperHello | KeeperBeat | Leave | Loaded,
-    "trainer": (
-        TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | OutOfMemory | Spiked
-    ),
-    "observer": ObserverHello | Invite | Stop,
+    "rollout": FromWorker,
+    "engine": FromKeeper,
+    "trainer": FromTrainer,
+    "observer": FromObserver,
     "token": Enrol,
 }
-ToCoordinatorBulk = {"rollout": Record, "trainer": PlanRequest | PlanReceived}
+ToCoordinatorBulk = {"rollout": Record, "trainer": FromTrainerBulk}
 ToVersionServer = {"rollout": OpenVersion | ReadFile, "engine": OpenVersion | ReadFile}
 ToVersionReader = OpenedVersion | FileBytes | VersionGone
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop

@@ -1,0 +1,75 @@
+"""Every channel's `match` names all messages of its union, and lets mypy refuse the next one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import msgspec
+import pytest
+
+import asyncrl
+from asyncrl.wire.messages import channels
+from asyncrl.wire.messages.shared import WireMessage
+
+ROOT = Path(asyncrl.__file__).parent
+MESSAGES = {
+    one.__name__
+    for union in vars(channels).values()
+    for one in get_args(union) or (union,)
+    if isinstance(one, type) and issubclass(one, WireMessage)
+}
+
+
+class MatchOfMessages(NamedTuple):
+    place: str
+    annotation: str  # of its subject
+    handled: frozenset[str]
+    last: str
+
+
+def matches() -> Iterator[MatchOfMessages]:
+    for path in sorted(ROOT.rglob("*.py")):
+        if "match " not in (text := path.read_text()):
+            continue
+        for function in ast.walk(ast.parse(text)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            nodes = list(ast.walk(function))
+            types = {arg.arg: arg.annotation for arg in nodes if isinstance(arg, ast.arg)}
+            types |= {
+                ast.unparse(one.target): one.annotation for one in nodes if isinstance(one, ast.AnnAssign)
+            }
+            for match in (node for node in nodes if isinstance(node, ast.Match)):
+                names = {
+                    ast.unparse(one.cls)
+                    for case in match.cases
+                    if case.guard is None
+                    for one in ast.walk(case.pattern)
+                    if isinstance(one, ast.MatchClass)
+                }
+                if names & MESSAGES:
+                    annotation = types.get(ast.unparse(match.subject))
+                    yield MatchOfMessages(
+                        f"{path.relative_to(ROOT)}:{match.lineno}",
+                        ast.unparse(annotation) if annotation else "",
+                        frozenset(names),
+                        ast.unparse(match.cases[-1].body[0]),
+                    )
+
+
+FOUND = list(matches())
+
+
+def test_they_are_found() -> None:
+    assert len(FOUND) >= 8 and {"Heartbeat", "LoadWeights", "Stop", "Generated"} <= MESSAGES
+    assert issubclass(WireMessage, msgspec.Struct)
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: found.place)
+def test_a_channels_match_is_complete_and_stays_so(found: MatchOfMessages) -> None:
+    union = vars(channels).get(found.annotation)
+    assert {one.__name__ for one in get_args(union)} == found.handled, found.annotation or "not annotated"
+    assert found.last.startswith("assert_never(")
