@@ -21,11 +21,12 @@ import msgspec
 from make_config_docs import type_text
 
 from asyncrl.algorithms import recipe
+from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.credit import Advantage
 from asyncrl.algorithms.kl import ESTIMATORS
-from asyncrl.algorithms.recipe import advantages, aggregations, losses
+from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.config import RunConfig, parse
 from asyncrl.registry import Registry
 from asyncrl.rewards.shaping import shapings

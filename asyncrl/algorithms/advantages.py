@@ -15,6 +15,11 @@ from asyncrl.algorithms.credit import (
     advantage,
     advantages,
 )
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.registry import load_object, single
+
+KEY = "algorithm.advantage"
 
 __all__ = [
     "Advantage",
@@ -24,6 +29,29 @@ __all__ = [
     "Trace",
     "advantage",
     "advantages",
+    "credit_of",
     "group_advantages",
+    "load_named_files",
     "token_advantages",
 ]
+
+
+def load_named_files(config: RunConfig) -> None:
+    """Import each file and module that a key of `algorithm` names: what it registers is then known by its
+    bare name, to every key."""
+    for key in ("advantage", "loss", "correction", "aggregation", "shaping"):
+        plugin = getattr(config.algorithm, key) or ()
+        for name in [plugin] if isinstance(plugin, str) else plugin:
+            if ":" in name:
+                try:
+                    load_object(name, key)
+                except ConfigError as error:
+                    raise ConfigError(f"algorithm.{key}: {error}") from None
+
+
+def credit_of(config: RunConfig) -> Advantage:
+    """The advantage, options bound. Only an unknown name imports files: the coordinator needs no torch."""
+    name, options = single(config.algorithm.advantage, KEY)
+    if name not in advantages:
+        load_named_files(config)
+    return advantages.load(name, KEY).bound(options, f"{KEY}.{name}")

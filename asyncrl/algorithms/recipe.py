@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from asyncrl.algorithms.advantages import advantages
+from asyncrl.algorithms.advantages import credit_of, load_named_files
 from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
@@ -67,10 +67,8 @@ class Recipe:
 
 def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
-    algorithm, kl = config.algorithm, config.kl
-    advantage_name, options = single(algorithm.advantage, "algorithm.advantage")
-    credit = advantages.load(advantage_name, "algorithm.advantage")
-    credit = credit.bound(options, f"algorithm.advantage.{advantage_name}")
+    load_named_files(config)
+    algorithm, kl, credit = config.algorithm, config.kl, credit_of(config)
     loss_name, options = single(algorithm.loss, "algorithm.loss")
     loss = losses.load(loss_name, "algorithm.loss").bound(options, f"algorithm.loss.{loss_name}")
     if algorithm.prox == "mu":
@@ -85,7 +83,7 @@ def compose(config: RunConfig) -> Recipe:
     shared = credit.critic and config.critic.backbone == "shared"
     alone = loss.linear and not (kl.in_loss or algorithm.entropy_coef > 0 or shared)
     recipe = Recipe(
-        advantage_name=advantage_name,
+        advantage_name=single(algorithm.advantage)[0],
         advantage=credit,
         scale=scale,
         loss_name=loss_name,
@@ -115,6 +113,11 @@ def compose(config: RunConfig) -> Recipe:
         if refused:
             raise ConfigError(message)
     return recipe
+
+
+def imitates(config: RunConfig) -> bool:
+    """The run learns from conversations of its data instead of sampled ones: its loss says so."""
+    return compose(config).loss.demonstrations
 
 
 def with_group_policy(config: RunConfig) -> RunConfig:

@@ -152,7 +152,7 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
 
 
 def _untrained(config: RunConfig) -> RunConfig:
-    from asyncrl.algorithms.library import imitates
+    from asyncrl.algorithms.recipe import imitates
 
     if not config.data.test:
         raise ConfigError(

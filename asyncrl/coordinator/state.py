@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.algorithms.advantages import advantages
+from asyncrl.algorithms.advantages import credit_of
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.payloads import cut_back, sound_turns
 from asyncrl.buffer.prompts import Prompts
@@ -262,7 +262,7 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
 
 def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
     buffer = config.buffer
-    credit = advantages.load(config.algorithm.advantage)
+    credit = credit_of(config)
     return ReplayBuffer(
         buffer,
         prompts,

@@ -70,7 +70,7 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
 
 
 def _check_split(config: RunConfig, split: str, tools: Mapping[str, Tool]) -> tuple[Samples, list[str]]:
-    from asyncrl.algorithms.library import imitates  # here: it takes a second
+    from asyncrl.algorithms.recipe import imitates  # here: it takes a second
 
     layout = _layout(
         config, imitates(config) and (split == "train" or None)

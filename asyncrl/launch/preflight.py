@@ -57,9 +57,9 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
         load_environment(config.rollout.environment)
     if config.rollout.agent:
         load_agent(config.rollout.agent)
+    compose(config)  # first: its files may register a shaping
     load_scorer(config)
     load_parser(config.rollout.parser)
-    compose(config)
     if not config.engine.remote and config.engine.name not in engines:
         engines.load(config.engine.name)
     return toolbox.tools
@@ -68,7 +68,7 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
 def check_template(config: RunConfig, tools: Mapping[str, Tool], data: RunData) -> list[str]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
     what answers a turn; or the conversations that are to be learned. Returns warnings about what it does."""
-    from asyncrl.algorithms.library import imitates
+    from asyncrl.algorithms.recipe import imitates
     from asyncrl.rollout.components import check_chat
     from asyncrl.rollout.demonstrations import check_demonstrations
 

@@ -139,11 +139,11 @@ def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any,
 
 def _check_group_size(config: RunConfig, before: Any) -> None:
     """The groups of a run are of one size, and some advantages add a greedy episode to each."""
-    from asyncrl.algorithms.advantages import advantages
+    from asyncrl.algorithms.advantages import advantages, credit_of
 
     now = config.algorithm.advantage
     began = f"algorithm.advantage of {run_directory(config) / 'config.yaml'}"
-    if before not in (None, now) and advantages.load(before, began).greedy != advantages.load(now).greedy:
+    if before not in (None, now) and credit_of(config).greedy != advantages.load(before, began).greedy:
         raise ConfigError(
             f"algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
             f"{now!r}, but only one of them uses a greedy episode in each group; resume with the one it "

@@ -24,7 +24,7 @@ from typing import Any, assert_never
 
 import torch
 
-from asyncrl.algorithms.library import imitates
+from asyncrl.algorithms.recipe import imitates
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
@@ -70,8 +70,9 @@ SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
+    sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
     parts = prepare(config)
-    engine: Engine | None = NoEngine() if imitates(config) or not config.total_steps else None
+    engine: Engine | None = None if sampling else NoEngine()
     if engine is None and parts.build is not None:
         engine = parts.build()
     gc.collect()

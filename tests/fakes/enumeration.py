@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import CreditInput, Trace
+from asyncrl.algorithms.advantages import CreditInput, Trace, advantages
 from asyncrl.algorithms.correction import Correction, CorrectionInput, correct, select_rules
 from asyncrl.algorithms.losses import Loss, LossInput
-from asyncrl.algorithms.recipe import advantages, losses
+from asyncrl.algorithms.recipe import losses
 from asyncrl.types import EpisodeResult
 
 LETTERS, LENGTH, PREFIXES = 3, 3, 13

@@ -28,6 +28,21 @@ def test_an_example_trains(folder: Path, tmp_path: Path) -> None:
     assert not summary.get("reasons"), "every attempt ended as it should"
 
 
+def test_an_algorithm_of_ones_own_trains(tmp_path: Path) -> None:
+    """The command of its README, with the file elsewhere: each finds names that only the file has."""
+    folder = ROOT / "examples/custom_algorithm"
+    file = tmp_path / "own.py"
+    file.write_text((folder / "my_algorithms.py").read_text())
+    text = (folder / "README.md").read_text().replace("\\\n", " ")
+    command = next(line for line in text.splitlines() if line.startswith("asyncrl train"))
+    named = f"{folder.relative_to(ROOT)}/my_algorithms.py"
+    assert named in command
+    given = [word for word in shlex.split(command.replace(named, str(file))) if word.startswith("algorithm.")]
+    assert len(given) == 3
+    with Run(tmp_path, *given, "total_steps=2", "validation.samples=0", "checkpoint.every=0") as run:
+        run.completed(2)
+
+
 @pytest.mark.parametrize("readme", sorted((ROOT / "examples/multiturn").rglob("README.md")), ids=str)
 def test_commands_of_the_readmes_are_configurations(readme: Path) -> None:
     blocks = re.findall(r"^```(?:bash)?\n(.*?)```", readme.read_text(), re.M | re.S)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.kl import ESTIMATORS
-from asyncrl.algorithms.recipe import advantages, aggregations, losses
+from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, ToolsReplied, TurnGenerated
 from asyncrl.conversation.episode import advance
 from asyncrl.registry import Registry

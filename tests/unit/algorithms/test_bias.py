@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.moments import Moments
 from asyncrl.algorithms.normalise import Whitening, end_factor
-from asyncrl.algorithms.recipe import advantages, losses
+from asyncrl.algorithms.recipe import losses
 from tests.fakes.enumeration import (
     ENDED,
     FIXED,

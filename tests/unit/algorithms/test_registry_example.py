@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.algorithms.advantages import advantages, credit_of
 from asyncrl.algorithms.correction import corrections
-from asyncrl.algorithms.recipe import advantages, compose, losses
+from asyncrl.algorithms.recipe import compose, imitates, losses
 from asyncrl.config import composition
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.world import World
@@ -104,6 +105,23 @@ def test_the_commands_of_its_readme(monkeypatch: pytest.MonkeyPatch) -> None:
         assert recipe.loss.of.func.__name__ == "cautious"
         assert recipe.advantage.of.func.__name__ == "median_baseline"
         assert [rule.of.func.__name__ for rule in recipe.rules] == ["mask", "soft_cap"]
+
+
+@pytest.mark.parametrize("key", ["advantage", "loss", "correction"])
+@pytest.mark.parametrize("first", ["coordinator", "worker", "trainer"])
+def test_whichever_key_names_the_file_each_role_knows_all_names(first: str, key: str, tmp_path: Path) -> None:
+    file = tmp_path / FILE.name  # not in the working directory
+    file.write_text(FILE.read_text())
+    named = section(f"{file}:") | {"correction": {f"{file}:soft_cap": {}}}
+    parts = section("") | {key: named[key]}
+    config = tiny_config("m", algorithm=parts)
+    match first:
+        case "coordinator":
+            assert credit_of(config).of.func.__name__ == "median_baseline"
+        case "worker":
+            assert not imitates(config)
+        case "trainer":
+            assert compose(config).loss.of.func.__name__ == "cautious"
 
 
 def test_a_rule_alone_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
