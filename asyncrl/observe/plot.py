@@ -14,6 +14,8 @@ from typing import Any
 from asyncrl.observe.files import read_rows
 from asyncrl.observe.progress import clock
 from asyncrl.observe.summary import (
+    COMPONENT,
+    COMPONENT_HELD_OUT,
     GREEDY,
     GREEDY_SCORE,
     NLL,
@@ -23,12 +25,14 @@ from asyncrl.observe.summary import (
     SAMPLED_SCORE,
     Row,
     latest,
+    matching,
 )
 
-ATTEMPTS = "rollout/attempts_failed/"
+ATTEMPTS = "rollout/attempts_failed/*"
 STYLES = ("-", "--", ":", "-.")
 
-# Panels: title, and its lines by metric. Steps are joined by a line; validations, which are few, have marks.
+# Panels: title, and its lines by metric; a `*` in a metric stands for any text, which comes before the label.
+# Steps are joined by a line; validations, which are few, have marks.
 PANELS: dict[str, dict[str, str]] = {
     "reward, and score on held-out samples": {
         REWARD: "reward (all landed)",
@@ -36,9 +40,10 @@ PANELS: dict[str, dict[str, str]] = {
         GREEDY_SCORE: "held out, greedy",
     },
     "success on held-out samples (share)": {SAMPLED: "sampled", GREEDY: "greedy"},
+    "components of the reward": {COMPONENT: "", COMPONENT_HELD_OUT: ", held out"},
     "loss": {"actor/pg_loss": "policy", NLL: "per token (supervised)", NLL_HELD_OUT: "per token, held out"},
     "entropy (nats per token)": {"actor/entropy": "policy"},
-    "attempts that failed (total, by kind)": {},  # by what the rows have
+    "attempts that failed (total, by kind)": {ATTEMPTS: ""},
     "episodes filtered, dropped and failed (total)": {
         "flow/filtered": "filtered",
         "flow/dropped": "dropped",
@@ -85,11 +90,12 @@ def _figure(runs: Mapping[str, Sequence[Row]]) -> Any:
 
     drawn = Figure(figsize=(12, 15), layout="constrained")
     drawn.suptitle(", ".join(runs), fontsize=13, wrap=True)
-    grid = drawn.subplots(len(PANELS) // 2, 2, sharex=True)
-    for axes, (title, lines) in zip(grid.flat, PANELS.items(), strict=True):
+    grid = drawn.subplots((len(PANELS) + 1) // 2, 2, sharex=True)
+    for axes in grid.flat[len(PANELS) :]:
+        axes.set_visible(False)
+    for axes, (title, lines) in zip(grid.flat, PANELS.items(), strict=False):
         for number, (name, rows) in enumerate(runs.items()):
-            shown = lines or _failures(rows)
-            for line, (metric, label) in enumerate(shown.items()):
+            for line, (metric, label) in enumerate(_lines(lines, rows).items()):
                 points = _points(rows, metric)
                 if not points:
                     continue
@@ -116,11 +122,15 @@ def _points(rows: Sequence[Row], metric: str) -> list[tuple[float, float]]:
     return [(row["training/step"], row[metric]) for row in latest(row for row in rows if metric in row)]
 
 
-def _failures(rows: Sequence[Row]) -> dict[str, str]:
-    """Kinds of failure that there were."""
-    names = sorted({name for row in rows for name in row if name.startswith(ATTEMPTS)})
-    seen = (name for name in names if any(row.get(name) for row in rows))
-    return {name: name.removeprefix(ATTEMPTS) for name in seen}
+def _lines(lines: Mapping[str, str], rows: Sequence[Row]) -> dict[str, str]:
+    """Metric → label, with those that a `*` stands for. Kinds of failure that did not happen are left out."""
+    found: dict[str, str] = {}
+    for metric, label in lines.items():
+        named = matching(metric, rows) if "*" in metric else {"": metric}
+        if metric == ATTEMPTS:
+            named = {text: name for text, name in named.items() if any(row.get(name) for row in rows)}
+        found |= {name: f"{text}{label}" for text, name in named.items()}
+    return found
 
 
 def _finish(axes: Any, title: str) -> None:

@@ -25,6 +25,8 @@ BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
     "nll_held_out": NLL_HELD_OUT,
 }
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
+COMPONENT = "rollout/component/*/mean"  # of all landed episodes, likewise
+COMPONENT_HELD_OUT = "val-aux/all/sampled/*/mean@1"
 ZERO_ADVANTAGE = "critic/zero_advantage_frac"
 NLL = "actor/nll"  # per token, of a supervised run, which has no reward
 HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.success`
@@ -48,6 +50,11 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
     learned = [row for row in steps if NLL in row]
+    components = {
+        label: (_mean(scored[:edge], name), _mean(scored[-edge:], name), *_of_both(validations, held_out))
+        for label, name in matching(COMPONENT, scored).items()
+        for held_out in (COMPONENT_HELD_OUT.replace("*", label),)
+    }
     tokens = _sum(steps, "trainer/model_tokens")
     busy_s = _sum(steps, "timing_s/step")
     return {
@@ -56,10 +63,14 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
         "reward_first": _mean(scored[:edge], REWARD),
         "reward_last": _mean(scored[-edge:], REWARD),
+        "components": components,
         "nll_first": _mean(learned[:edge], NLL),
         "nll_last": _mean(learned[-edge:], NLL),
-        **{f"{key}_before": _first(validations, name) for key, name in BEFORE_AND_AFTER.items()},
-        **{f"{key}_after": _after(validations, name) for key, name in BEFORE_AND_AFTER.items()},
+        **{
+            f"{key}_{when}": value
+            for key, name in BEFORE_AND_AFTER.items()
+            for when, value in zip(("before", "after"), _of_both(validations, name), strict=True)
+        },
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_per_s": tokens / busy_s if busy_s else None,
@@ -117,6 +128,18 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """One row per step, by step: a step repeated after a crash counts once, as it was last."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def matching(pattern: str, rows: Iterable[Row]) -> dict[str, str]:
+    """Find the rows' metrics that fit the pattern: the text in place of its `*` → metric, sorted."""
+    head, _, tail = pattern.partition("*")
+    names = sorted(set[str]().union(*rows))
+    fitting = (name for name in names if name.startswith(head) and name.endswith(tail))
+    return {name[len(head) : len(name) - len(tail)]: name for name in fitting}
+
+
+def _of_both(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:
+    return _first(validations, name), _after(validations, name)
 
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:

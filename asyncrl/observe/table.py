@@ -36,6 +36,7 @@ NUMBERS = (  # label, key of the summary, format
     ("tokens compared for that", "probe_tokens_compared", ",d"),
     ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
 )
+MOST_COMPONENTS = 8  # of a reward that are printed
 
 
 class PipeSafeTerminal(Terminal):
@@ -81,7 +82,7 @@ def _table(summary: Mapping[str, Any], name: str) -> Table:
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(label, before, after) of the training reward and of what validations found; `≥`: the threshold that
-    makes an episode a success."""
+    makes an episode a success. The components of rewards follow."""
     supervised = summary.get("nll_first") is not None
     train = ("reward (training)", "reward_first", "reward_last", ".3f")
     held_out = f"held out, ≥ {shown(summary.get('success_threshold'), 'g')}"
@@ -95,10 +96,16 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ):
         if summary.get(f"{key}_before") is not None or summary.get(f"{key}_after") is not None:
             rows.append((label, f"{key}_before", f"{key}_after", form))
-    return [
+    found = [
         (label, shown(summary.get(before), form), shown(summary.get(after), form))
         for label, before, after, form in rows
     ]
+    for name, values in [*summary.get("components", {}).items()][:MOST_COMPONENTS]:
+        first, last, before, after = (shown(value, ".3f") for value in values)
+        found.append((f"{name} (training)", first, last))
+        if (before, after) != ("–", "–"):
+            found.append((f"{name} (held out)", before, after))
+    return found
 
 
 def shown(value: float | None, form: str) -> str:

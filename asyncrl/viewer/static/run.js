@@ -6,6 +6,7 @@ import { ask } from "view/source.js";
 const CHARTS = [
   ["Reward, before shaping", { "rollout/score/mean": "mean of landed", "critic/score/mean": "of trained" }],
   ["Success, held out", { "val-core/all/sampled/success": "sampled", "val-core/all/greedy/success": "greedy" }],
+  ["Score, held out", { "val-core/all/sampled/mean@1": "sampled", "val-core/all/greedy/mean@1": "greedy" }],
   ["Loss per token (supervised)", { "actor/nll": "training", "val-core/all/nll": "held out" }],
   ["Lag, in steps", { "staleness/lag/mean": "mean", "staleness/lag/p95": "p95", "staleness/lag/max": "max" }],
   ["Masked tokens, share", { "staleness/masked_token_frac": "too old", "rollout_corr/rollout_rs_masked_fraction": "by the correction" }],
@@ -50,7 +51,9 @@ function draw(state, answers) {
   document.getElementById("x-axis").onchange = (event) => ((shownBy = event.target.value), again());
   document.getElementById("metrics").replaceChildren(...all.map((name) => make("option", { value: name })));
   const own = extra.map((name) => [name, { [name]: name.split("/").at(-1) }]);
-  const charts = [...own, ...CHARTS].map(([title, metrics]) => lines(title, metrics, tables, names, { label: X[shownBy] }));
+  const parts = all.map((name) => [name, name.match(/^(?:rollout\/component\/(.*)\/mean|val-aux\/all\/sampled\/(.*)\/mean@1)$/)]).filter(([, found]) => found);
+  const components = Object.fromEntries(parts.map(([name, found]) => [name, found[1] ?? `${found[2]}, held out`]));
+  const charts = [...own, ["Components of the reward", components], ...CHARTS].map(([title, metrics]) => lines(title, metrics, tables, names, { label: X[shownBy] }));
   const lags = answers.map((answer, at) => bars(names.length > 1 ? `Tokens by lag: ${names[at]}` : "Tokens by lag, all steps", "lag", answer.lags));
   document.getElementById("alerts").replaceChildren(...answers.flatMap((answer, at) => answer.alerts.map((alert) => warning(names[at], alert))));
   const empty = answers.some((answer) => answer.step.length) ? [] : [make("p", {}, "No step is over yet.")];

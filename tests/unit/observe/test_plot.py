@@ -13,6 +13,7 @@ from asyncrl.observe.summary import REWARD, SAMPLED
 ROWS = [
     {"training/step": 1.0, "time_s": 10.0, "timing_s/step": 9.0, REWARD: 0.2, "staleness/lag/max": 0.0},
     {"training/step": 2.0, "time_s": 20.0, "timing_s/step": 9.0, REWARD: 0.9, "staleness/lag/max": 1.0},
+    {"training/step": 3.0, "rollout/component/near/mean": 0.0, "val-aux/all/sampled/near/mean@1": 0.5},
     # written after step 2, by a validation of the first weights
     {"training/step": 0.0, "time_s": 25.0, SAMPLED: 0.25},
     # step 2 again, after a crash
@@ -39,6 +40,7 @@ def test_x_is_the_step_that_was_judged_and_a_repeated_step_counts_once() -> None
     assert found[titles[1]] == {"sampled": [(0, 0.25), (2, 0.75)]}
     assert found["attempts that failed (total, by kind)"] == {"deadline": [(2, 4)]}
     assert found["episodes filtered, dropped and failed (total)"] == {"dropped": [(2, 3)]}
+    assert found["components of the reward"] == {"near": [(3, 0)], "near, held out": [(3, 0.5)]}
     assert found["idle (share of time)"] == {}  # and the panel says "none"
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from asyncrl.observe.summary import GREEDY, SAMPLED, SAMPLED_SCORE, identity_line, summarize
+from asyncrl.observe.table import before_and_after
 
 FLOW = {
     "issued": 12,
@@ -116,6 +119,22 @@ def test_the_wait_for_weights_is_a_share_of_the_steps_that_tell_it() -> None:
     assert summarize([step(1)], FLOW, True)["weights_stall_frac"] is None
     rows = [step(1), step(2, timing_s__update_weights=0.1), step(3, timing_s__update_weights=0.3)]
     assert summarize(rows, FLOW, True)["weights_stall_frac"] == pytest.approx(0.1)
+
+
+def test_components_of_a_reward_stand_beside_the_score_in_training_and_held_out() -> None:
+    """Partial credit is seen before anything succeeds: success stays 0 here."""
+    name, held_out = "rollout/component/near/mean", "val-aux/all/sampled/near/mean@1"
+    rows = [
+        {"training/step": 0, SAMPLED: 0.0, held_out: 0.1},
+        step(1, rollout__score__mean=0.25) | {name: 0.5, "rollout/component/near/max": 1.0},
+        step(2, rollout__score__mean=0.5) | {name: 0.75},
+        {"training/step": 2, SAMPLED: 0.0, held_out: 0.875},
+    ]
+    summary = summarize(rows, FLOW, True)
+    assert summary["components"] == {"near": (0.5, 0.75, 0.1, 0.875)}
+    table = before_and_after(json.loads(json.dumps(summary)))  # as `asyncrl runs show` reads it
+    assert ("near (training)", "0.500", "0.750") in table and ("near (held out)", "0.100", "0.875") in table
+    assert summarize(rows[1:3], FLOW, True)["components"] == {"near": (0.5, 0.75, None, None)}
 
 
 def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
