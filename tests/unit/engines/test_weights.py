@@ -16,7 +16,7 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.weights.names import pieces
 from tests.fakes import weights as fake_weights
 
-from .tiny import FAMILIES, MIXTURES, ask, assert_logprobs, generated, prompt, serve, tiny
+from .tiny import FAMILIES, MIXTURES, ROUNDING, ask, assert_logprobs, generated, prompt, serve, tiny
 
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> WeightsRef:
@@ -53,7 +53,7 @@ def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
         assert_logprobs(old, request, before)
         # The last token sampled by the old weights has no KV yet: the new weights write it.
         expected = mixed_logprobs(old, new, ids, len(request.ids) + cut - 1)
-        torch.testing.assert_close(torch.tensor(generation.logprobs[cut:]), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(generation.logprobs[cut:]), expected, **ROUNDING)
         kept = await engine.generate(ask((*ids, 1), 3))
         assert kept.spans == (VersionSpan(0, 3, 3, 0),)
         engine.release("s")
