@@ -6,7 +6,6 @@ Pure arithmetic, once per committed batch; docs/staleness.md, section 1, says wh
 from __future__ import annotations
 
 from collections import defaultdict
-from statistics import fmean
 
 HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
 FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
@@ -26,7 +25,7 @@ class KvCap:
         self.groups, self.most = groups, (1 + bound) * groups
         self.level = float(self.most)
         self.retracted = 0  # requests of which a server took the KV memory away
-        self._uses: defaultdict[str, list[float]] = defaultdict(list)
+        self._uses: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
         self._wait = 0  # commits until what is read shows the last change
 
     @property
@@ -36,11 +35,12 @@ class KvCap:
     @property
     def use(self) -> float | None:
         """Of the fullest server, in the mean over what was read; None: nothing was."""
-        return max(map(fmean, self._uses.values()), default=None)
+        return max((total / count for total, count in self._uses.values()), default=None)
 
     def read(self, server: str, use: float) -> None:
         """A server's share of KV memory in use, in [0, 1]."""
-        self._uses[server].append(use)
+        total, count = self._uses[server]
+        self._uses[server] = total + use, count + 1
 
     def update(self, live: int, counts: bool = True) -> None:
         """After a commit, before which `live` groups were live. `counts`: what was read since the one before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +46,14 @@ def test_what_moves_it(uses: list[float], retracted: int, level: float) -> None:
     cap = KvCap(8, 4)
     cap.level = 24
     assert after(cap, *uses, retracted=retracted) == level
+
+
+def test_readings_without_a_commit_take_no_memory() -> None:
+    """The trainer may be away for hours."""
+    cap = KvCap(8, 4)
+    for number in range(1000):
+        cap.read("a", number % 2)
+    assert cap.use == 0.5 and len(msgspec.msgpack.encode(dict(cap._uses))) < 20
 
 
 def test_what_is_read_during_a_validation_is_forgotten() -> None:
