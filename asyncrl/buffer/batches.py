@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 
 import msgspec
 
@@ -125,7 +125,7 @@ class Batches:
     ) -> None:
         self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
         self.packing, self.square = packing, square
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, Batch] = {}  # by step, in order
         self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
         self.baselines: dict[int, Baseline] = {}  # of their groups
         self._dirty: set[int] = set()
@@ -358,13 +358,13 @@ class Batches:
 
     def retain(self, step: int) -> list[str]:
         """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
-        return self._forget([number for number in self.batches if number < step])
+        return self._forget(list(takewhile(lambda number: number < step, self.batches)))
 
     def _forget(self, gone: list[int]) -> list[str]:
         batches = [self.batches.pop(number) for number in gone]
         self._dirty -= set(gone)
-        for uid in (uid for batch in batches for uid in batch.planned):
-            self.taken.pop(uid, None)
-        for group in self.baselines.keys() - {episode.group for episode in self.taken.values()}:
-            del self.baselines[group]
+        forgotten = [self.taken.pop(uid, None) for batch in batches for uid in batch.planned]
+        for group in {episode.group for episode in forgotten if episode is not None}:
+            if not any(f"{group}.{member}" in self.taken for member in range(self.buffer.group_size)):
+                self.baselines.pop(group, None)
         return [uid for batch in batches for uid in batch.uids]

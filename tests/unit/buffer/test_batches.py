@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,6 +81,37 @@ def test_what_is_counted_does_not_grow_with_the_steps() -> None:
             land(buffer, f"{number}.0"), land(buffer, f"{number}.1")
         train(batches, step)
     assert len(buffer.tally.steps) <= 2
+
+
+def test_forgetting_plans_looks_at_each_of_them_once() -> None:
+    """Many may be kept: a batch goes in each turn of the loop."""
+
+    class Counted(dict[Any, Any]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            for key in super().__iter__():
+                Counted.looks += 1
+                yield key
+
+        def values(self) -> Any:
+            return [self[key] for key in self]
+
+        def __contains__(self, key: object) -> bool:
+            Counted.looks += 1
+            return super().__contains__(key)
+
+    buffer, batches = make()
+    for step in range(40):
+        admit(buffer, 2, step)
+        for number in (2 * step, 2 * step + 1):
+            land(buffer, f"{number}.0"), land(buffer, f"{number}.1")
+        train(batches, step)
+    batches.taken, batches.batches = Counted(batches.taken), Counted(batches.batches)
+    for step in range(30):
+        assert len(batches.retain(step + 1)) == 4
+    assert Counted.looks <= 30 * (4 * 2 + 4)
+    assert batches.baselines.keys() == set(range(60, 80)) and len(batches.taken) == 40
 
 
 def test_the_oldest_group_goes_first() -> None:
