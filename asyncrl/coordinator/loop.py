@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_never
 
+import msgspec
+
 from asyncrl.buffer.freshness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
@@ -111,7 +113,7 @@ class Coordinator:
         self._replaced = -1, -math.inf  # the trainer epoch whose weights were damaged, and when
         self._silent: list[str] = []  # waits for processes that are not heard of
         self.presence = Presence(config)
-        self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
+        self._unread: dict[object, tuple[bytes, Any, list[bytes]]] = {}  # that came while it was not writable
         self._resume(incarnation)
 
     def _resume(self, incarnation: str) -> None:
@@ -162,7 +164,7 @@ class Coordinator:
         self._extend_leases(now, gap=now - self._turned_at - TICK)
         self._turned_at, self._more = now, False
         self.state.live_limit.tick(now)
-        for received in self._unread:
+        for received in self._unread.values():
             self._on_control(*received, now)
         self._unread.clear()
         self._drain(self.control, self._on_control, now)
@@ -172,12 +174,17 @@ class Coordinator:
         return self.writer.write(now)
 
     def _hear_observers(self, now: float) -> None:
-        """Whoever watches a run that cannot write may stop it; what others say waits."""
+        """Whoever watches a run that cannot write may stop it; what others say waits: once, and of a peer's
+        beats, which are absolute, the newest."""
         while (received := self.control.receive()) is not None:
-            if isinstance(received[1], ObserverHello | Stop):
+            peer, message, _ = received
+            if isinstance(message, ObserverHello | Stop):
                 self._on_control(*received, now)
+            elif isinstance(message, Heartbeat | KeeperBeat | TrainerBeat):
+                self._unread.pop((peer, type(message)), None)
+                self._unread[peer, type(message)] = received
             else:
-                self._unread.append(received)
+                self._unread.setdefault((peer, msgspec.msgpack.encode(message)), received)
 
     def _keep_contact(self, wait: str) -> None:
         """Past the outbox, whose messages may leave only after the commit."""

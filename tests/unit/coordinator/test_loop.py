@@ -139,6 +139,25 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
     assert coordinator.state.buffer.next_group >= issued
 
 
+def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -> None:
+    """Hundreds of peers send them for minutes. What is no beat waits in its order, a repeat once."""
+    coordinator = setup.coordinator
+    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
+    coordinator.state.store.put_meta("something", "to write")
+    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        coordinator.state.store._db.execute("PRAGMA busy_timeout=0")
+        setup.turn()
+        for tokens in range(20):
+            setup.say(WORKER, Heartbeat(0, (), 0.0, 0.0, tokens))
+            setup.say(b"rollout/1/v", WorkerHello(1, incarnation_of("launch", 1), slots=8, pid=1))
+        assert len(coordinator._unread) == 2
+        other.execute("ROLLBACK")
+    setup.turn()
+    beat = coordinator.workers.workers[WORKER].beat
+    assert beat is not None and beat.tokens == 19 and len(coordinator.workers.workers) == 2
+
+
 def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
     """Its deadline counts from then on, as the launcher's does."""
     setup.say(OBSERVER, ObserverHello())
