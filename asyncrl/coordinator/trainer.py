@@ -259,7 +259,7 @@ class TrainerHandler:
         state = self.state
         if not self._covers_more:
             return
-        first = min(state.batches.batches)
+        first = next(iter(state.batches.batches))
         forgotten = state.batches.retain(first + 1)
         for uid in forgotten:
             state.store.release_frames(uid)
@@ -274,7 +274,7 @@ class TrainerHandler:
 
     @property
     def _covers_more(self) -> bool:
-        return min(self.state.batches.batches, default=self._covered) < self._covered
+        return next(iter(self.state.batches.batches), self._covered) < self._covered
 
     def finish(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the
@@ -318,12 +318,14 @@ class TrainerHandler:
         if place <= self.last_started:
             self.state.outbox.to_bulk(peer, StartPlan(message.step, message.micro))
             return
+        if self.ranks.control.get(message.rank) != peer:  # one identity on both channels
+            return
         self.ranks.confirmed.setdefault(place, set()).add(message.rank)
         if len(self.ranks.confirmed[place]) == self.ranks.size:
             self.ranks.confirmed.clear()
             self.last_started = place
             self.state.store.put_meta("last_started", " ".join(map(str, place)))
-            for rank in self.ranks.control.values():  # one identity on both channels
+            for rank in self.ranks.control.values():
                 self.state.outbox.to_bulk(rank, StartPlan(message.step, message.micro))
 
     def serve(self) -> None:

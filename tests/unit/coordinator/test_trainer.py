@@ -120,6 +120,15 @@ def test_no_rank_goes_before_all_hold_their_plan_and_a_missed_go_is_repeated(set
     assert setup.confirm(1, 0, 0) == [PEERS[1]]
 
 
+def test_a_confirmation_counts_only_from_the_rank_that_it_names(setup: TrainerSetup) -> None:
+    """Two from one rank, or one of a rank that there is not, are not all ranks."""
+    assert setup.confirm(0, 0, 0) == []
+    for rank in (1, 7):
+        setup.handler.plan_received(PEERS[0], PlanReceived(setup.state.trainer_epoch, 0, 0, rank))
+        assert not setup.sent.take(StartPlan)
+    assert setup.confirm(1, 0, 0) == PEERS
+
+
 def test_all_ranks_score_the_probe_at_the_same_place_once_a_batch(setup: TrainerSetup) -> None:
     """An engine was started: without the probe it may not sample, and nothing may ever become ready."""
     versions = setup.state.versions
