@@ -212,16 +212,15 @@ class Result(NamedTuple):
         config = read_config(run_dir)
         samples = Samples.open(samples_path(run_dir, "test"))
         with closing(RunReader.open(run_dir)) as reader:
-            stored = reader.held_out(uid_prefix(0))
-        episodes = []
-        for uid, record in stored.items():
-            one, which = msgspec.msgpack.decode(record, type=Finished | Failed), HeldOut.of(uid)
-            source = samples[which.row].data_source
-            if isinstance(one, Finished):
-                answer = answer_of(one.result, one.notes)
-                episodes.append(Judged(which, source, one.result, one.stats, answer))
-            else:
-                episodes.append(Judged(which, source, None))
+            episodes = []
+            for uid, record in reader.held_out(uid_prefix(0)):
+                one, which = msgspec.msgpack.decode(record, type=Finished | Failed), HeldOut.of(uid)
+                source = samples[which.row].data_source
+                if isinstance(one, Finished):
+                    answer = answer_of(one.result, one.notes)
+                    episodes.append(Judged(which, source, one.result, one.stats, answer))
+                else:
+                    episodes.append(Judged(which, source, None))
         return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, config.validation.success))
 
 

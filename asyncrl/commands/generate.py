@@ -76,8 +76,8 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     rules, toolbox = load_rules(config), load_toolbox(config)
     samples = Samples.open(samples_path(run_dir, "test"))
 
-    def entry(uid: str, record: bytes) -> Sequence[Any]:
-        one = msgspec.msgpack.decode(record, type=Finished | Failed)
+    def entry(uid: str) -> Sequence[Any]:
+        one = msgspec.msgpack.decode(reader.became(uid), type=Finished | Failed)
         if isinstance(one, Failed):
             return None, None, None, "failed", 0
         turns, end = turns_of(list(reader.frames(uid, one.stats.turns))), one.result.end
@@ -86,11 +86,11 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
         return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens
 
     with closing(RunReader.open(run_dir)) as reader:
-        stored = reader.held_out(uid_prefix(0))
-        sampled = sorted(which for which in map(HeldOut.of, stored) if which.mode == SAMPLED)
+        found = (HeldOut.of(uid) for uid, _ in reader.held_out(uid_prefix(0)))
+        sampled = sorted(which for which in found if which.mode == SAMPLED)
         for row, members in groupby(sampled, key=attrgetter("row")):
             sample = samples[row]
-            entries = [entry(which.uid, stored[which.uid]) for which in members]
+            entries = [entry(which.uid) for which in members]
             truth = msgspec.json.decode(sample.ground_truth)
             yield {
                 "data_source": sample.data_source,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.engines import EngineHandler
@@ -83,7 +84,8 @@ class ValidationSession:
     deadline: float
     running: dict[str, Given] = field(default_factory=dict)  # by uid
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    scores: dict[str, Finished] = field(default_factory=dict)
+    scores: dict[str, Finished] = field(default_factory=dict)  # without texts, which are in the store
+    fresh: dict[str, str] = field(default_factory=dict)  # texts of this turn, which are not yet
     failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # why, each time
     failed: list[str] = field(default_factory=list)  # given up
 
@@ -127,7 +129,7 @@ class Validation:
             self.begin(0, True, now)
         elif start is not None and not (over and start.step == committed):
             log.warning("the validation of step %d was cut short: it goes on", start.step)
-            again = msgspec.structs.replace(start, settings=self.state.config.held_out_settings)
+            again = replace(start, settings=self.state.config.held_out_settings)
             if not self._start(again, now):
                 self.begin(committed, start.final, now)
 
@@ -177,11 +179,11 @@ class Validation:
         store, before = self.state.store, self._stored()
         if before is None or not before.goes_on(start):
             store.forget_held_out(uid_prefix(start.step))
-            return msgspec.structs.replace(start, versions=()), {}
-        kept = store.read.held_out(uid_prefix(start.step))
-        found = {uid: msgspec.msgpack.decode(one, type=Finished | Failed) for uid, one in kept.items()}
-        scores = {uid: one for uid, one in found.items() if isinstance(one, Finished)}
-        return msgspec.structs.replace(start, versions=before.versions), scores
+            return replace(start, versions=()), {}
+        decode = msgspec.msgpack.Decoder(Finished | Failed).decode
+        kept = ((uid, decode(one)) for uid, one in store.read.held_out(uid_prefix(start.step)))
+        scores = {uid: replace(one, text="") for uid, one in kept if isinstance(one, Finished)}
+        return replace(start, versions=before.versions), scores
 
     def _keep(self, start: SessionStart | None) -> None:
         self.state.store.put_meta("validation", msgspec.json.encode(start).decode())
@@ -198,6 +200,7 @@ class Validation:
             log.error("validation of step %d abandoned: not done by its deadline", session.step)
             self._end(session)
             return
+        session.fresh.clear()
         remote = self.engines.remote
         pinned = remote and self._pinned(session, exclusive, now)
         for worker in self.workers.workers.values():
@@ -219,7 +222,7 @@ class Validation:
         if session.running[uid].worker is not worker or message.attempt.attempt != session.attempts[uid]:
             return
         if isinstance(message, Finished):
-            session.scores[uid] = message
+            session.scores[uid], session.fresh[uid] = replace(message, text=""), message.text
             self._store(uid, message)
         elif isinstance(message, Failed):
             log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
@@ -239,7 +242,7 @@ class Validation:
         if isinstance(message, Generated) and message.model_tokens:
             seen = {*session.start.versions, message.oldest, message.newest}
             if len(seen) > len(session.start.versions):
-                session.start = msgspec.structs.replace(session.start, versions=tuple(sorted(seen)))
+                session.start = replace(session.start, versions=tuple(sorted(seen)))
                 self._keep(session.start)
         for frame in frames if self._alone else ():
             kind = "generated" if sampled else "replied"
@@ -374,19 +377,22 @@ class Validation:
 
     def _save(self, session: ValidationSession) -> None:
         """The transcripts: the same questions at each validation, whatever became of them."""
-        entries = []
-        for row in sorted(self._transcribed):
-            for uid in self._episodes(session.step, row):
-                became = self._became(session, uid)
-                entries.append(transcripts.entry(uid, self.samples[row], mode=HeldOut.of(uid).mode, **became))
+        uids = ((row, uid) for row in sorted(self._transcribed) for uid in self._episodes(session.step, row))
+        entries = (
+            transcripts.entry(uid, self.samples[row], **self._became(session, uid)) for row, uid in uids
+        )
         transcripts.save(self.state.run_dir, "validation", session.step, entries, anew=True)
 
     def _became(self, session: ValidationSession, uid: str) -> dict[str, Any]:
-        done = session.scores.get(uid)
+        done, mode = session.scores.get(uid), HeldOut.of(uid).mode
         if done is None:
-            return {"failed": session.failures[uid][-1] if uid in session.failed else "not over in time"}
+            failed = session.failures[uid][-1] if uid in session.failed else "not over in time"
+            return {"mode": mode, "failed": failed}
         judged: dict[str, Any] = {"components": done.result.components}
-        if not HeldOut.of(uid).scored:
+        if mode != SCORED:
             success = succeeds(done.result, self.state.config.validation.success)
             judged = {"success": success, **transcripts.earned(done.result)}
-        return judged | {"turns": done.stats.turns, "notes": done.notes, "text": done.text}
+        text = session.fresh.get(uid)
+        if text is None:
+            text = msgspec.msgpack.decode(self.state.store.read.became(uid), type=Finished).text
+        return {"mode": mode} | judged | {"turns": done.stats.turns, "notes": done.notes, "text": text}

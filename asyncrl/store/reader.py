@@ -129,9 +129,13 @@ class RunReader:
         """The baseline of a settled group, from the records of its members."""
         return Baseline.of(self.group(group), {episode.uid: episode for episode in self.members(group)})
 
-    def held_out(self, prefix: str) -> dict[str, bytes]:
-        """What became of the validation episodes whose uid begins so."""
-        return dict(self._rows("SELECT * FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix))
+    def held_out(self, prefix: str) -> Iterator[tuple[str, bytes]]:
+        """The validation episodes whose uid begins so, and what became of them: one at a time, with texts."""
+        for (uid,) in self._rows("SELECT uid FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix):
+            yield uid, self.became(uid)
+
+    def became(self, uid: str) -> bytes:
+        return self._rows("SELECT record FROM held_out WHERE uid=?", uid)[0][0]
 
     def groups(self) -> list[GroupRecord]:
         """All that the index still has, oldest first."""

@@ -76,6 +76,6 @@ def over(run_dir: Path) -> dict[str, bytes]:
     """The records of the episodes that are over; none before there is a store with its tables."""
     try:
         with closing(RunReader.open(run_dir)) as reader:
-            return reader.held_out("val0/")
+            return dict(reader.held_out("val0/"))
     except (StoreError, ConfigError, OSError):
         return {}

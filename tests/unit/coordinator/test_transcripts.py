@@ -43,6 +43,8 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
     assert validation.begin(step=2, final=False, now=0.0)
     while validation.busy:
         validation.tick(0.0, exclusive=True)
+        setup.state.persist()
+        assert validation.session is None or not validation.session.fresh
         for _, message in reversed(setup.sent.take(Assign)):  # in another order than they were asked
             row = int(message.attempt.uid.split("/")[2])
             assert message.transcript == (row % 8 == 0)
@@ -50,7 +52,10 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
             result = EpisodeResult(0.5, components={"acc": float(row < 32)})
             good = Finished(0, message.attempt, result, EpisodeStats(3), text, {"pred": "7"})
             failed = Failed(0, message.attempt, FailReason.TOOL_ERROR, "KeyError: 'b' (bad.py:41)")
-            validation.record(worker, failed if row == 8 else good)
+            slow = row == 56 and message.attempt.attempt < 2
+            validation.record(worker, failed if row == 8 or slow else good)
+            if session := validation.session:  # of a large evaluation texts are gigabytes
+                assert not any(done.text for done in session.scores.values())
     kept = entries(tmp_path, "validation/step-2.jsonl")
     order = [(row, mode) for row in range(0, 64, 8) for mode in ("sampled", "greedy")]
     assert [(entry["sample"], entry["mode"]) for entry in kept] == order
@@ -68,6 +73,7 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
         "notes": {"pred": "7"},
         "text": "text",
     }
+    assert [entry["text"] for entry in kept if "text" in entry] == ["text"] * 14
     assert kept[2]["failed"] == "tool_error: KeyError: 'b' (bad.py:41)" and "text" not in kept[2]
     assert [entry["success"] for entry in kept if "success" in entry] == [True] * 6 + [False] * 8
 

@@ -65,6 +65,7 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     tries = dict.fromkeys(("sampled", "greedy"), 0)
     while validation.busy:
         validation.tick(0.0, exclusive=True)
+        setup.state.persist()
         for _, message in setup.sent.take(Assign):
             mode = message.attempt.uid.split("/")[1]
             tries[mode] += 1
@@ -119,6 +120,7 @@ def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path
     modes: list[str] = []
     while validation.busy:
         validation.tick(0.0, exclusive=True)
+        setup.state.persist()
         for _, message in setup.sent.take(Assign):
             _, mode, row = message.attempt.uid.split("/")
             modes.append(mode)
@@ -155,6 +157,7 @@ def test_who_fails_does_not_score_above_who_answers(tmp_path: Path) -> None:
     setup, worker, validation = validating(tmp_path)
     while validation.busy:
         validation.tick(0.0, exclusive=True)
+        setup.state.persist()
         for _, message in setup.sent.take(Assign):
             failed = message.attempt.uid.split("/")[1] == "sampled"
             good = Finished(0, message.attempt, EpisodeResult(-1.0), EpisodeStats(1))
