@@ -220,7 +220,7 @@ class CheckpointConfig(Section, frozen=True):
     """Checkpoints, and the exports in them."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: at the end, and at each 1,000th step: all turns are kept until then."""
     keep: Positive = 2
     """Newest checkpoints kept."""
     best: bool = False
@@ -229,3 +229,8 @@ class CheckpointConfig(Section, frozen=True):
     directory: str = ""
     """Where the run's directory of checkpoints is made: an absolute path or a URL that fsspec knows, which
     all trainer ranks share; empty: in the run directory."""
+
+    @property
+    def pause(self) -> int:
+        """Steps between checkpoints."""
+        return self.every or 1000

@@ -49,8 +49,8 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
     slow = config.model.dtype == "float32" and (gpu is False or config.model.device == "cpu")
     note = " (about 2.5 times the time of bfloat16, on a CPU with avx512_bf16)" if slow else ""
-    size, pause = _short(parameter_count(config.model.path)), config.checkpoint.every
-    when = f"every {pause} steps" if pause else "at the end"
+    size, pause = _short(parameter_count(config.model.path)), config.checkpoint.pause
+    when = f"every {pause} steps" if pause < config.total_steps else "at the end"
     return [
         f"model         {size} parameters, {of}, {config.model.dtype}{note}",
         f"checkpoints   {sized(each)} each, {when}; at most {kept} at once: {sized(kept * each)}{room}",

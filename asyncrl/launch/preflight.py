@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.config import RunConfig
+from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.devices import sees_gpu
@@ -170,6 +170,10 @@ def warnings(config: RunConfig) -> list[str]:
         "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
         "then engine=sglang_cpu": (
             gpu is False and engine.remote and not (engine.urls or engine.server_command)
+        ),
+        "checkpoint.every=0: until the checkpoint at the end, or at a 1,000th step, all turns stay on the "
+        "disk, what is known of them in memory, and a crash costs all steps since": (
+            trains and not config.checkpoint.every and config.total_steps > CheckpointConfig().every
         ),
         "trainer.offload_optimizer has no effect on a CPU, where all is in main memory": (
             gpu is False and config.trainer.offload_optimizer

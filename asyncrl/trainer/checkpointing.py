@@ -114,8 +114,7 @@ class Checkpointing:
 
     def due(self) -> bool:
         """Whether one is to be begun after this step."""
-        every = self._config.every
-        self._due = self._due or (every > 0 and self._learner.step % every == 0)
+        self._due = self._due or self._learner.step % self._config.pause == 0
         return self._due and not self.busy
 
     # -- collectives -----------------------------------------------------------------------------------

@@ -175,6 +175,13 @@ def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
     assert "at most 32 episodes run at once, (1 + target_staleness)" in line and "1 of 33 slots" in line
 
 
+def test_no_checkpoint_but_the_last_is_worth_a_warning_where_there_are_many_steps(tmp_path: Path) -> None:
+    rare: dict[str, Any] = {"checkpoint": {"every": 0}, "rollout": {"slots": 1}}
+    assert not preflight.warnings(config(tmp_path, total_steps=50, **rare))
+    (line,) = preflight.warnings(config(tmp_path, total_steps=51, **rare))
+    assert "checkpoint.every=0" in line and "all turns stay on the disk" in line
+
+
 def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
     rollout = {"slots": 1, "max_tokens": 1024, "history": "fork", "max_rows": 8}
     assert not preflight.warnings(config(tmp_path, rollout=rollout))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.config import parse
+from asyncrl.config import CheckpointConfig, parse
 from asyncrl.errors import ConfigError, DeadlineError, OutOfMemoryError, lacks_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
@@ -160,6 +160,15 @@ def saved(rank: TrainerRank) -> bool:
     rank.saving.begin(1)
     settle(rank)
     return rank.saving.poll()
+
+
+@pytest.mark.parametrize(("every", "due"), [(7, 7), (0, 1000)])
+def test_all_turns_since_the_newest_checkpoint_are_kept_so_there_is_one_in_the_end(
+    rank: TrainerRank, every: int, due: int
+) -> None:
+    rank.saving._config = CheckpointConfig(every=every)
+    for rank.learner.step in range(1, due + 1):
+        assert rank.saving.due() == (rank.learner.step == due)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
