@@ -1,7 +1,7 @@
 """The command line: finds the command, which parses its own arguments.
 
-Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted, 141 nobody reads
-the output any more (as of a program that SIGPIPE ends).
+Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error; of several unknown
+keys a line each), 130 interrupted, 141 nobody reads the output any more (as of a program that SIGPIPE ends).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 
 import asyncrl
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, UnknownKeysError, one_line
 
 # A command is a module of `asyncrl.commands`, imported when it is asked for. Here: its lines of --help.
 COMMANDS = {
@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # here: at the exit of Python its errors are a stack trace
         return code
+    except UnknownKeysError as error:
+        return _report(str(error), 2)
     except ConfigError as error:
         return _report(" ".join(str(error).split()), 2)
     except AsyncrlError as error:

@@ -36,6 +36,10 @@ class MissingKeyError(ConfigError):
         self.key = key
 
 
+class UnknownKeysError(ConfigError):
+    """Several keys that the configuration has not: a line of text for each."""
+
+
 class OutOfMemoryError(AsyncrlError):
     """A process had too little memory, and has said so: started again it will try with less."""
 

@@ -1,4 +1,5 @@
-"""Write docs/configuration.md from asyncrl/config/: the string under a field is its documentation.
+"""Write docs/configuration.md from asyncrl/config/: the string under a field is its documentation. And the
+table of docs/from_verl.md from configs/from_verl.yaml.
 
 python tools/make_config_docs.py [--check]
 """
@@ -18,8 +19,11 @@ import msgspec
 
 from asyncrl import config
 from asyncrl.config import RunConfig
+from asyncrl.config.composition import verl_rows
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TARGET, VERL = DOCS / "configuration.md", DOCS / "from_verl.md"
+BEGIN, END = "<!-- from configs/from_verl.yaml, by `make docs` -->\n\n", "\n<!-- until here -->"
 HEAD = """\
 # Configuration
 
@@ -33,14 +37,26 @@ BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
-    text = render()
-    if parser.parse_args().check:
-        if TARGET.exists() and TARGET.read_text() == text:
-            return 0
-        print(f"{TARGET} is out of date; run `make docs`", file=sys.stderr)
-        return 1
-    TARGET.write_text(text)
-    return 0
+    texts = {TARGET: render(), VERL: render_verl(VERL.read_text())}
+    wrong = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
+    check = parser.parse_args().check
+    for path, text in wrong.items():
+        if check:
+            print(f"{path} is out of date; run `make docs`", file=sys.stderr)
+        else:
+            path.write_text(text)
+    return int(check and bool(wrong))
+
+
+def render_verl(text: str) -> str:
+    """docs/from_verl.md with its table written anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    rows = ["| verl | asyncrl | notes |", "|---|---|---|"]
+    for keys, here, note in verl_rows():
+        names = ", ".join(f"`{key}`" for key in keys.split(", "))
+        rows.append(f"| {names} | {f'`{here}`' if here else '–'} | {note} |".replace("|  |", "| |"))
+    return f"{before}{BEGIN}" + "\n".join(rows) + f"\n{END}{after}"
 
 
 def render() -> str:

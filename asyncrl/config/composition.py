@@ -4,17 +4,20 @@ importer, and only where something is composed: `asyncrl --help` does not wait f
 from __future__ import annotations
 
 import difflib
+import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import asyncrl
-from asyncrl.config.base import Plugin
+from asyncrl.config.base import Plugin, leaves
 from asyncrl.config.run import RunConfig, parse
-from asyncrl.errors import ConfigError, MissingKeyError, one_line
+from asyncrl.config.training import KLConfig
+from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_line
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
@@ -43,6 +46,7 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
     from yaml import MarkedYAMLError
 
     root = str(config_root())
+    keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
     OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
     try:
@@ -50,7 +54,7 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
             composed = hydra.compose("config", overrides)
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"configuration: {_explain(error)}") from None
+        raise _explain(error, keys) from None
     except MarkedYAMLError as error:
         mark, what = error.problem_mark, error.problem or error.context
         place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
@@ -59,12 +63,19 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
         raise ConfigError(f"{_not_utf8(config_dir)}: is not text in UTF-8; save it as such") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"configuration: {one_line(error)}") from None
-    for key in _unknown_keys(RunConfig, found):
-        raise ConfigError(f"configuration: {_unknown(key)}")
+    if unknown := list(_unknown_keys(RunConfig, found)):
+        raise _unknown(unknown)
     for key, value in _keys(found):
         if value == MISSING:
             raise MissingKeyError(key)
-    return parse(_with_root(found, root))
+    config = parse(_with_root(found, root))
+    kl, coef_set = config.kl, "kl.coef" in keys or config.kl.coef != KLConfig().coef
+    if kl.where == "none" and kl.coef and coef_set and "kl.where" not in keys:
+        raise ConfigError(
+            f"kl.coef={kl.coef:g} has no effect: kl.where is none; add kl.where=loss_unweighted (as in "
+            "verl and TRL), loss or reward, or leave it out"
+        )
+    return config
 
 
 def config_root() -> Path:
@@ -131,26 +142,50 @@ def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tupl
             yield name, kind
 
 
-def _explain(error: Exception) -> str:
-    """Hydra's error on one line; for an unknown key or choice, with the nearest known ones."""
+def _explain(error: Exception, given: Iterable[str]) -> ConfigError:
+    """Hydra's error on one line; for unknown keys or choices, all that are `given`."""
     text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
     if override := getattr(error, "override", None):
-        return f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"
+        text = f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     known = [name for name, _ in _keys(defaults(RunConfig))]
-    return _unknown(key) if text.startswith("Could not override") and key and key not in known else text
+    if override or not text.startswith("Could not override") or not key or key in known:
+        return ConfigError(f"configuration: {text}")
+    opened = ("hydra.", *(f"{name}." for name, _ in _open_keys(RunConfig)))
+    found = [name for name in given if name not in (*known, *_groups()) and not name.startswith(opened)]
+    return _unknown(found or [key])
 
 
-def _unknown(key: str) -> str:
-    """What is said of an unknown key: the nearest known ones."""
-    groups = [path.name for path in (config_root() / "configs").iterdir() if path.is_dir()]
-    if key in groups:
-        return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
-    known = [*groups, *(name for name, _ in _keys(defaults(RunConfig)))]
-    near = difflib.get_close_matches(key, dict.fromkeys(known), n=3, cutoff=0.5)
-    return f"unknown key {key}; " + (
-        f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
-    )
+def _unknown(keys: list[str]) -> ConfigError:
+    """What is said of unknown keys: what verl's are here; of others the nearest known ones."""
+    verl, groups = {key: row for keys, *row in verl_rows() for key in keys.split(", ")}, _groups()
+    known = dict.fromkeys([*groups, *(name for name, _ in _keys(defaults(RunConfig)))])
+
+    def answer(key: str) -> str:
+        if key in groups:
+            return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
+        row = verl.get(key) or verl.get(f"actor_rollout_ref.{key}")
+        here, note = row or next((row for name, row in verl.items() if fnmatchcase(key, name)), ["", ""])
+        note = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", note).replace("`", "")
+        if here or note:
+            return f"here it is {here}" + f" ({note})" * bool(note) if here else f"none here, because {note}"
+        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+        return f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
+
+    if len(keys) == 1:
+        return ConfigError(f"configuration: unknown key {keys[0]}; {answer(keys[0])}")
+    lines = (f"{key}: {answer(key)}" for key in sorted(keys))
+    return UnknownKeysError("\n  ".join(("configuration: unknown keys", *lines)))
+
+
+def _groups() -> list[str]:
+    return [path.name for path in (config_root() / "configs").iterdir() if path.is_dir()]
+
+
+def verl_rows() -> list[tuple[str, str, str]]:
+    """Keys of verl (or patterns of keys), the key here ('' for none), and a note in Markdown."""
+    text = (config_root() / "configs" / "from_verl.yaml").read_bytes()
+    return msgspec.yaml.decode(text, type=list[tuple[str, str, str]])
 
 
 def _unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") -> Iterator[str]:
@@ -159,7 +194,8 @@ def _unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") ->
     for name, value in tree.items():
         kind = fields.get(name)
         if kind is None:
-            yield f"{prefix}{name}"
+            whole = {name: None if name in _groups() else value}
+            yield from (key for key, _ in leaves(whole, prefix))
         elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             yield from _unknown_keys(kind, value, f"{prefix}{name}.")
 
