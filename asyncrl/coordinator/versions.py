@@ -100,6 +100,12 @@ class VersionLedger:
         known, held.acked = held.acked, max(held.acked, version)
         return held.acked > known
 
+    def holds(self, engine: str, version: PolicyVersion, at: float) -> None:
+        """The engine says what it has: it is sent again what it missed, or has not confirmed yet."""
+        held = self.engines[engine]
+        if held.pushed > min(version, held.acked):
+            self.resend(engine, at)
+
     def resend(self, engine: str, at: float) -> None:
         """From `at` on, the engine is to be sent the newest version, whatever it was sent before."""
         held = self.engines[engine]

@@ -88,7 +88,7 @@ class WorkerHandler:
         if self.engines.remote:
             self.engines.forget_table(peer)
         else:
-            state.versions.resend(peer.decode(), now)  # it may have missed what it was sent
+            state.versions.holds(peer.decode(), message.version, now)
 
     def _adopt(self, worker: WorkerRecord, now: float) -> None:
         """Episodes a restarted coordinator finds assigned to this very process go on."""

@@ -44,6 +44,7 @@ from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.signals import at_ending
 from asyncrl.runtime.waits import Waits
+from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
 from asyncrl.wire.messages.shared import Attempt, LoadWeights, Stop, Welcome
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced
@@ -289,10 +290,9 @@ class RolloutWorker:
 
     async def _hello(self) -> None:
         self.outbox.pause()
-        hello = WorkerHello(
-            self.index, self.incarnation, self.config.rollout.slots, os.getpid(), self.outbox.acked
-        )
-        await self._control.send(hello)
+        slots, acked = self.config.rollout.slots, self.outbox.acked
+        held = self._local["train"].loads.version if self._local else NO_VERSION
+        await self._control.send(WorkerHello(self.index, self.incarnation, slots, os.getpid(), acked, held))
 
     def _heartbeat(self) -> Heartbeat:
         """`held` includes attempts whose records are not acknowledged: no other worker may start them."""

@@ -18,6 +18,7 @@ from asyncrl.errors import recorded
 from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.waits import Notifier
+from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Manifest, Probe, Unavailable, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
@@ -68,12 +69,13 @@ class WeightLoader:
         self._timeline, self._deadline, self._engine, self._mirror = timeline, deadline, engine, mirror
         self._offered: tuple[WeightsRef, Probe | None] | None = None
         self._proven = False  # the engine has compared a probe
-        self._busy = False
+        self._loading: tuple[WeightsRef, Probe | None] | None = None
         self._last: tuple[WeightsRef, Manifest] | None = None
 
     def offer(self, ref: WeightsRef, probe: Probe | None = None) -> None:
-        """Load this version next; one that was waiting is skipped."""
-        self._offered = ref, probe
+        """Load this version next; one that waited is skipped. What is being loaded is not loaded again."""
+        if self._loading != (ref, probe):
+            self._offered = ref, probe
         self.changed.notify()
 
     @property
@@ -84,16 +86,22 @@ class WeightLoader:
     @property
     def pending(self) -> bool:
         """A version is being loaded, or is about to be."""
-        return self._busy or self._offered is not None
+        return self._loading is not None or self._offered is not None
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The one that was loaded last, and no load has failed since; else NO_VERSION."""
+        return self._last[0].version if self._last is not None else NO_VERSION
 
     async def next(self) -> Loaded:
         """Load the version offered last, and check it. There must be one. Failures are in the answer."""
         assert self._offered is not None
-        offered, self._offered, self._busy = self._offered, None, True
+        offered = self._loading = self._offered
+        self._offered = None
         try:
             return await self._load(*offered)
         finally:
-            self._busy = False
+            self._loading = None
             self.changed.notify()
 
     async def _load(self, ref: WeightsRef, probe: Probe | None) -> Loaded:

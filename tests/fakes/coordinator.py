@@ -30,6 +30,7 @@ class FakeCoordinator:
         self.beat: Heartbeat | None = None
         self.beats = 0
         self.hellos = 0
+        self.hello: WorkerHello | None = None  # the newest
         self.arrived: list[Any] = []  # everything but heartbeats and hellos, in order
         self.frames: dict[int, list[bytes]] = {}  # of records, by seq
         self.assigned = 0
@@ -115,7 +116,7 @@ class FakeCoordinator:
         self.peer = peer
         match message:
             case WorkerHello():
-                self.hellos += 1
+                self.hello, self.hellos = message, self.hellos + 1
                 if self.welcoming:
                     self.control.send(peer, Welcome(self.epoch, 0, 0))
             case Heartbeat():

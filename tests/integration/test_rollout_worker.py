@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import RunConfig
 from asyncrl.data.samples import load_samples
-from asyncrl.types import EpisodeEnd, PolicyVersion, StopReason, Turn
+from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
@@ -126,11 +126,15 @@ def test_a_restarted_coordinator_gets_what_was_not_acknowledged(
 def test_a_worker_that_hears_nothing_fences_itself_and_comes_back(
     hub: FakeCoordinator, worker: WorkerThread
 ) -> None:
+    assert hub.hello is not None and hub.hello.version == NO_VERSION
+    hub.send(LoadWeights(WeightsRef(PolicyVersion(1, 3), "x"), "train"))
+    hub.expect(Loaded)
     engine().gate.clear()
     attempt = hub.assign("e", sample())
     hub.until(lambda: hub.beat and hub.beat.held == (attempt,), "held episode")
     hub.welcoming = False
     hub.until(lambda: engine().cancelled, "cancelled episode")
+    assert hub.hello.version == PolicyVersion(1, 3)
     hub.welcoming = True
     hub.until(lambda: hub.beat and hub.beat.held == (), "empty heartbeat")
     engine().gate.set()

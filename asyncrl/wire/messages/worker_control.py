@@ -6,19 +6,20 @@ from collections.abc import Mapping
 
 import msgspec
 
-from asyncrl.types import PolicyVersion, Sample
+from asyncrl.types import NO_VERSION, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt, Count, Finite, WireMessage
 
 
 class WorkerHello(WireMessage, frozen=True):
     """First message of a worker process, repeated until welcomed, and after silence. `acked` is its highest
-    acknowledged bulk record: the next one to be sent follows it."""
+    acknowledged bulk record: the next one to be sent follows it. `version`: what its own engine has."""
 
     index: Count
     incarnation: str
     slots: Count
     pid: Count
     acked: Count = 0
+    version: PolicyVersion = NO_VERSION
 
 
 class EngineUse(msgspec.Struct, array_like=True, gc=False):

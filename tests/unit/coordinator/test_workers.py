@@ -422,6 +422,24 @@ def test_engines_must_agree_on_a_version(setup: WorkerSetup) -> None:
     assert setup.engines.quarantined == {B.decode()}
 
 
+@pytest.mark.parametrize(
+    ("says", "acked", "again"),
+    [(3, 3, False), (2, 2, True), (3, 2, True), (0, 3, True)],  # the second: what it was sent was lost
+    ids=["it has it", "it missed it", "its answer was lost", "it lost it"],
+)
+def test_a_hello_out_of_silence_is_sent_what_its_engine_lacks(
+    setup: WorkerSetup, says: int, acked: int, again: bool
+) -> None:
+    """A worker says hello after 5 s in which the coordinator had nothing to say, as in each long turn."""
+    setup.state.versions.publish(WeightsRef(PolicyVersion(1, 3), "somewhere"))
+    setup.tick()
+    assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A]
+    setup.state.versions.ack(A.decode(), PolicyVersion(1, acked))
+    setup.handler.hello(A, WorkerHello(0, "a", 8, 1, 0, PolicyVersion(1, says)), 1.0)
+    setup.tick(1.0)
+    assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A] * again
+
+
 def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
     setup.state.versions.engines[A.decode()].acked = PolicyVersion(1, 3)
     setup.handler.tick(0.0)

@@ -14,7 +14,7 @@ from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.runtime.weight_loader import LOAD_TRIES
-from asyncrl.types import PolicyVersion
+from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 from tests.fakes.engine import ScriptedEngine
@@ -167,8 +167,10 @@ def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
     async def main() -> None:
         f = Fixture()
         f.engine.load_gate.clear()
-        f.lane.loads.offer(ref(1))
-        await settle()
+        for version in (1, 1):  # the second while the first is being loaded: one answer is enough
+            f.lane.loads.offer(ref(version))
+            await settle()
+        assert not f.lane.loads.waiting and f.lane.loads.version == NO_VERSION
         for version in (2, 3):
             f.lane.loads.offer(ref(version))
         f.engine.load_gate.set()
@@ -177,7 +179,7 @@ def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
         f.lane.loads.offer(ref(3))
         await f.answered(3)
         assert [r.version.step for r in f.engine.loads] == [1, 3]
-        assert f.answers[2].checksum == "sum-3"
+        assert f.answers[2].checksum == "sum-3" and f.lane.loads.version == ref(3).version
         f.task.cancel()
 
     asyncio.run(main())
