@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from asyncrl.trainer.model import Policy
+from asyncrl.trainer.model import Policy, copied_buffers
 from asyncrl.trainer.world import World
 from asyncrl.weights import tensorfile
-from asyncrl.weights.manifest import TensorSpec
 from asyncrl.weights.model_files import INDEX
 from asyncrl.weights.shards import layout_of
 from asyncrl.weights.snapshot import as_bytes, split
@@ -31,28 +29,28 @@ Create = Callable[[str], Any]  # a new file of that name, to be written
 def export_hf(
     create: Create,
     policy: Policy,
-    weights: Mapping[str, DTensor],
+    weights: Mapping[str, Any],
     world: World,
     source: str,
     template: str = "",
 ) -> None:
-    """Write what `from_pretrained` reads, in the configured dtype, adapters merged, no value head. A
-    collective of `world`; rank 0 writes, and holds one whole tensor at a time.
+    """Write what `from_pretrained` reads, in the configured dtype, buffers as they are, adapters merged, no
+    value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
 
-    `weights`: the model's, on the CPU, by name. Everything but the weights (tokenizer, chat template,
+    `weights`: the model's, and its buffers, on the CPU, by name. Everything else (tokenizer, chat template,
     generation settings) is that of `source`; the chat template is `template`, if there is one.
     """
     tensors = _published(policy, weights, world)
     try:
         if world.rank == 0:
-            _write_weights(create, policy, tensors)
+            _write_weights(create, policy, tensors, copied_buffers(policy, weights))
             _write_rest(create, policy, Path(source), template)
     finally:
         for _ in tensors:  # every rank takes part in the gathering to its end, also when a write has failed
             pass
 
 
-def _published(policy: Policy, weights: Mapping[str, DTensor], world: World) -> Iterator[Tensor]:
+def _published(policy: Policy, weights: Mapping[str, Any], world: World) -> Iterator[Tensor]:
     """The weights as they are published, one piece after another, whole on rank 0."""
     for name, own in groupby(policy.published, key=attrgetter("parameter")):
         tensor = world.collect(weights[name])
@@ -65,24 +63,22 @@ def _published(policy: Policy, weights: Mapping[str, DTensor], world: World) -> 
         yield from (flat[piece.offset : piece.offset + piece.numel] for piece in own)
 
 
-def _write_weights(create: Create, policy: Policy, tensors: Iterator[Tensor]) -> None:
-    layout = layout_of(policy.published, policy.export_dtype)
+def _write_weights(
+    create: Create, policy: Policy, tensors: Iterator[Tensor], kept: Mapping[str, Tensor]
+) -> None:
+    layout = layout_of(policy.published, policy.export_dtype, kept)
     parts = [layout[part] for part in split(layout, FILE_BYTES)]
     where: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         name = f"model-{number:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
         with create(f"{FOLDER}/{name}") as file:
-            tensorfile.write(file, part, _chunks(part, tensors))
+            whole = (kept[spec.name] if spec.name in kept else next(tensors) for spec in part)
+            tensorfile.write(file, part, zip(part, map(as_bytes, whole), strict=True))
         where |= {spec.name: name for spec in part}
     if len(parts) > 1:
         total = {"total_size": sum(spec.nbytes for spec in layout)}
         with create(f"{FOLDER}/{INDEX}") as file:
             file.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode())
-
-
-def _chunks(part: tuple[TensorSpec, ...], tensors: Iterator[Tensor]) -> Iterator[tuple[TensorSpec, Any]]:
-    for spec in part:
-        yield spec, as_bytes(next(tensors))
 
 
 def _write_rest(create: Create, policy: Policy, source: Path, template: str) -> None:

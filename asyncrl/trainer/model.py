@@ -8,13 +8,13 @@ weights would lose updates below 1/256 of a weight.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,7 +29,7 @@ from asyncrl.trainer.sequence import in_parts
 from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.ulysses import SequenceRanks
 from asyncrl.trainer.world import World
-from asyncrl.weights.names import pieces
+from asyncrl.weights.names import kept_buffers, pieces
 
 logger = logging.getLogger(__name__)
 AGREE = 1e-3  # log-probs of one model computed in two ways differ by less
@@ -39,8 +39,9 @@ class Policy(nn.Module):
     """The FSDP root around the language model: head and softmax run on the selected tokens only.
 
     `published`: the weights that make up the model for others, as they know them; a value head and adapters
-    are not among them. `whole`: logits of all selected tokens at once, for a model that cannot be cut.
-    `ranks`: those that compute a packed micro-batch together.
+    are not among them. `kept`: persistent buffers, which others are given as they are. `whole`: logits of all
+    selected tokens at once, for a model that cannot be cut. `ranks`: those that compute a packed micro-batch
+    together.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class Policy(nn.Module):
         self.lm, self.ranks = lm, ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
-        self.published = pieces(lm)
+        kept = kept_buffers(lm)
+        known = pieces(lm, dict(lm.named_parameters()) | kept)
+        self.published = tuple(piece for piece in known if piece.parameter not in kept)
+        self.kept = tuple(piece for piece in known if piece.parameter in kept)
         self.packing: Packing = "padded"  # how rows must be laid out for it
         self.attention = lm.config._attn_implementation  # of padded rows
         self.replay: Replay | None = None  # of its routers
@@ -141,6 +145,15 @@ def shards(policy: Policy) -> dict[str, DTensor]:
     """The weights that others are given, by the model's own names: the trained ones themselves, or copies
     with an adapter merged in. One that two modules share has the first name only. A collective."""
     return dict(_published(policy))
+
+
+def copied_buffers(policy: Policy, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Copies in main memory of the persistent buffers, or of those among `own` tensors of the model, by their
+    names in files."""
+    own = dict(policy.lm.named_buffers(remove_duplicate=False)) if own is None else own
+    return {
+        piece.name: piece.within(own[piece.parameter].detach().to("cpu", copy=True)) for piece in policy.kept
+    }
 
 
 @torch.no_grad()

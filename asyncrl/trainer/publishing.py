@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.trainer.model import Policy, score, shards
+from asyncrl.trainer.model import Policy, copied_buffers, score, shards
 from asyncrl.trainer.packing import unpacked
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
@@ -58,7 +58,8 @@ class Publishing:
         }[config.weights.transport]
         deadline, deltas = config.launch.stall_timeout, config.weights.full_every > 1
         self._host = HostShards(
-            shards(policy), policy.published, policy.export_dtype, deadline, deltas, collectors
+            *(shards(policy), policy.published, policy.export_dtype, deadline, deltas, collectors),
+            copied_buffers(policy),
         )
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
@@ -71,10 +72,11 @@ class Publishing:
         """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
         of an earlier publish."""
         start = time.monotonic()
+        kept = copied_buffers(self.policy)  # small, and not to wait for the copies behind them
         index = self._host.claim(lambda busy: self.mesh.gather(busy, list[int]))
         self._host.copy(index, shards(self.policy))
         self.check()
-        snapshot = self._host.snapshot(index, version, time.monotonic() - start)
+        snapshot = self._host.snapshot(index, version, time.monotonic() - start, kept)
         if self._publisher is not None:
             self._publisher.submit(snapshot)
         elif self._sender is not None:

@@ -13,7 +13,9 @@ import xxhash
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import PolicyVersion
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_KINDS = {8: "float64 int64 uint64 complex64", 4: "float32 int32 uint32", 2: "bfloat16 float16 int16 uint16"}
+_KINDS[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
+ITEM_BYTES = {kind: size for size, kinds in _KINDS.items() for kind in kinds.split()}
 _LABEL = re.compile(r"e(\d+)-v(\d+)")
 
 

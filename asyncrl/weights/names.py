@@ -65,6 +65,16 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
     return tuple(piece for parameter in tensors for piece in found[parameter])
 
 
+def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What `save_pretrained` writes beside the parameters, by the model's names: persistent buffers, one that
+    modules share under the last of its names, if that is not tied to another."""
+    found = dict(model.named_buffers(remove_duplicate=False))
+    passing = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
+    names = sorted(found.keys() - passing - {*(model._keys_to_ignore_on_save or ())})
+    names.sort(key=lambda name: name not in model.all_tied_weights_keys)
+    return {name: found[name] for name in {id(found[name]): name for name in names}.values()}
+
+
 def _stacked(name: str, rule: WeightConverter) -> tuple[str, ...]:
     """What lies side by side in each expert of a stack, with `*` for its number; () for another conversion.
     `rule` takes the stack apart, and has given it the first of the names."""

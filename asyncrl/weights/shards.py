@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
 from asyncrl.weights.buffers import Buffers, Superseded
-from asyncrl.weights.manifest import Layout, TensorSpec, WeightsError
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorSpec, WeightsError
 from asyncrl.weights.names import FilePiece
 from asyncrl.weights.snapshot import Read, Snapshot, Tensors, as_bytes
 from asyncrl.weights.tensorfile import Earlier
@@ -51,7 +51,8 @@ class HostShards:
     read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as. `deadline`:
     seconds in which a rank must deliver a bucket. `collectors`: the first ones of the ranks. `changes`: rank
     0, the only one of them, may ask for what has changed since an earlier copy; ranks keep one more copy of
-    their shards for that."""
+    their shards for that. `buffers`: what each rank has whole, in the dtype in which it is sent: collectors
+    give their own ones of each version."""
 
     def __init__(
         self,
@@ -61,8 +62,10 @@ class HostShards:
         deadline: float,
         changes: bool = False,
         collectors: int = 1,
+        buffers: Mapping[str, Tensor] = {},
     ) -> None:
-        self.layout = layout_of(pieces, dtype)
+        self._sharded, self.layout = layout_of(pieces, dtype), layout_of(pieces, dtype, buffers)
+        self._first = self.layout.index(self._sharded[0])
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._dtype, self._deadline = dtype, deadline
         self._group: dist.ProcessGroup | None = None
@@ -76,7 +79,7 @@ class HostShards:
         self._sent = torch.empty(
             sum(self._sizes[self.rank]) if self._changes and self.rank else 0, dtype=dtype
         )
-        self._sent_of = [0] * len(self.layout)  # number of the copy that each piece of it is of
+        self._sent_of = [0] * len(self._sharded)  # number of the copy that each piece of it is of
         self._wire = threading.Lock()  # one bucket is collected at a time
         self._collects = self.ranks > 1 and self.rank < collectors
         self._threads = [
@@ -97,14 +100,25 @@ class HostShards:
         """Copy this rank's shards, cast to the exported type. Not a collective."""
         self._buffers.copy(index, [_local(shard) for shard in shards.values()])
 
-    def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
-        """A collector: the copy just made, as a version."""
+    def snapshot(
+        self, index: int, version: PolicyVersion, seconds: float, buffers: Mapping[str, Tensor] = {}
+    ) -> Snapshot:
+        """A collector: the copy just made, and its own copies of the buffers, as a version."""
         copied = self._buffers.copies
 
         @contextmanager
         def pin(earlier: Earlier | None = None) -> Iterator[Read]:
+            def read(part: slice) -> Tensors:
+                start, stop = (
+                    min(max(at - self._first, 0), len(self._sharded)) for at in (part.start, part.stop)
+                )
+                found = dict(buffers)
+                if start < stop:
+                    found |= self._collect(memory, index, copied, slice(start, stop), earlier)
+                return {spec.name: found[spec.name] for spec in self.layout[part]}
+
             with self._buffers.reading(index, copied, wait=0) as memory:
-                yield lambda part: self._collect(memory, index, copied, part, earlier)
+                yield read
 
         return Snapshot(version, self.layout, seconds, pin, copied if self._changes else 0)
 
@@ -127,7 +141,7 @@ class HostShards:
     def _collect(
         self, memory: Tensor, index: int, copied: int, part: slice, earlier: Earlier | None
     ) -> Tensors:
-        """The whole tensors of a part of the layout."""
+        """The whole tensors of a part of what is sharded."""
         since = earlier.copied if earlier is not None else 0
         mine = self._mine(memory, part).split(self._sizes[self.rank][part])
         pieces: list[Sequence[Tensor]] = [mine]
@@ -143,7 +157,7 @@ class HostShards:
                     raise WeightsError(f"a trainer rank did not deliver its shards ({error})") from error
         return {
             spec.name: (torch.cat(of_ranks) if self.ranks > 1 else of_ranks[0]).view(spec.shape)
-            for spec, *of_ranks in zip(self.layout[part], *pieces, strict=True)
+            for spec, *of_ranks in zip(self._sharded[part], *pieces, strict=True)
         }
 
     def _ask(self, request: Tensor, timeout: float) -> None:
@@ -174,7 +188,7 @@ class HostShards:
         for tensor, piece in zip(range(part.start, part.stop), pieces, strict=True):
             start = sum(sizes[tensor] for sizes in self._sizes[:rank]) * self._dtype.itemsize
             stop = start + self._sizes[rank][tensor] * self._dtype.itemsize
-            data = earlier.arrays[self.layout[tensor].name][start:stop].copy()
+            data = earlier.arrays[self._sharded[tensor].name][start:stop].copy()
             codec.apply(data, piece, self._dtype.itemsize)
             found.append(torch.from_numpy(data).view(self._dtype))
         return found
@@ -222,7 +236,7 @@ class HostShards:
     # -- both ------------------------------------------------------------------------------------------
 
     def _mine(self, memory: Tensor, part: slice) -> Tensor:
-        """This rank's piece of a part of the layout."""
+        """This rank's piece of a part of what is sharded."""
         sizes = self._sizes[self.rank]
         start = sum(sizes[: part.start])
         return memory[start : start + sum(sizes[part])]
@@ -236,10 +250,12 @@ class HostShards:
         return [sizes.tolist() for sizes in everyone]
 
 
-def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype) -> Layout:
-    """The whole tensors, as they are exported."""
-    kind = str(dtype).removeprefix("torch.")
-    return tuple(TensorSpec(piece.name, piece.shape, kind) for piece in pieces)
+def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[str, Tensor] = {}) -> Layout:
+    """The whole tensors, as they are exported: in files each must start at a multiple of its item size."""
+    kinds = [(piece.name, piece.shape, dtype) for piece in pieces]
+    kinds += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
+    specs = (TensorSpec(name, shape, str(kind).removeprefix("torch.")) for name, shape, kind in kinds)
+    return tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))
 
 
 def _held(piece: FilePiece, shard: DTensor) -> int:

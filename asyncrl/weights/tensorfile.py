@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from asyncrl.weights.manifest import Layout, TensorEntry, TensorSpec, WeightsError, entry
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorEntry, TensorSpec, WeightsError, entry
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
-_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 class Earlier(NamedTuple):
@@ -66,7 +66,8 @@ def header(layout: Layout) -> bytes:
     end = 0
     for spec in layout:
         start, end = end, end + spec.nbytes
-        fields[spec.name] = {"dtype": _CODES[spec.dtype], "shape": spec.shape, "data_offsets": (start, end)}
+        code = _CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
+        fields[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": (start, end)}
     text = msgspec.json.encode(fields)
     text = text.ljust(-(-len(text) // 8) * 8)
     return struct.pack("<Q", len(text)) + text

@@ -32,7 +32,7 @@ def weights(seed: int) -> dict[str, Tensor]:
     small = torch.randn(7, generator=generator).bfloat16()
     return big | {
         "small": small,
-        "scalar": torch.tensor(3.0 + seed),
+        "scalar": torch.tensor(3 + seed, dtype=torch.int32),
         "turned": torch.randn(5, 3, generator=generator).t(),
     }
 

@@ -231,7 +231,8 @@ def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor])
     own = {piece.name: piece.within(state[piece.parameter]) for piece in pieces(model, state)}
     unknown = sorted(tensors.keys() - own.keys())
     given = {own[name].data_ptr() for name in tensors.keys() & own.keys()}
-    missing = sorted(name for name, tensor in own.items() if tensor.data_ptr() not in given)
+    unsaved = model._keys_to_ignore_on_save or ()
+    missing = sorted(n for n, tensor in own.items() if tensor.data_ptr() not in given and n not in unsaved)
     if unknown or missing:
         raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
     for name, tensor in tensors.items():

@@ -31,7 +31,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "a": torch.randn(3, 4),
         "b": torch.randn(5, dtype=torch.bfloat16),
         "transposed": torch.randn(2, 6).t(),
-        "scalar": torch.tensor(3.0),
+        "scalar": torch.tensor(3),
+        "flags": torch.tensor([True, False, True]),
     }
 
 
@@ -45,7 +46,8 @@ def test_round_trip_and_manifest(tmp_path, tensors):
         "a": ((3, 4), "float32"),
         "b": ((5,), "bfloat16"),
         "transposed": ((6, 2), "float32"),
-        "scalar": ((), "float32"),
+        "scalar": ((), "int64"),
+        "flags": ((3,), "bool"),
     }
     assert disk.read_manifest(ref).checksum == manifest.checksum
 

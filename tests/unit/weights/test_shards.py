@@ -42,10 +42,17 @@ def policy_of(world: World, folder: Path) -> Policy:
     return load_policy(ModelConfig(path=str(model), dtype="bfloat16"), world)
 
 
-def taken(host: HostShards, world: World, policy: Policy, version: int) -> Snapshot:
+def buffers(version: int) -> Tensors:
+    """What every rank has whole; in files one comes before the bfloat16 weights, the other after them."""
+    return {"count": torch.tensor(version), "flags": torch.tensor([version % 2 == 0, True, False])}
+
+
+def taken(
+    host: HostShards, world: World, policy: Policy, version: int, kept: Tensors | None = None
+) -> Snapshot:
     index = host.claim(lambda busy: world.gather(busy, list[int]))
     host.copy(index, shards(policy))
-    return host.snapshot(index, PolicyVersion(0, version), 0.0)
+    return host.snapshot(index, PolicyVersion(0, version), 0.0, kept or {})
 
 
 @torch.no_grad()
@@ -64,12 +71,13 @@ def threads() -> list[str]:
 
 def collect_twice(world: World, folder: Path) -> Any:
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=buffers(0))
     assert len(threads()) == (world.rank > 0)
     found: dict[str, Any] = {"wanted": [], "found": []}
     for version in (1, 2):
-        found["wanted"].append(full_state(policy))
-        snapshot = taken(host, world, policy, version)
+        kept = buffers(version)
+        found["wanted"].append({"count": kept["count"], **full_state(policy), "flags": kept["flags"]})
+        snapshot = taken(host, world, policy, version, kept)
         change(policy)  # training goes on
         if world.rank == 0:
             found["found"].append([collected(snapshot, size) for size in BUCKETS])
@@ -243,15 +251,20 @@ def test_a_lost_rank_is_an_error_in_time(tmp_path: Path, how: str):
 def deltas_of_ranks(world: World, folder: Path) -> Any:
     """Five versions, published as deltas; the fourth is collected by nobody, as a newer one replaces it."""
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, changes=True)
+    host = HostShards(
+        shards(policy), policy.published, torch.bfloat16, DEADLINE, changes=True, buffers=buffers(0)
+    )
     writer = DeltaWriter(folder / "versions", 1000, full_every=100)
     received = []
     for version in range(1, 6):
-        wanted, snapshot = full_state(policy), taken(host, world, policy, version)
+        wanted, kept = full_state(policy), buffers(version)
+        snapshot = taken(host, world, policy, version, kept)
         if world.rank == 0 and version != 4:
             before = host.received
             read = disk.read(writer.write(snapshot))[1]
-            assert all(torch.equal(read[name], wanted[name].bfloat16()) for name in read)
+            wanted = {name: tensor.bfloat16() for name, tensor in wanted.items()} | kept
+            assert read.keys() == wanted.keys()
+            assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
             received.append(host.received - before)
         world.gather(0, int)
         with torch.no_grad():
