@@ -26,7 +26,7 @@ from asyncrl.gateway.agents import MAX_RESULT, agents
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.environment import inherited
-from asyncrl.isolation.wrapper import KILL, KILL_SECONDS
+from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 from asyncrl.types import Sample
 
 MAX_ERROR = 1 << 16  # bytes of stderr that are kept
@@ -82,7 +82,7 @@ class Command:
         finally:
             if not talk.done():
                 with suppress(ProcessLookupError):
-                    process.send_signal(KILL)
+                    kill(process.pid)
                 await asyncio.wait([talk], timeout=2 * KILL_SECONDS)
         if process.returncode:
             raise CommandError(f"{program} ended with code {process.returncode}: {complaint or 'no message'}")

@@ -139,11 +139,11 @@ class Child(Generic[S, Q, A]):
         assert result is not None
         return result
 
-    def kill(self) -> None:
-        """With all that it started. It takes a moment; see `gone`."""
+    def kill(self, last: bool = False) -> None:
+        """With all that it started. It takes a moment; see `gone`. `last`: see `wrapper.kill`."""
         self._killed = True
         if not self.ended:
-            self._process.send_signal(wrapper.KILL)
+            wrapper.kill(self._process.pid, last)
         self._writer.close()
 
     async def gone(self) -> int:

@@ -87,6 +87,8 @@ class ProcessPool(Generic[S, Q, A]):
             child.kill()
         if ends := [asyncio.ensure_future(child.gone()) for child in self.children]:
             await asyncio.wait(ends, timeout=KILL_SECONDS)
+        for child in self.children:
+            child.kill(last=True)
         self.children.clear()
 
     def _put(self, child: Child[S, Q, A]) -> None:

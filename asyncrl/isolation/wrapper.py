@@ -44,6 +44,7 @@ def main(parent: int, grace: float, program: list[str]) -> None:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # the program may have stopped it
     try:
         alive = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -132,6 +133,15 @@ def _kill_all(program: int, status: int | None, woken: int) -> int:
         if select.select([woken], [], [], 0.01)[0]:
             os.read(woken, 64)
     return signal.SIGKILL if status is None else status
+
+
+def kill(pid: int, last: bool = False) -> None:
+    """Let a wrapper kill everything, also if the program has stopped it. `last`: without its help, where that
+    has not ended it."""
+    by_us = [(one, signal.SIGKILL) for one in (*descendants(pid), pid)] if last else []
+    for one, number in by_us or [(pid, KILL), (pid, signal.SIGCONT)]:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(one, number)
 
 
 def descendants(pid: int) -> list[int]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.isolation import wrapper
 from asyncrl.isolation.child import wrapped
-from asyncrl.isolation.wrapper import KILL
 from asyncrl.launch.placement import Unit, environment
 from asyncrl.launch.process import ProcessSpec, log_path
 from asyncrl.wire.sockets import Endpoints
@@ -30,7 +30,8 @@ class LocalProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        self._process.send_signal(KILL)
+        if self._process.poll() is None:
+            wrapper.kill(self._process.pid)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,9 @@ from asyncrl.tools import Tool, Toolbox
 from asyncrl.types import Sample
 from asyncrl.weights.model_files import weight_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
+
+PLACES = "places"  # in the run directory: names of its directories elsewhere, and where it was then
+OWN_NAME = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # nothing else is removed
 
 
 def check_ray(config: RunConfig) -> None:
@@ -140,11 +145,28 @@ def check_checkpoint_directory(config: RunConfig) -> None:
 
 
 def outside_weights(config: RunConfig) -> list[Path]:
-    """Directories outside the run directory in which its versions, and caches of them, may lie."""
-    from asyncrl.weights.disk import weights_directory
+    """Directories outside the run directory in which its versions, and caches of them, may lie: of this
+    launch, and of those that `record_place` recorded. Where such a place is still another directory, this one
+    was copied from it: its versions are not ours."""
+    from asyncrl.weights.disk import SHARED_MEMORY, own_name
 
-    own = {config.weights.directory} - {"auto", "shm", "run"}
-    return [weights_directory(at, run_directory(config), config.name, needed_bytes=0) for at in ("shm", *own)]
+    run_dir, own = run_directory(config), {config.weights.directory} - {"auto", "shm", "run"}
+    record = run_dir / PLACES
+    lines = filter(OWN_NAME.match, record.read_text().splitlines() if record.exists() else ())
+    earlier = [line.split("\t", 1) for line in lines]
+    gone = (name for name, at in earlier if not os.path.exists(at) or os.path.samefile(at, run_dir))
+    parents = (f"{SHARED_MEMORY}/asyncrl-", *(f"{at}/" for at in own))
+    return [Path(at + name) for name in (own_name(run_dir, config.name), *gone) for at in parents]
+
+
+def record_place(config: RunConfig) -> None:
+    """Record the name of this launch's directories in `outside_weights`, and where its run directory is: the
+    next one may run under another host name, or find the run directory moved."""
+    from asyncrl.weights.disk import own_name
+
+    run_dir = run_directory(config)
+    with (run_dir / PLACES).open("a") as file:
+        file.write(f"{own_name(run_dir, config.name)}\t{run_dir.resolve()}\n")
 
 
 def warnings(config: RunConfig) -> list[str]:

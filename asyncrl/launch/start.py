@@ -49,6 +49,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         data.save(run_dir)
         record_machine(run_dir)
         _remove_outside_weights(config)  # of a launcher that was killed
+        preflight.record_place(config)
         stack.callback(_remove_outside_weights, config)
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
         trackers = stack.enter_context(Trackers.open(config, run_dir))  # once no check can refuse the run

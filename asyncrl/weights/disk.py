@@ -247,14 +247,12 @@ def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: in
     on_disk = run_dir / "weights"
     if where == "run":
         return on_disk
-    # Runs may share a name, on a path that machines share even that of their directory.
-    place = f"{socket.gethostname()}:{run_dir.resolve()}"
-    tag = blake2s(place.encode(), digest_size=4).hexdigest()
+    own = own_name(run_dir, run_name)
     if where not in ("auto", "shm"):
         if not Path(where).is_absolute():
             raise ConfigError(f"weights.directory: {where!r} is none of auto, shm, run, an absolute path")
-        return Path(where) / f"{run_name}-{tag}"
-    shared = SHARED_MEMORY / f"asyncrl-{run_name}-{tag}"
+        return Path(where) / own
+    shared = SHARED_MEMORY / f"asyncrl-{own}"
     free = 0
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(shared)  # the run's own is written over
@@ -264,6 +262,12 @@ def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: in
         problem = f"{SHARED_MEMORY} has {free} bytes free and the weights need {needed_bytes}"
         raise ConfigError(f"{problem}; set weights.directory=run")
     return on_disk
+
+
+def own_name(run_dir: Path, run_name: str) -> str:
+    """Runs may share a name, on a path that machines share even that of their directory."""
+    place = f"{socket.gethostname()}:{run_dir.resolve()}"
+    return f"{run_name}-{blake2s(place.encode(), digest_size=4).hexdigest()}"
 
 
 def cache_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:

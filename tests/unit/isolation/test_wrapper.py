@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,32 @@ def test_it_can_be_killed_where_signals_were_blocked() -> None:
     assert first_line(process) == "up"
     process.send_signal(wrapper.KILL)
     assert process.wait(60) == -signal.SIGKILL
+
+
+STOPS_IT = "kill -STOP $PPID; echo $$; exec sleep 600"
+
+
+def test_it_can_be_killed_where_its_program_has_stopped_it() -> None:
+    process = start(STOPS_IT)
+    program = int(first_line(process))
+    wrapper.kill(process.pid)
+    assert process.wait(60) == -signal.SIGKILL
+    assert not Path(f"/proc/{program}").exists()
+
+
+def test_nothing_is_left_when_we_die_while_it_is_stopped() -> None:
+    code = (
+        "import subprocess, sys; from asyncrl.isolation.child import wrapped; "
+        "p = subprocess.Popen(wrapped(['sh', '-c', sys.argv[1]])); print(p.pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, STOPS_IT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ours:
+        pids = [int(first_line(ours)), int(first_line(ours))]
+        ends = [os.pidfd_open(pid) for pid in pids]
+        ours.kill()
+    for end in ends:
+        assert select.select([end], [], [], 30)[0], "a process is left"
+        os.close(end)
 
 
 def test_a_program_gets_its_signals_and_has_time_to_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,44 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
     monkeypatch.setattr(start.Trackers, "open", refuse)
     with pytest.raises(ConfigError, match="no such tracker"):
         start.train(config)
-    assert seen == [False]
+    assert seen == [False] and (tmp_path / "x" / preflight.PLACES).exists()
     run_directory.check_run_directory(config)  # with resume=never: there is no run
+
+
+def test_versions_of_a_killed_launcher_go_under_another_host_name_and_after_a_move(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But those of a run that this one was copied from stay."""
+    monkeypatch.setattr(disk, "SHARED_MEMORY", tmp_path / "shm")
+    weights = msgspec.structs.replace(config.weights, directory=str(tmp_path / "shared"))
+    config = msgspec.structs.replace(config, weights=weights)
+
+    def killed(config: RunConfig) -> list[Path]:
+        """What a launch leaves."""
+        (Path(config.run_dir) / config.name).mkdir(exist_ok=True)
+        preflight.record_place(config)
+        left = preflight.outside_weights(config)[:2]
+        for directory in left:
+            directory.mkdir(parents=True)
+        return left
+
+    def starts(config: RunConfig) -> None:
+        for directory in preflight.outside_weights(config):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    first = killed(config)
+    monkeypatch.setattr(disk.socket, "gethostname", lambda: "another")
+    second = killed(config)
+    shutil.copytree(tmp_path / "x", tmp_path / "copied")
+    starts(msgspec.structs.replace(config, name="copied"))
+    assert all(directory.exists() for directory in first + second) and len({*first, *second}) == 4
+    (tmp_path / "x").rename(tmp_path / "moved")
+    with (tmp_path / "moved" / preflight.PLACES).open("a") as record:
+        record.write("../../kept\t/nowhere\nkept\t/nowhere\nnothing\n")
+    (tmp_path / "shared" / "kept").mkdir()
+    starts(msgspec.structs.replace(config, name="moved"))
+    assert not any(directory.exists() for directory in first + second)
+    assert (tmp_path / "shared" / "kept").exists()
 
 
 def test_a_cluster_that_refuses_the_run_leaves_none_in_trackers(

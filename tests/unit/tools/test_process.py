@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.isolation import child
+from asyncrl.isolation import child, pool
 from asyncrl.tools import Toolbox, ToolSession, load_tool, load_tools, tool
 from asyncrl.tools.process import source_of
 from asyncrl.tools.replies import MAX_REPLY
@@ -63,6 +63,15 @@ def test_processes_are_kept_for_further_calls() -> None:
     assert len(pids) == 2 and str(os.getpid()) not in pids
     assert {reply.content for reply in second} == pids  # the third call waited for one of them
     assert [reply.reward for reply in second] == [0.5] * 3
+
+
+@pytest.mark.parametrize("how", ["stop", "stop always"])
+def test_a_tool_that_stops_what_watches_it_leaves_no_process(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "KILL_SECONDS", 0.2 if how == "stop always" else 20.0)
+    ((stopped,),) = play([how])
+    assert stopped.error is None and gone(int(stopped.content))
 
 
 def with_deadlines(play: Callable[[Toolbox, ToolSession], Awaitable[None]]) -> None:
