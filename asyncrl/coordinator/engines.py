@@ -94,7 +94,7 @@ class EngineHandler:
         if message.error:
             log.warning("%s could not load v%d: %s", name, version.step, message.error)
             versions.resend(engine, now + LOAD_RETRY)
-            self.refused[engine, version] += 1
+            self.refused[engine, version] += not message.lost  # another trainer would not help
             self.refusal = message.error
             return
         if not versions.same_weights(version, message.checksum):

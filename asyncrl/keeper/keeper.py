@@ -216,7 +216,7 @@ class Keeper:
         self._failures.add(message)
         # The cause need not be the server: files are pruned, a trainer that broadcasts dies and comes back.
         # So failures have the time of `weights.deadline`, but for files that are refused from the start.
-        hopeless = not self._loaded and self.config.weights.transport == "disk"
+        hopeless = not (self._loaded or message.lost) and self.config.weights.transport == "disk"
         if why := self._failures.too_many(0.0 if hopeless else self.config.weights.deadline):
             raise (EngineError if self._loaded else ConfigError)(f"engine {self.index}: {why}")
 

@@ -32,7 +32,7 @@ from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.version_server import Arriving, VersionServer, travels
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Manifest, Unavailable, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Superseded, Unavailable, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
 from asyncrl.wire.messages.versions import PIECE, FileBytes, OpenedVersion, OpenVersion, ReadFile, VersionGone
@@ -86,8 +86,8 @@ class Mirror:
     @asynccontextmanager
     async def at_hand(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
         """The version as files that this machine sees, and which stay during the body. If that fails, what is
-        damaged here is deleted. Raises Unavailable when nobody delivers it, or only a newer one is left, and
-        WeightsError."""
+        damaged here is deleted. Raises Unavailable when nobody delivers it, Superseded when only a newer one
+        is left, and WeightsError."""
         if not self._is_elsewhere(ref):
             yield ref
             return
@@ -302,7 +302,7 @@ class Mirror:
         return self._server.address, self._server.key
 
     def _answer(self, link: Link) -> tuple[OpenedVersion | FileBytes, list[bytes]]:
-        """The next answer. DeadlineError: none comes, or this process ends. Unavailable, WeightsError: the
+        """The next answer. DeadlineError: none comes, or this process ends. Superseded, WeightsError: the
         version is gone."""
         until = time.monotonic() + STALL_S
         while not self._closing.is_set():
@@ -314,7 +314,7 @@ class Mirror:
             raise DeadlineError(ENDING)
         answer, frames = received
         if isinstance(answer, VersionGone):
-            raise (Unavailable if answer.newer else WeightsError)(f"{answer.version.label} is gone")
+            raise (Superseded if answer.newer else WeightsError)(f"{answer.version.label} is gone")
         return answer, frames
 
     @contextmanager

@@ -19,7 +19,7 @@ from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.waits import Notifier
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.weights.manifest import Manifest, Probe, Unavailable, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Probe, Superseded, Unavailable, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
 LOAD = "load_weights"  # a span of the timeline
@@ -124,9 +124,9 @@ class WeightLoader:
         details = {"error": failure.line} if failure.line else {}
         self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
-        superseded = isinstance(failure.error, Unavailable)
-        unproven = not self._proven
-        return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded, unproven)
+        superseded, unproven = isinstance(failure.error, Superseded), not self._proven
+        lost = isinstance(failure.error, Unavailable) and not superseded
+        return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded, unproven, lost)
 
     def _at_hand(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
         """The files of a version, where they are needed."""

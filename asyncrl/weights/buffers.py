@@ -14,13 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.weights.manifest import Unavailable
+from asyncrl.weights.manifest import Superseded
 
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
-
-
-class Superseded(Unavailable):
-    """A newer version was copied over this one before it was read."""
 
 
 @dataclass

@@ -44,7 +44,6 @@ from torch import Tensor
 
 from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective_messages import (
     BroadcastPlan,
     BucketReady,
@@ -62,6 +61,7 @@ from asyncrl.weights.ipc import BucketMemory, ServerMemory
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Layout,
+    Superseded,
     TensorEntry,
     WeightsRef,
     describe,

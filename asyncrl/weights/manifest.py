@@ -24,7 +24,11 @@ class WeightsError(AsyncrlError):
 
 
 class Unavailable(WeightsError):
-    """The version cannot be had now, or there is only a newer one: nothing is wrong with it."""
+    """Nobody delivers the version: nothing is known to be wrong with it."""
+
+
+class Superseded(Unavailable):
+    """Only a newer version can be had."""
 
 
 class WeightsRef(msgspec.Struct, frozen=True):

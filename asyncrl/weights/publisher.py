@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 from asyncrl.errors import disk_full, one_line
-from asyncrl.weights.buffers import Superseded
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Superseded, WeightsRef
 from asyncrl.weights.snapshot import Snapshot
 
 FULL_RETRY = 5.0  # seconds after which a write is tried again that the full disk made fail

@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
-from asyncrl.weights.buffers import Buffers, Superseded
-from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorSpec, WeightsError
+from asyncrl.weights.buffers import Buffers
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, Superseded, TensorSpec, WeightsError
 from asyncrl.weights.names import FilePiece
 from asyncrl.weights.snapshot import Read, Snapshot, Tensors, as_bytes
 from asyncrl.weights.tensorfile import Earlier

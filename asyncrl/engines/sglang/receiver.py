@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError, one_line
-from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective_messages import (
     BroadcastPlan,
     BucketReady,
@@ -28,7 +27,7 @@ from asyncrl.weights.collective_messages import (
     ask,
 )
 from asyncrl.weights.ipc import is_safe, release
-from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Layout, Manifest, Superseded, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")

@@ -82,7 +82,7 @@ class Loaded(WireMessage, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
     log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is that of
     the probe. `superseded`: the trainer has only a newer version by now. `unproven`: the engine has compared
-    no probe since it was started."""
+    no probe since it was started. `lost`: nobody delivers the version, about which nothing is known."""
 
     ref: WeightsRef
     lane: str
@@ -94,6 +94,7 @@ class Loaded(WireMessage, frozen=True):
     probe_noise: Gap = 0.0
     superseded: bool = False
     unproven: bool = False
+    lost: bool = False
 
 
 class Stop(WireMessage, frozen=True):

@@ -259,7 +259,14 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
     for _ in range(REFUSALS):
         setup.say(WORKER, refusal)
     assert setup.received(OBSERVER, Replace) == 0, "the trainer may still publish another"
+    coordinator.engines.refused.clear()
+    for _ in range(REFUSALS):
+        setup.say(WORKER, msgspec.structs.replace(refusal, lost=True))
     coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
+    setup.turn(), setup.turn()
+    assert setup.received(OBSERVER, Replace) == 0, "nobody delivered it: that says nothing about its files"
+    for _ in range(REFUSALS):
+        setup.say(WORKER, refusal)
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 1
     setup.say(WORKER, Loaded(ref, "train", "sum", 0.0))

@@ -84,20 +84,26 @@ def test_files_that_a_server_refuses_from_the_start_are_bad_input(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("first", "weights"), [([FINE], {}), ([], {"transport": "collective"})], ids=["later", "broadcast"]
+    ("first", "weights", "failed"),
+    [
+        ([FINE], {}, FAILED),
+        ([], {"transport": "collective"}, FAILED),
+        ([], {}, msgspec.structs.replace(FAILED, lost=True)),
+    ],
+    ids=["later", "broadcast", "undelivered"],
 )
 def test_other_failures_are_given_the_time_of_a_load(
-    tmp_path: Path, first: list[Loaded], weights: dict[str, str]
+    tmp_path: Path, first: list[Loaded], weights: dict[str, str], failed: Loaded
 ) -> None:
     """A trainer that died takes its versions along, and comes back."""
 
     async def patient(keeper: Keeper) -> None:
-        await report(keeper, *first, *[FAILED] * 10)
+        await report(keeper, *first, *[failed] * 10)
 
     keep(tmp_path, patient, deadline=60.0, **weights)
 
     async def at_last(keeper: Keeper) -> None:
-        await report(keeper, *first, *[FAILED] * LOAD_TRIES)
+        await report(keeper, *first, *[failed] * LOAD_TRIES)
 
     kind = EngineError if first else ConfigError
     with pytest.raises(kind, match="3 loads in a row"):

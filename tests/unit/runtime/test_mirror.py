@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from asyncrl.runtime import mirror as module
 from asyncrl.runtime import version_server
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.version_server import HELD, Arriving, VersionServer, root
+from asyncrl.runtime.weight_loader import LOAD_TRIES, LoadFailures, WeightLoader
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.delta import DeltaWriter
-from asyncrl.weights.manifest import Unavailable, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Superseded, Unavailable, WeightsError, WeightsRef
+from asyncrl.wire.messages.shared import Loaded
 from asyncrl.wire.messages.versions import OpenVersion
 from asyncrl.wire.sockets import COORDINATOR, Gate, choose_endpoints
 from tests.fakes.launching import config
@@ -268,7 +271,7 @@ def test_a_version_that_is_gone_is_no_fault_when_there_is_a_newer_one(machines: 
     old, mirror = machines.publish(1), machines.mirror("2")
     machines.publish(2)
     disk.delete(old)
-    with pytest.raises(Unavailable, match="e1-v1 is gone"):
+    with pytest.raises(Superseded, match="e1-v1 is gone"):
         brought(mirror, old)
     missing = disk.ref_to(machines.published, PolicyVersion(1, 9))
     with pytest.raises(WeightsError, match="e1-v9 is gone") as caught:
@@ -310,6 +313,32 @@ def test_no_answer_is_an_error_in_time(machines: Machines) -> None:
     machines.root.close()
     with pytest.raises(Unavailable, match=r"e1-v1 does not come: .*no answer for 2 s"):
         brought(mirror, ref)
+
+
+def test_a_dead_source_is_given_up_by_name(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no version that a newer one has replaced, which would be asked for again for ever."""
+    monkeypatch.setattr(module, "STALL_S", 0.05)
+    monkeypatch.setattr(module, "CLOSING_S", 0.05)
+    ref, mirror, failures = machines.publish(1), machines.mirror("2"), LoadFailures()
+
+    async def engine() -> Any:
+        raise AssertionError("there is nothing to load")
+
+    async def load() -> Loaded:
+        loads.offer(ref)
+        return await loads.next()
+
+    loads = WeightLoader("train", mirror._timeline, 60.0, engine, mirror)
+    machines.root.close()
+    for count in range(LOAD_TRIES):
+        assert not failures.too_many(0.0), count
+        answer = asyncio.run(load())
+        assert answer.lost and not answer.superseded
+        failures.add(answer)
+    assert not failures.too_many(60.0), "a coordinator that is replaced is away for a while, too"
+    assert re.fullmatch(
+        r"3 loads in a row failed.* e1-v1 does not come: .*no answer for .*", failures.too_many(0.0)
+    )
 
 
 def test_a_version_that_is_being_read_is_not_pruned(machines: Machines) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.weights.buffers import Buffers, Superseded
+from asyncrl.weights.buffers import Buffers
+from asyncrl.weights.manifest import Superseded
 
 
 def copy(buffers: Buffers, value: float) -> int:

@@ -26,11 +26,10 @@ from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective, disk
-from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.collective_messages import BucketRequest, VersionRequest, ask
 from asyncrl.weights.group import ServerGroup
-from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Superseded, WeightsError, WeightsRef
 from asyncrl.weights.snapshot import Snapshot
 from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
 from tests.fakes.group_server import FakeServer, described

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec, disk
-from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.delta import DeltaWriter, materialise
-from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.manifest import Superseded, WeightsError, WeightsRef
 from asyncrl.weights.snapshot import Read, Snapshot, Tensors
 from tests.fakes import weights as fake_weights
 from tests.fakes.weights import snapshot_of

@@ -10,8 +10,7 @@ import torch
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import publisher
-from asyncrl.weights.buffers import Superseded
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Superseded, WeightsRef
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshot
 from tests.fakes.weights import snapshot_of

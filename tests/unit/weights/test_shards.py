@@ -19,9 +19,8 @@ from asyncrl.trainer.model import Policy, load_policy, shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.delta import DeltaWriter
-from asyncrl.weights.manifest import WeightsError
+from asyncrl.weights.manifest import Superseded, WeightsError
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot, Tensors
 from tests.fakes.ranks import run_ranks
