@@ -2,6 +2,7 @@
 
 call_user(function, seconds)   sync or async, in this loop or in a thread, with a deadline
 OwnThread.run(function)        one call after another, always in the same thread
+exits_raise()                  in its body os._exit ends the call that makes it, not the process
 LoopThread.call(function)      coroutines in a second event loop, in a thread of its own
 """
 
@@ -10,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from asyncrl.errors import AsyncrlError, one_line
 
@@ -130,6 +132,24 @@ async def _inline(function: Callable[[], Any]) -> Any:
             "%s held up all episodes of the worker for %.1f s; make it async, or blocking", name, held
         )
     return await result if inspect.isawaitable(result) else result
+
+
+@contextmanager
+def exits_raise() -> Iterator[None]:
+    """In the body `os._exit`, which would end this process with all its calls, raises SystemExit: an error of
+    the call that made it. A process that was forked from this one it still ends."""
+    end, here = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != here:
+            end(status)
+        raise SystemExit(f"os._exit({status}) in a process that it shares with other episodes")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 # -- threads -------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
 from asyncrl.gateway import Gateway
+from asyncrl.isolation.calls import exits_raise
 from asyncrl.observe.timeline import Timeline
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
@@ -68,6 +69,7 @@ FLUSH = 2.0  # seconds for the last records to become durable when stopping
 SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights must not wait for those
 
 
+@exits_raise()
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
@@ -12,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config import RunConfig, parse
 from asyncrl.isolation import calls
 from asyncrl.isolation.calls import LoopThread, call_user
+from asyncrl.rollout import worker
+from asyncrl.rollout.setup import WorkerParts
+from asyncrl.wire.sockets import Endpoints
 
 
 def never_awaited(main: Callable[[], Coroutine[Any, Any, None]]) -> list[str]:
@@ -80,3 +85,45 @@ def test_without_a_limit_an_exit_is_an_error_still() -> None:
 
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         asyncio.run(call_user(leaving, math.inf))
+
+
+def leave() -> None:
+    os._exit(7)
+
+
+async def leave_in_the_loop() -> None:
+    os._exit(7)
+
+
+def fork_and_leave() -> int:
+    if (pid := os.fork()) == 0:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_what_ends_its_process_ends_its_call() -> None:
+    """And may end a process that it has forked."""
+
+    async def main() -> None:
+        for function, blocking in ((leave, False), (leave, True), (leave_in_the_loop, False)):
+            with pytest.raises(RuntimeError, match=r"SystemExit: os._exit\(7\) in a process that it shares"):
+                await call_user(function, 60.0, blocking=blocking)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # a fork beside threads
+            assert await call_user(fork_and_leave, 60.0) == 7
+
+    end = os._exit
+    with calls.exits_raise():
+        asyncio.run(main())
+    assert os._exit is end
+
+
+def test_a_worker_is_such_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(config: RunConfig) -> WorkerParts:
+        os._exit(7)
+
+    monkeypatch.setattr(worker, "prepare", prepare)
+    config = parse(
+        {"name": "x", "model": {"path": "none"}, "data": {"train": "none"}, "launch": {"threads": 1}}
+    )
+    with pytest.raises(SystemExit, match=r"os._exit\(7\)"):
+        worker.run(config, Endpoints("", ""), 0, "")
