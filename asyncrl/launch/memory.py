@@ -24,10 +24,12 @@ def static_bytes(config: RunConfig) -> int:
 
 
 def version_bytes(config: RunConfig) -> int:
-    """Main memory of a trainer rank for versions on their way out: two copies of its shards, and, where ranks
-    send only what has changed, the one that was sent last."""
+    """Main memory of a trainer rank for versions on their way out, at most: copies of its shards that ranks
+    collect, and the next one; where ranks send only what has changed, the one that was sent last."""
+    from asyncrl.trainer.publishing import readers
+
     ranks = config.trainer.ranks
-    copies = 3 if ranks > 1 and config.weights.full_every > 1 else 2
+    copies = readers(config, ranks) + 1 + (ranks > 1 and config.weights.full_every > 1)
     shards = ranks // config.trainer.replicas
     return copies * parameter_count(config.model.path) * EXPORTED[config.model.dtype] // shards
 

@@ -51,12 +51,8 @@ class Publishing:
         self.noise_floor: float | None = None
         self._probe_ids = probe_ids(policy.vocabulary)
         files = config.weights.transport == "disk"
-        collectors = {
-            "disk": 1,
-            "collective": max(1, min(mesh.size, config.engine.keepers)),
-            "ipc": mesh.size,  # so that there is one on each machine with ranks
-        }[config.weights.transport]
         deadline, deltas = config.launch.stall_timeout, config.weights.full_every > 1
+        collectors = readers(config, mesh.size)
         self._host = HostShards(
             *(shards(policy), policy.published, policy.export_dtype, deadline, deltas, collectors),
             copied_buffers(policy),
@@ -165,6 +161,15 @@ class Publishing:
             self._links[0].send(self.announced)
 
         return announce
+
+
+def readers(config: RunConfig, ranks: int) -> int:
+    """How many ranks may collect versions, each another one at a time."""
+    return {
+        "disk": 1,
+        "collective": max(1, min(ranks, config.engine.keepers)),
+        "ipc": ranks,  # so that there is one on each machine with ranks
+    }[config.weights.transport]
 
 
 def probe_ids(vocabulary: int) -> tuple[int, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
@@ -19,6 +21,7 @@ from asyncrl.launch.model_directory import check_model, parameter_count
 from asyncrl.launch.placement import describe, plan
 from asyncrl.runtime.memory import MainMemory
 from asyncrl.trainer.footprint import Footprint
+from asyncrl.weights.buffers import Buffers
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
 
@@ -188,6 +191,35 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     line, warning = describe_memory(config(model, **deltas), gpu=False)
     assert "versions on their way out 300.0 MB of main memory" in line, "three copies of half of it"
     assert "2 trainer ranks need 2.8 GB" in warning
+
+
+@pytest.mark.parametrize(
+    ("transport", "servers", "full_every", "copies"),
+    [
+        ("disk", 8, 1, 2),
+        ("disk", 8, 4, 3),
+        ("collective", 1, 1, 2),
+        ("collective", 3, 1, 4),
+        ("collective", 9, 1, 5),
+        ("ipc", 1, 1, 5),
+    ],
+)
+def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
+    model: Path, transport: str, servers: int, full_every: int, copies: int
+) -> None:
+    """Each reads another version, while the next one is copied; 4 ranks, of which each has a quarter."""
+    keys = {"transport": transport, "full_every": full_every}
+    engine = {"name": "sglang", "servers": servers}
+    found = config(model, weights=keys, trainer={"ranks": 4}, engine=engine)
+    assert memory.version_bytes(found) == pytest.approx(copies * 100_000_001 * 2 / 4, rel=0.01)
+    buffers, readers = Buffers(10, torch.bfloat16, pinned=False), copies - 1 - (full_every > 1)
+    with ExitStack() as reading:
+        for copied in range(1, 2 * readers + 3):
+            index = buffers.claim(buffers.busy())
+            buffers.copy(index, [torch.zeros(10)])
+            if copied <= readers:
+                reading.enter_context(buffers.reading(index, copied, wait=0))
+    assert len(buffers._buffers) == readers + 1
 
 
 def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
