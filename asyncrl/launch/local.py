@@ -15,18 +15,20 @@ import msgspec
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.child import wrapped
 from asyncrl.launch.placement import Unit, environment
-from asyncrl.launch.process import ProcessSpec, log_path
+from asyncrl.launch.process import ProcessSpec, bound_log, log_path
 from asyncrl.wire.sockets import Endpoints
 
 
 class LocalProcess:
     """A role in a wrapper process, which kills all descendants when the role or the launcher has ended."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = name
-        self._process = process
+        self._process, self._log = process, log
 
     def poll(self) -> int | None:
+        """Return the exit code, None while it runs; bound its log, as the supervisor asks often."""
+        bound_log(self._log)
         return self._process.poll()
 
     def kill(self) -> None:
@@ -68,7 +70,7 @@ class LocalSpawner:
                 env=os.environ | environment(order.place),
                 start_new_session=True,
             )
-        return LocalProcess(order.place.name, process)
+        return LocalProcess(order.place.name, process, path)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
         """URL of a new file for the rendezvous of the ranks of one start; '' for a single process."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +15,8 @@ from asyncrl.launch.placement import RolePlace
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 CRASHED = 70
 TRY_AGAIN = 75  # out of memory: with less it may go well
+
+LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,20 @@ Spawn = Callable[[ProcessSpec], ProcessHandle]
 
 def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
+
+
+def bound_log(path: Path) -> None:
+    """Shorten a log of more than LOG_BYTES to its two ends: a reward may print without end. Whoever writes it
+    must append, so that the next line goes to the new end."""
+    with suppress(OSError), path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= LOG_BYTES:
+            return
+        file.seek(-LOG_END, os.SEEK_END)
+        end = file.read(LOG_END)
+        os.truncate(path, LOG_END)
+        with path.open("ab") as log:
+            log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_END) + end)
 
 
 def log_tail(path: Path, lines: int = 12) -> str:
