@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -14,6 +15,7 @@ from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.observe.files import read_rows
+from asyncrl.store.launches import at, described, launches_of, tree
 
 LOSS, NORM = "actor/pg_loss", "actor/grad_norm"
 TITLES = ("loss: recorded", "replayed", "gradient norm: recorded", "replayed")
@@ -38,16 +40,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--step", type=int, required=True, help="the step to repeat, from 1")
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
-    config = recompose(run_dir, options.overrides)
+    launches = launches_of(run_dir)
+    with TemporaryDirectory() as place:  # as that step was trained, not as the run goes on now
+        Path(place, "config.yaml").write_bytes(msgspec.yaml.encode(at(launches, options.step).config))
+        config = recompose(Path(place), options.overrides)
     rows = {int(row["training/step"]): row for row in read_rows(run_dir) if "timing_s/step" in row}
-    before, now = dict[str, float](), dict[str, float]()
+    before, now, steps = dict[str, float](), dict[str, float](), list[int]()
     for step, now in _replayed(config, run_dir, options.step):
         if not before:
             print(f"{'step':>6} " + " ".join(f"{title:>24}" for title in TITLES))
         before = rows.get(step, {})
         cells = [f"{row.get(name, '–')!s:>24}" for name in (LOSS, NORM) for row in (before, now)]
         print(f"{step:>6}", *cells, flush=True)
+        steps.append(step)
     _print_others(before, now)
+    for first, given in {at(launches, step).step: at(launches, step).config for step in steps}.items():
+        if changed := described(given, tree(config)):
+            print(f"steps after {first} were trained with other keys: {changed}")
     return 0
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.config import leaves, parse, without_defaults
 from asyncrl.errors import ConfigError
+from asyncrl.store.launches import differences, launches_of
 
+CELL = 300  # characters; a chat template is longer
 HELP = """\
 Write a report: results, curves, configuration, transcripts before and after, flow, lag, time and machine.
 
@@ -35,7 +39,9 @@ def main(argv: list[str]) -> int:
     names = [path.resolve().name for path in found]
     if len(set(names)) < len(names):
         names = [str(path) for path in dict.fromkeys(found)]  # of one name, in several directories
-    blocks = report(list(map(RunFiles.read, dict.fromkeys(found), names)), page.with_suffix(".png").name)
+    paths = dict.fromkeys(found)
+    runs = [*map(RunFiles.read, paths, names, map(_configuration, paths))]
+    blocks = report(runs, page.with_suffix(".png").name)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(as_html(", ".join(names), blocks), "utf-8", "replace")
     page.with_suffix(".md").write_text(as_markdown(blocks), "utf-8", "replace")
@@ -43,4 +49,21 @@ def main(argv: list[str]) -> int:
         if isinstance(block, Picture):
             page.with_name(block.name).write_bytes(block.png)
     print(page, page.with_suffix(".md"), sep="\n")
-    return 0
+    return 0 if all(run.summary["conserved"] for run in runs) else 1
+
+
+def _configuration(run_dir: Path) -> dict[str, str]:
+    """What differs from the defaults now, and what each later launch has changed."""
+    try:
+        launches = launches_of(run_dir)
+        found = dict(leaves(without_defaults(parse(launches[-1].config))))
+        for before, launch in pairwise(launches):
+            for key, values in differences([before.config, launch.config]).items():
+                found[f"{key}, from step {launch.step + 1}"] = " → ".join(map(str, values))
+    except ConfigError as error:
+        return {"config.yaml": f"cannot be read by this version ({error})"}
+    return {key: _cut(str(value)) for key, value in found.items()}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CELL else f"{text[:CELL]}… ({len(text)} characters)"

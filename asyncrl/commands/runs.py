@@ -53,7 +53,7 @@ def show(directory: Path, name: str) -> int:
     from asyncrl.observe.table import print_summary
 
     print_summary(found, path)
-    return 0
+    return 0 if found["conserved"] else 1
 
 
 def transcripts(run_dir: Path, kind: str, step: int | None) -> int:

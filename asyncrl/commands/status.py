@@ -12,7 +12,7 @@ from asyncrl.buffer.records import Flow
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.progress import clock
-from asyncrl.observe.summary import OF_STEP, identity_line
+from asyncrl.observe.summary import OF_STEP, UNSOUND, identity_line
 
 WATCH_EVERY = 2.0  # seconds
 SILENT = 5.0  # seconds after which a status is old: there are two a second
@@ -29,9 +29,10 @@ def main(argv: list[str]) -> int:
     while True:
         now = time.time()
         ended = ending(run_dir)
-        print(*describe(run_dir, ended, now), sep="\n", flush=True)
+        lines = describe(run_dir, ended, now)
+        print(*lines, sep="\n", flush=True)
         if ended or not options.watch:
-            return 0
+            return 1 if any(UNSOUND in line for line in lines) else 0
         time.sleep(WATCH_EVERY)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.algorithms.advantages import credit_of
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.payloads import cut_back, sound_turns
@@ -26,10 +28,12 @@ from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import Liveness
+from asyncrl.store import launches
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError
 from asyncrl.types import MAX_VOCABULARY, Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.model_files import MODEL, identity
 from asyncrl.wire.incarnations import is_older, launch_of
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
@@ -101,6 +105,8 @@ class RunState:
         self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
         self.live_limit = LiveLimit(self.config, self.buffer)
+        self.launches = launches.decode(self.store.read.meta(launches.KEY, "[]"))
+        self.trains_since(self.batches.committed)
 
     def futile(self) -> str:
         """Why the run learns nothing and had better end; '' when that is not so."""
@@ -147,6 +153,11 @@ class RunState:
             log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
             self.outbox.to_control(peer, Stop("another process has taken its place"))
         return replaced
+
+    def trains_since(self, step: int) -> None:
+        """All steps after this one are trained, or trained again, with the configuration of this launch."""
+        self.launches = launches.since(self.launches, step, self.config)
+        self.store.put_meta(launches.KEY, msgspec.json.encode(self.launches).decode())
 
     def persist(self) -> None:
         """Write what changed in one transaction, then send the messages of this turn. StorePaused: neither
@@ -234,6 +245,8 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     store.put_meta("attention_work", str(square))  # plans are dealt by it: a restart must not differ
     batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing, square)
     restore(config, store, buffer, batches)
+    if not store.read.meta(MODEL):
+        store.put_meta(MODEL, json.dumps(identity(config.model.path)))
     version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
     return RunState(

@@ -99,6 +99,7 @@ class TrainerHandler:
             if started:  # after `recover`: what is trained needs no payload
                 state.salvage()
             self._check_position(message.step)
+            state.trains_since(message.step)
             state.liveness.alive(now)  # a hello that is only repeated is no sign of life
         state.vocabulary = message.vocabulary
         self.ranks.control[message.rank], self.ranks.heard[message.rank] = peer, now

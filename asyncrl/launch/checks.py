@@ -18,7 +18,7 @@ from asyncrl.launch.memory import check_memory, describe_memory
 from asyncrl.launch.model_directory import check_model
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.notes import Inputs, Level, Note, ok, warning
-from asyncrl.launch.run_directory import check_resumed, check_run_directory, run_directory
+from asyncrl.launch.run_directory import begun_with, check_resumed, check_run_directory, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.store.schema import check_schema
@@ -79,7 +79,7 @@ def _run_directory(inputs: Inputs) -> Iterator[Note]:
 def _model(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.algorithms.recipe import with_group_policy  # imports torch
 
-    inputs.config = with_group_policy(resolve_models(inputs.config))
+    inputs.config = with_group_policy(resolve_models(inputs.config, begun_with(inputs.config)))
     check_resumed(inputs.config)
     check_model(inputs.config)
     yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +16,8 @@ from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
 from asyncrl.launch.room import Room, load_rooms
-from asyncrl.launch.run_directory import changes, run_directory
+from asyncrl.launch.run_directory import changes, stored
 from asyncrl.rewards.answers import is_number
-from asyncrl.store.reader import RunReader
-from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, check_sample_tools
 from asyncrl.types import Sample
 
@@ -64,7 +61,7 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
             f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
         )
     filtered_by = changes(config, FILTERED_BY) if config.data.filter_overlong else []
-    check_same_data(train, _kept(config), "; ".join(filtered_by))
+    check_same_data(train, stored(config, "data"), "; ".join(filtered_by))
     EpochOrder(train, config.data, config.seed)(0)
     return RunData(train, test, warnings + more)
 
@@ -136,12 +133,3 @@ def _layout(config: RunConfig, demonstrations: bool | None) -> RowLayout:
     needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
     truth = f"rollout.reward {needing[0]}" if needing else ""
     return RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
-
-
-def _kept(config: RunConfig) -> str:
-    """The fingerprint of the samples that a run to be continued was begun with; '' for a new one."""
-    database = run_directory(config) / DATABASE
-    if config.resume == "never" or not database.exists() or not database.stat().st_size:
-        return ""
-    with closing(RunReader.open(run_directory(config))) as reader:
-        return reader.meta("data")

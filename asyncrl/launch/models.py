@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,7 +20,6 @@ from asyncrl.config import RunConfig
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.launch.devices import multiplies_bfloat16, sees_gpu
-from asyncrl.launch.run_directory import begun_with
 
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 UNWANTED = ("*/*", "consolidated*")  # exports to other formats; a second copy of the weights (Mistral)
@@ -34,11 +34,10 @@ class HubModel(NamedTuple):
     revision: str | None
 
 
-def resolve_models(config: RunConfig) -> RunConfig:
+def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}) -> RunConfig:
     """The configuration with directories of this machine, and the chat template as text. What the hub has is
-    fetched into its cache. A run that is continued keeps the commits that its config.yaml records. Raises
-    ConfigError."""
-    before = begun_with(config)
+    fetched into its cache. `before`: that of a run which is continued: it keeps the commits of its models.
+    Raises ConfigError."""
 
     def local(key: str) -> str:
         section, _, name = key.partition(".")

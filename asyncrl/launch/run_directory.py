@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import platform
 import time
@@ -15,8 +16,12 @@ import msgspec
 import psutil
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError
 from asyncrl.observe.files import mark_start
+from asyncrl.store.launches import described, launches_of, tree
+from asyncrl.store.reader import meta_of
+from asyncrl.store.segments import fsync
+from asyncrl.weights.model_files import MODEL, identity
 
 # SQLite's write-ahead log needs shared memory between processes, which these do not give.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -109,6 +114,7 @@ def check_resumed(config: RunConfig) -> None:
                 "another name=…"
             )
     _check_group_size(config, _value(begun_with(config), "algorithm.advantage"))
+    _check_model(config)
 
 
 def changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
@@ -117,15 +123,21 @@ def changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
 
 
 def begun_with(config: RunConfig) -> dict[str, Any]:
-    """The configuration of the run that is to be continued, as its config.yaml records it; {} where there is
-    none. ConfigError for one that cannot be read."""
-    path = run_directory(config) / "config.yaml"
-    if config.resume == "never" or not path.exists():
-        return {}
-    try:
-        return msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}: not readable ({one_line(error)}); choose another name=…") from None
+    """The configuration of the newest launch of the run that is to be continued; {} where there is none.
+    ConfigError for one that cannot be read."""
+    launches = launches_of(run_directory(config)) if config.resume != "never" else []
+    return launches[-1].config if launches else {}
+
+
+def stored(config: RunConfig, key: str) -> str:
+    """What the store of the run that is to be continued holds under a key of `meta`; '' for a new run."""
+    return meta_of(run_directory(config), key) if config.resume != "never" else ""
+
+
+def resumed_with(config: RunConfig) -> str:
+    """What a resumed run changes of all keys, on one line; '' for nothing."""
+    before = begun_with(config)
+    return described(before, tree(config)) if before else ""
 
 
 def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
@@ -148,6 +160,16 @@ def _check_group_size(config: RunConfig, before: Any) -> None:
             f"algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
             f"{now!r}, but only one of them uses a greedy episode in each group; resume with the one it "
             "began with"
+        )
+
+
+def _check_model(config: RunConfig) -> None:
+    """The files of the model are those of the first launch, apart from its weights."""
+    before = stored(config, MODEL)
+    if changed := described(json.loads(before), identity(config.model.path)) if before else "":
+        raise ConfigError(
+            f"model.path: {config.model.path} is no longer what {run_directory(config)} was begun with: "
+            f"{changed}; restore these files, or begin a new run with another name=…"
         )
 
 
@@ -183,13 +205,25 @@ def locked(config: RunConfig) -> Iterator[None]:
                 for name in ("summary.json", "status.json"):
                     (run_dir / name).unlink(missing_ok=True)
                 mark_start(run_dir)
-                (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+                _write_config(run_dir / "config.yaml", msgspec.yaml.encode(config))
             yield
         except ConfigError:  # nothing was started: the corrected command must find no run here
             if not (run_dir / "run.db").exists():
                 (run_dir / "config.yaml").unlink(missing_ok=True)
                 (run_dir / "started").unlink(missing_ok=True)
             raise
+
+
+def _write_config(path: Path, content: bytes) -> None:
+    """Replace it, whole or not at all also after a power cut. Its time says when the newest launch began."""
+    if path.exists() and path.read_bytes() == content:
+        path.touch()
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(content)
+    fsync(temporary)
+    temporary.replace(path)
+    fsync(path.parent)
 
 
 def _taken(file: IO[str], after: float = 0.0) -> bool:

@@ -21,7 +21,7 @@ from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.notes import Inputs
 from asyncrl.launch.picture import open_picture
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, Spawn
-from asyncrl.launch.run_directory import locked, run_directory
+from asyncrl.launch.run_directory import locked, resumed_with, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
@@ -42,7 +42,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         return _plan(config)
     inputs = checks.check(config)
     config, data = inputs.config, inputs.samples
-    run_dir, units = run_directory(config), placement.plan(config)
+    run_dir, units, changed = run_directory(config), placement.plan(config), resumed_with(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     with ExitStack() as stack:
         stack.enter_context(locked(config))
@@ -70,6 +70,8 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         )
         trains = config.total_steps > 0
         session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row, trains)
+        if changed:
+            console.note(f"goes on with other keys: {changed}")
         for warning in data.warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
@@ -90,6 +92,8 @@ def _plan(config: RunConfig) -> int:
     print("# what differs from the defaults (docs/configuration.md)")
     print(msgspec.yaml.encode(without_defaults(shown)).decode())
     print(f"run directory: {run_directory(shown)}\n")
+    if changed := resumed_with(inputs.config):
+        print(f"goes on with other keys: {changed}\n")
     print(*placement.describe(shown, placement.plan(shown), sees_gpu(shown)), sep="\n")
     for level, name, text in found:
         if level == "ok" and name in (checks.CLUSTER.name, checks.ESTIMATE.name):

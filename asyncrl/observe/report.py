@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.records import Flow
-from asyncrl.config import leaves, read_config, without_defaults
 from asyncrl.errors import ConfigError
 from asyncrl.observe.document import Block, Grid, Heading, Paragraph, Picture, Texts
 from asyncrl.observe.files import read_lines, read_rows, read_summary
@@ -33,7 +32,6 @@ PHASES = {  # of the trainer, in the order in which they happen; they do not ove
     "update_weights": "new version for the engines",
     "save_checkpoint": "checkpoint",
 }
-CELL = 300  # characters; a chat template is longer
 BAR = 30  # characters of a whole
 
 
@@ -49,14 +47,14 @@ class RunFiles:
     steps: list[Row] = field(default_factory=list)
 
     @classmethod
-    def read(cls, run_dir: Path, name: str) -> RunFiles:
+    def read(cls, run_dir: Path, name: str, config: Mapping[str, str]) -> RunFiles:
         """Of a run that is over or goes on, to be called `name`. ConfigError for what cannot be read, or
         without a row of metrics yet."""
         rows = read_rows(run_dir)
         if not rows:
             raise ConfigError(f"{run_dir / 'metrics.jsonl'}: has no row yet; wait for the first step")
         steps = latest(row for row in rows if STEP in row)
-        return cls(name, run_dir, rows, _summary(run_dir, rows), _configuration(run_dir), steps)
+        return cls(name, run_dir, rows, _summary(run_dir, rows), config, steps)
 
 
 def report(runs: Sequence[RunFiles], picture: str) -> list[Block]:
@@ -110,17 +108,6 @@ def _summary(run_dir: Path, rows: Sequence[Row]) -> Mapping[str, Any]:
     last = next((row for row in reversed(rows) if f"{FLOW}issued" in row), {})
     flow = {name: int(last.get(f"{FLOW}{name}", 0)) for name in Flow.__struct_fields__}
     return summarize(rows, flow, Flow(**flow).conserved)
-
-
-def _configuration(run_dir: Path) -> dict[str, str]:
-    try:
-        return {key: _cut(str(value)) for key, value in leaves(without_defaults(read_config(run_dir)))}
-    except ConfigError as error:
-        return {"config.yaml": str(error)}
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= CELL else f"{text[:CELL]}… ({len(text)} characters)"
 
 
 def _curves(runs: Sequence[RunFiles]) -> bytes:

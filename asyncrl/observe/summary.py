@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.config import ValidationConfig
 
 Row = Mapping[str, float]
+UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
 
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
 SAMPLED, GREEDY = "val-core/all/sampled/success", "val-core/all/greedy/success"  # shares of episodes
@@ -102,7 +103,7 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
     """The conservation identity with its numbers, and whether the audit agrees."""
     names = ("trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight")
     parts = " + ".join(f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in names)
-    return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else '✗ NOT CONSERVED'}"
+    return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"
 
 
 def failures_line(counts: Mapping[str, int], newest: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -220,3 +221,12 @@ class RunReader:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"{DATABASE}: {error}") from error
+
+
+def meta_of(run_dir: Path, key: str) -> str:
+    """What the store of a run holds under a key of `meta`; '' where there is no store yet, or no such key."""
+    database = run_dir / DATABASE
+    if not database.exists() or not database.stat().st_size:
+        return ""
+    with closing(RunReader.open(run_dir)) as reader:
+        return reader.meta(key)

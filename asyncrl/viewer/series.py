@@ -1,12 +1,11 @@
-"""The metrics of a run as columns for charts, and how the configurations of runs differ. Pure."""
+"""The metrics of a run as columns for charts. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.config import leaves
 from asyncrl.observe.summary import GREEDY, SAMPLED, Row
 
 POINTS = 2000  # rows that a page is sent; a longer run is thinned
@@ -80,12 +79,3 @@ def _lags(rows: Sequence[Row]) -> dict[int, float]:
                 lag = int(name.removeprefix(LAG_TOKENS))
                 found[lag] = found.get(lag, 0.0) + tokens
     return dict(sorted(found.items()))
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys of which the configurations have different values, with the value of each; None: it has no such
-    key."""
-    flat = [dict(leaves(config)) for config in configs]
-    names = sorted({name for one in flat for name in one} - {"name", "run_dir"})
-    values = {name: [one.get(name) for one in flat] for name in names}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}

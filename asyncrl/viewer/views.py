@@ -17,11 +17,12 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_rows, read_status, size_of_rows
 from asyncrl.observe.summary import identity_line
+from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
 from asyncrl.viewer.alerts import alerts
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
-from asyncrl.viewer.series import differences, series
+from asyncrl.viewer.series import series
 from asyncrl.viewer.transcript import Decode, decoder, transcript
 
 FLOW = "flow/"
@@ -67,7 +68,7 @@ class Views:
         """What the runs are doing, and how their configurations differ."""
         return {
             "runs": [self._run(path) for path in self._runs],
-            "differences": differences([_config_file(path) for path in self._runs]),
+            "differences": differences([at(launches_of(path), 0).config for path in self._runs]),
         }
 
     def _run(self, path: Path) -> dict[str, Any]:
@@ -101,8 +102,8 @@ class Views:
 
     def _episode(self, query: Query) -> dict[str, Any]:
         path = self._path(query)
-        config = _config(path)
         with self._reader(query) as reader:
+            config = _config(path, reader.episode(query.get("uid", "")).step + 1)
             return transcript(path, config, reader, query.get("uid", ""), self._decoder(config.model.path))
 
     def _lanes(self, query: Query) -> LaneWindow:
@@ -137,13 +138,6 @@ class Views:
             yield reader
 
 
-def _config_file(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.yaml.decode((path / "config.yaml").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path / 'config.yaml'}: cannot be read ({one_line(error)})") from None
-
-
-def _config(path: Path) -> RunConfig:
-    """Of a run. ConfigError, where another version of asyncrl wrote it."""
-    return parse(_config_file(path))
+def _config(path: Path, step: int = 0) -> RunConfig:
+    """Of a run in a step, or in its newest launch. ConfigError, where another version of asyncrl wrote it."""
+    return parse(at(launches_of(path), step).config)

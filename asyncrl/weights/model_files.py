@@ -1,14 +1,25 @@
-"""The files of weights in a model directory."""
+"""The files of a model directory: those of weights, and what the others say."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
+import xxhash
 
 from asyncrl.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
+MODEL = "model"  # in the store's meta: `identity` of the model that a run was begun with
+FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja"),
+)
+NOTES = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
+MANY = 64  # keys, or characters of JSON
 
 
 def weight_files(path: str) -> list[Path]:
@@ -24,6 +35,27 @@ def weight_files(path: str) -> list[Path]:
 def weight_bytes(path: str) -> int:
     """Bytes of the files of weights; 0 without any."""
     return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
+
+
+def identity(path: str) -> dict[str, Any]:
+    """The values in a model's files, or their hashes, which decide beside the weights what it reads, computes
+    and writes. `config.json: rope_theta` → 10000.0."""
+    found: dict[str, Any] = {}
+    for file in (Path(path) / name for name in FILES):
+        if file.is_file():
+            tree = read_json(file) if file.suffix == ".json" else {"text": file.read_text()}
+            found |= {f"{file.name}: {key}": value for key, value in _values(tree)}
+    return found
+
+
+def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in tree.keys() - NOTES:
+        value, key = tree[name], f"{prefix}{name}"
+        if isinstance(value, dict) and len(value) <= MANY:
+            yield from _values(value, f"{key}.")
+            continue
+        text = msgspec.json.encode(value, order="sorted")
+        yield key, value if len(text) <= MANY else xxhash.xxh3_64_hexdigest(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:

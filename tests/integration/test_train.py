@@ -101,6 +101,7 @@ def replayed_to_the_last_bit(run: Run) -> None:
             assert [loss, norm] == [repr(rows[step][name]) for name in names]
             same = step == first or not overrides  # the first step's weights are those of the checkpoint
             assert ((loss, norm) == (again, norm_again)) is same
+        assert ("steps after 0 were trained with other keys: trainer.lr: " in out) is bool(overrides)
     kept = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
     assert before.items() <= kept.items()
     assert refused[0] == 2 and "no such step was committed; these can: 1 to 6 (" in refused[2]

@@ -16,6 +16,8 @@ from asyncrl.observe.files import write_summary
 from asyncrl.observe.machine import record_machine, recorded_machine
 from asyncrl.observe.summary import REWARD, SAMPLED, SAMPLED_SCORE, summarize
 from asyncrl.observe.timeline import Timeline
+from asyncrl.store.launches import KEY, LaunchRecord, since
+from asyncrl.store.runstore import RunStore
 
 EVIL = "</pre><script>alert(1)</script> $x$"
 FLOW = {"issued": 8, "trained": 5, "filtered": 3}
@@ -112,6 +114,23 @@ def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     text = out.with_suffix(".md").read_text().replace("\\", "")
     assert f"{second}: 8 issued = 5 trained + 3 filtered" in text  # by its last row
     assert "no record; described instead is the machine that wrote this report" in text
+
+
+def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a", trainer={"lr": 0.5})
+    launches = [LaunchRecord(0, msgspec.yaml.decode((run_dir / "config.yaml").read_bytes()))]
+    config = msgspec.convert(launches[0].config | {"seed": 3}, RunConfig)
+    store = RunStore(run_dir)
+    store.put_meta(KEY, msgspec.json.encode(since(launches, 1, config)).decode())
+    store.commit()
+    store.close()
+    (run_dir / "config.yaml").write_text("of no interest")
+    write_summary(run_dir, summarize(ROWS, FLOW, False))
+    assert main([str(run_dir)]) == 1
+    text = (run_dir / "report.md").read_text()
+    for row in (["trainer.lr", "0.5"], ["seed", "3"], ["seed, from step 2", "0 → 3"]):
+        assert row in cells(text)
+    assert "NOT CONSERVED" in text
 
 
 def test_what_cannot_be_reported(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import msgspec
 import pytest
 import zmq
 
+from asyncrl import cli
 from asyncrl.buffer.records import State
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import REFUSALS
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.files import read_rows, read_summary
+from asyncrl.observe.files import read_rows, read_status, read_summary, write_status
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
 from asyncrl.types import FailReason, PolicyVersion
@@ -287,6 +288,29 @@ def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -
         coordinator.engines.loaded(engine, engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 0
+
+
+def test_an_account_that_is_not_exact_fails_the_run(
+    setup: LoopSetup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index counts three more than the buffer. Commands that print an account say by their code, too."""
+    coordinator = setup.coordinator
+    setup.turn()
+    coordinator.state.store._db.execute("INSERT INTO pruned VALUES('trained', 3)")
+    coordinator.lifecycle.stop("enough", coordinator._turned_at)
+    coordinator.trainer.finished = True
+    setup.turn()
+    found = read_summary(setup.run_dir)
+    assert coordinator.over and coordinator.lifecycle.error and not found["conserved"]  # exit code 1
+    assert found["outcome"] == "failed" and "NOT CONSERVED" in found["error"]
+    (setup.run_dir / "config.yaml").touch()
+    assert cli.main(["runs", "show", str(setup.run_dir)]) == 1
+    status = read_status(setup.run_dir)
+    assert cli.main(["status", str(setup.run_dir)]) == 0  # its numbers add up
+    status["gauges"]["flow/issued"] += 1
+    write_status(setup.run_dir, status)
+    assert cli.main(["status", str(setup.run_dir)]) == 1
+    assert capsys.readouterr().out.count("✗ NOT CONSERVED") == 2
 
 
 def planned(coordinator: Coordinator) -> Commit:

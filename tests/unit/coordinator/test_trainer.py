@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import MOST_SPIKES, TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.store.launches import launches_of
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
@@ -260,6 +262,19 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
     assert setup.sent.take(WorkPlan) == []
     again = setup.take(0, 0, 0)
     assert plan is not None and again is not None and again.trajectories == plan.trajectories
+
+
+def test_a_launch_trains_all_after_the_checkpoint_that_its_trainer_resumes_from(setup: TrainerSetup) -> None:
+    """Of one committed step: the next launch goes on after it, then a damaged checkpoint takes it back."""
+    commit_first(setup)
+    setup.state.persist()
+    again = setup.state = setup.handler.state = replace(
+        setup.state, config=msgspec.structs.replace(setup.state.config, seed=9)
+    )
+    for incarnation, step, found in (("y", 1, [(0, 0), (1, 9)]), ("z", 0, [(0, 9)])):
+        setup.hello(incarnation, step)
+        again.persist()
+        assert [(one.step, one.config["seed"]) for one in launches_of(again.run_dir)] == found
 
 
 def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: TrainerSetup) -> None:

@@ -20,7 +20,7 @@ from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
 from asyncrl.launch.role import execute
-from asyncrl.launch.run_directory import check_resumed
+from asyncrl.launch.run_directory import begun_with, check_resumed
 from asyncrl.wire.sockets import Endpoints
 
 COMMITS = ("1" * 40, "2" * 40)
@@ -136,7 +136,9 @@ def test_the_type_is_what_the_machine_multiplies_or_the_run_began_with(
     (tmp_path / "cpuinfo").unlink()
     assert resolve_models(given).model.dtype == "float32"
     begin(found)
-    assert resolve_models(given).model.dtype == wanted, "a run goes on with what it began with"
+    assert resolve_models(given, begun_with(given)).model.dtype == wanted, (
+        "a run goes on with what it began with"
+    )
 
 
 def test_without_a_network_the_cache_is_taken(
@@ -172,7 +174,8 @@ def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(tmp_path: Path, hu
     first = resolve_models(config(tmp_path, "o/m"))
     begin(first)
     hub.commit = COMMITS[1]
-    again = resolve_models(config(tmp_path, "o/m", resume="auto"))
+    resumed = config(tmp_path, "o/m", resume="auto")
+    again = resolve_models(resumed, begun_with(resumed))
     assert again.model.path == first.model.path
     check_resumed(again)
     assert COMMITS[1] in resolve_models(config(tmp_path, "o/m")).model.path, "a new run: the newest"

@@ -128,7 +128,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_run(
 ) -> None:
     monkeypatch.setattr(checks, "check", lambda config: Inputs(config, data=CHECKED))
     (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "config.yaml").symlink_to("/dev/full")
+    (tmp_path / "x" / "config.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"x: cannot be written .No space left on device.; set run_dir="):
         start.train(config)
     run_directory.check_run_directory(config)  # with resume=never: there is no run

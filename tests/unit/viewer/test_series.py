@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.viewer.series import POINTS, differences, series, wilson
+from asyncrl.store.launches import differences
+from asyncrl.viewer.series import POINTS, series, wilson
 
 
 def test_a_step_counts_as_it_was_last_with_its_validation() -> None:

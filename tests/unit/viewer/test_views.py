@@ -7,11 +7,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.config import read_config
 from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.store.launches import KEY, since
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
@@ -63,6 +66,20 @@ def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views)
     assert turn["replies"][0]["content"] == MARKUP
     assert turn["advantages"][0] > 0 > views.answer("episode", {"uid": "0.1"})["turns"][0]["advantages"][0]
     assert found["sample"]["truth"] == "1" and found["result"]["components"] == {"acc": 1.0}
+
+
+def test_an_episode_is_shown_as_the_launch_that_trained_it_was_configured(tmp_path: Path) -> None:
+    run_dir = save_run(tmp_path / "c")
+    config = read_config(run_dir)
+    buffer = msgspec.structs.replace(config.buffer, max_staleness=0, target_staleness=0)
+    store = RunStore(run_dir)
+    launches = since(since([], 0, config), 1, msgspec.structs.replace(config, buffer=buffer))
+    store.put_meta(KEY, msgspec.json.encode(launches).decode())
+    store.commit()
+    store.close()
+    trained, running = (Views([run_dir], ended).answer("episode", {"uid": uid}) for uid in ("0.0", "2.0"))
+    assert trained["bound"] == config.buffer.max_staleness > running["bound"] == 0
+    assert not any(trained["turns"][0]["stale"])
 
 
 def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> None:
