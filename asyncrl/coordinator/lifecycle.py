@@ -15,6 +15,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.summary import UNSOUND
 from asyncrl.types import DropReason
 
 FOLLOW = 4.0  # of the stop timeout: for the other processes to end
@@ -110,6 +111,12 @@ class Lifecycle:
         """The run ends now, with what is stored."""
         self.error = error
         self._end("failed")
+
+    def conclude(self) -> None:
+        """Write the summary; without an exact account the run has failed. Raises StoreError and OSError."""
+        if not self.reporter.audit()[1]:
+            self.fail("; ".join(filter(None, [self.error, f"the account of the episodes: {UNSOUND}"])))
+        self.reporter.write_summary(self.outcome, self.error)
 
     def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
         log.info("phase %s", phase)

@@ -63,7 +63,6 @@ from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 TICK = 0.05
 DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds, per socket and turn of the loop
 STATUS_EVERY = 0.5
-NOT_CONSERVED = "the account of the episodes is not exact (NOT CONSERVED): do not trust this run's numbers"
 
 
 def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
@@ -318,17 +317,15 @@ class Coordinator:
         """Write the summary, send all processes the end."""
         self.over = True
         try:
-            if not self.reporter.audit()[1]:
-                self.lifecycle.fail("; ".join(filter(None, (self.lifecycle.error, NOT_CONSERVED))))
-            self.reporter.write_summary(self.lifecycle.outcome, self.lifecycle.error)
+            self.lifecycle.conclude()
         except (StoreError, OSError) as trouble:
             log.error("no summary: %s", trouble)
-        outcome, error = self.lifecycle.outcome, self.lifecycle.error
+        outcome = self.lifecycle.outcome
         self.workers.stop(outcome)
         self.engines.stop(outcome)
         self.trainer.stop(outcome)
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
-        self._to_observers(RunEnd(outcome, error))
+        self._to_observers(RunEnd(outcome, self.lifecycle.error))
         self.state.outbox.flush()
 
     # -- events of the handlers -----------------------------------------------------------------------
