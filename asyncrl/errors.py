@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import sysconfig
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -125,6 +128,23 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     except Exception:
         text = "its text cannot be read"
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
+
+
+def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Start a thread without which its process is of no use. An error in it is logged with its name, and ends
+    the process, for another one to take its place."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            what = f"thread {name!r} has died, and this process with it: {one_line(error)}"
+            logging.getLogger("asyncrl").critical("%s%s", traceback.format_exc(), what)
+            os._exit(1)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import get_args
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import vital_thread
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
@@ -104,8 +105,7 @@ class VersionServer:
         self._waiting: deque[PendingRead] = deque()
         self.sent = 0  # bytes
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
-        self._thread.start()
+        self._thread = vital_thread("versions", self._run)
 
     def close(self) -> None:
         """Readers have deadlines of their own."""

@@ -20,9 +20,9 @@ import asyncio
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ import zmq.asyncio
 import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError, ProtocolError
+from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError, ProtocolError, vital_thread
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 from asyncrl.wire.messages.shared import WireMessage
 
@@ -156,11 +156,12 @@ class Gate:
         self.context.set(ZERO_COPY_RECV, 0)
         handler: zmq.Socket = self.context.socket(zmq.REP)
         handler.bind("inproc://zeromq.zap.01")
-        threading.Thread(target=self._serve, args=(handler,), daemon=True, name="gate").start()
+        handler.setsockopt(zmq.LINGER, 0)
+        vital_thread("gate", partial(self._serve, handler))
 
     def _serve(self, handler: zmq.Socket) -> None:
         refused = 0
-        with suppress(zmq.ContextTerminated):
+        with handler, suppress(zmq.ContextTerminated):
             while True:
                 version, request, _, address, _, _, *credentials = handler.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()
@@ -174,7 +175,6 @@ class Gate:
                     )
                 answer = (b"200", b"OK", key.encode()) if known else (b"400", b"unknown key", b"")
                 handler.send_multipart([version, request, *answer, b""])
-        handler.close(linger=0)
 
     def secure(self, sock: zmq.Socket) -> None:
         """Before it is bound: from then on, nobody connects to it without a key of the run."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
 import re
 import socket
 import subprocess
@@ -339,6 +341,19 @@ def test_a_dead_source_is_given_up_by_name(machines: Machines, monkeypatch: pyte
     assert re.fullmatch(
         r"3 loads in a row failed.* e1-v1 does not come: .*no answer for .*", failures.too_many(0.0)
     )
+
+
+def test_a_server_that_dies_ends_its_process_by_name(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = queue.Queue[int]()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    monkeypatch.setattr(module, "STALL_S", 0.5)
+    machines.root._chains = None  # type: ignore[assignment]
+    with pytest.raises(Unavailable):
+        brought(machines.mirror("2"), machines.publish(1))
+    assert ended.get(timeout=30) == 1
+    assert "thread 'versions' has died, and this process with it: AttributeError" in caplog.text
 
 
 def test_a_version_that_is_being_read_is_not_pruned(machines: Machines) -> None:

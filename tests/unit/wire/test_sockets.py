@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import queue
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -201,6 +203,23 @@ def test_a_role_sends_only_its_own_messages(visitors: Visitors) -> None:
     visitors.send(commit, identity=b"trainer/0/y", key=worker)
     visitors.send(GOOD)
     visitors.expect(ObserverHello(), refused=5)
+
+
+def test_a_gate_that_dies_ends_its_process_by_name(
+    visitors: Visitors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody would be let in any more: its process is replaced."""
+    ended = queue.Queue[int]()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    visitors.gate.members = None  # type: ignore[assignment]
+    visitors.open(b"observer/0/x").connect(visitors.endpoints.control)
+    assert ended.get(timeout=30) == 1
+    assert "TypeError" in caplog.text
+    assert (
+        caplog.messages[-1]
+        .splitlines()[-1]
+        .startswith("thread 'gate' has died, and this process with it: Type")
+    )
 
 
 def test_a_key_that_is_taken_back_is_heard_no_more(visitors: Visitors) -> None:
