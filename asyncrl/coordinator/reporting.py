@@ -180,13 +180,18 @@ class Reporter:
         return min(1.0, (landed + taken) / (2 * buffer.groups_per_batch * buffer.episodes_per_group))
 
     def waits(self) -> tuple[str, ...]:
-        """Who waits for what, and for how long, as far as asked: each wait since it was first found here."""
+        """Who waits for what, and for how long, as far as asked: each wait since it was first found here. Who
+        waits for the same is named together."""
         workers, keepers = self.workers.workers.values(), self.engines.keepers.values()
         named = [(worker.name, worker.beat.waiting) for worker in workers if worker.beat]
         named += [(keeper.name, keeper.beat.waiting) for keeper in keepers]
         named += [(f"trainer {rank}", beat.waiting) for rank, beat in self.trainer.ranks.beats.items()]
         own, now = dict.fromkeys(self.state.waits), time.monotonic()
-        found = (*own, *(f"{name}: {waiting}" for name, waiting in named if waiting))
+        who: dict[str, list[str]] = {}
+        for name, waiting in named:
+            who.setdefault(waiting, []).append(name)
+        more = {waiting: f" and {len(names) - 1} more" * (len(names) > 1) for waiting, names in who.items()}
+        found = (*own, *(f"{who[waiting][0]}{more[waiting]}: {waiting}" for waiting in who if waiting))
         self._since = {wait: self._since.get(wait, now) for wait in found}
         self._record(now)
         seconds = {wait: now - since for wait, since in self._since.items()}

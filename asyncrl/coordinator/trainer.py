@@ -334,10 +334,7 @@ class TrainerHandler:
         for rank, (peer, request) in list(self.ranks.requests.items()):
             key = (request.step, request.micro)
             plan, frames = self._answer(request, rank)
-            if plan is None:
-                self.state.waits.append(
-                    f"trainer rank {rank} waits for ready trajectories of step {request.step}"
-                )
+            if plan is None:  # the rank's beat says what it waits for
                 continue
             del self.ranks.requests[rank]
             if plan.kind != "stop":  # the other ranks are to be given the same

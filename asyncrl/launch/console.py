@@ -81,7 +81,7 @@ class Console:
                 "their group are equal): use easier or harder samples or a larger buffer.episodes_per_group; "
                 "buffer.filter_zero_variance draws others in their place, buffer.max_refill at most",
             )
-        self._line(plain_line(self.state))
+        self._line(plain_line(self.state, waits=False))
 
     def _advise(self, about: str, text: str) -> None:
         """Once in a launch."""

@@ -38,6 +38,7 @@ GAP = 3  # columns between figures
 LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns
 WAITS, FAILED = 4, 3  # lines of the picture, at most
 KEYS = "g: newest good transcript, b: newest bad one"
+WIDEST = 160  # characters of a plain line
 WRAPPING = Terminal(width=80)  # its width does not matter
 
 
@@ -88,13 +89,13 @@ FIGURES = (
     ("score (sampled)", SAMPLED_SCORE, ".3f"),
     ("score (greedy)", GREEDY_SCORE, ".3f"),
     ("advantage 0", ZERO_ADVANTAGE, ".0%"),
+    ("lag mean", LAG, ".2f"),
     ("tool calls/episode", "tool_call_counts/mean", ".2f"),
     ("response length", LENGTH, ".0f"),
     ("entropy", ENTROPY, ".3f"),
     ("tokens/s", "rollout/tokens_per_s", ",.0f"),
     ("trainer idle", "async/trainer_idle_frac", ".0%"),
     ("rollout idle", "async/rollout_idle_frac", ".0%"),
-    ("lag mean", LAG, ".2f"),
     ("lag p50", "staleness/lag/p50", ".0f"),
     ("lag p95", "staleness/lag/p95", ".0f"),
     ("lag max", "staleness/lag/max", ".0f"),
@@ -185,22 +186,28 @@ def _wrapped(texts: Iterable[str], width: int, most: int | None = None, style: s
     return lines[:most]
 
 
-def plain_line(state: ConsoleState) -> str:
-    """The same on one line; figures that are unknown are left out."""
-    status = state.status
+def plain_line(state: ConsoleState, waits: bool = True) -> str:
+    """The same on one line of at most WIDEST characters: figures that are unknown, or beyond that, are left
+    out. `waits`: with failures and who waits for what."""
+    status, line = state.status, f"[{state.status.phase}] {state.steps} | {state.times}"
     known = [
         f"{label} {shown(value, form)}"
-        for label, name, form in _figures(state)
+        for label, name, form in (_figures(state) if status.phase != "starting" else ())
         if (value := state.get(name)) is not None and not name.startswith("val-core/")
     ]
-    parts = [f"[{status.phase}] {state.steps}", state.times]
-    if known and status.phase != "starting":
-        parts.append(", ".join(known))
-    if status.failed:
-        parts.append(status.failed)
-    if status.waits:
-        parts.append(f"waits: {'; '.join(status.waits[:3])}")
-    return " | ".join(parts)
+    named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
+    texts = (status.failed, named) if waits else ()
+    ends = list(filter(None, texts))
+    each = (WIDEST - len(line)) // (len(ends) + bool(known) or 1) - 3
+    end = "".join(f" | {_cut(text, each)}" for text in ends)
+    for at, figure in enumerate(known):
+        longer = f"{line}{', ' if at else ' | '}{figure}"
+        line = longer if len(longer + end) <= WIDEST else line
+    return line + end
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:

@@ -25,11 +25,11 @@ class Progress:
             self.origin = now, steps
 
     def remaining(self, total: int, now: float) -> float | None:
-        """Seconds to the last step, at the mean speed of this launch; None before anything has moved. For
+        """Seconds to the last step, at the mean speed of this launch; None before its first step is done. For
         example 1.5 of 10 steps in 30 s leave 8.5 of them for 170 s."""
         since, before = self.origin or (now, self.steps)
         done = self.steps - before
-        return (total - self.steps) * (now - since) / done if done > 0 else None
+        return (total - self.steps) * (now - since) / done if done >= 1 else None
 
     def line(self, total: int, now: float) -> str:
         left = self.remaining(total, now)

@@ -119,7 +119,7 @@ class TrainerRank:
         self.trainer_epoch = 0
         self.watch = self.learner.watch
         self.peak_flops = peak_flops(mesh.device, config.model.dtype)
-        self.waiting = ""
+        self.waiting = self._told = ""  # now, and in the newest beat
         self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
@@ -137,7 +137,10 @@ class TrainerRank:
         self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
         self._probe()
         if not frontier:  # ranks that are started again lose no time on what has been shown
-            try_largest(self.learner)
+            self.waiting = "trying the largest micro-batch"
+            self._beat_if_due(time.monotonic())
+            with self.timeline.span(self.waiting):
+                try_largest(self.learner)
         micro = 0
         while True:
             plan, frames = self._take(micro)
@@ -246,6 +249,7 @@ class TrainerRank:
             for received in self._received():
                 if is_answer(received[0], request):
                     self.waiting = ""
+                    self._beat_if_due(now)
                     return received
 
     def _received(self) -> Iterator[tuple[Any, list[bytes]]]:
@@ -266,10 +270,10 @@ class TrainerRank:
         self._beat_if_due(time.monotonic())
 
     def _beat_if_due(self, now: float) -> bool:
-        """Send a beat, at most one in BEAT_EVERY seconds. Whether it was sent."""
-        if now < self._beat_at:
+        """Send a beat, every BEAT_EVERY seconds and when a wait begins or is over. Whether it was sent."""
+        if now < self._beat_at and self.waiting == self._told:
             return False
-        self._beat_at = now + BEAT_EVERY
+        self._beat_at, self._told = now + BEAT_EVERY, self.waiting
         self.control.send(self._status())
         return True
 
@@ -291,9 +295,8 @@ class TrainerRank:
     def _await_stop(self, kind: str) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
         with self.timeline.span("wait_stop"), self.watch.phase("wait_stop", waiting=True):
-            self._ask(
-                self.control, self._checkpointed(), f"the coordinator's stop after {kind}", patient=True
-            )
+            name = f"the coordinator's stop after {kind}"
+            self._ask(self.control, self._checkpointed(), name, patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed(self) -> WireMessage:

@@ -12,6 +12,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.types import EpisodeResult, EpisodeStats
+from asyncrl.wire.messages.trainer import PlanRequest, TrainerBeat
 from tests.unit.buffer.machine import admit
 from tests.unit.coordinator.test_workers import WorkerSetup
 
@@ -77,6 +78,18 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
     assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
     assert "rollout/hints_followed_frac" not in found  # of no call at all there is no share
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
+
+
+def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -> None:
+    state, ranks = reporter.state, reporter.trainer.ranks
+    ranks.requests[0] = (b"trainer/0/x", PlanRequest(1, 0, 0, 0))
+    ranks.beats |= {rank: TrainerBeat(rank, 0, 0, "trajectories of step 0", 0) for rank in range(3)}
+    ranks.beats[3] = TrainerBeat(3, 0, 0, "", 0)  # it computes
+    state.waits = []
+    reporter.trainer.serve()
+    assert reporter.waits() == ("trainer 0 and 2 more: trajectories of step 0",)
+    ranks.beats |= {rank: TrainerBeat(rank, 0, 0, "", 0) for rank in range(3)}
+    assert reporter.waits() == ()
 
 
 def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:

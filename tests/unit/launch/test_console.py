@@ -16,7 +16,7 @@ from rich.console import Console as Terminal
 from asyncrl.launch import console as console_module
 from asyncrl.launch import terminal as terminal_module
 from asyncrl.launch.console import Console, open_console
-from asyncrl.launch.console_view import ConsoleState, plain_line, render
+from asyncrl.launch.console_view import FIGURES, ConsoleState, plain_line, render
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
@@ -51,7 +51,23 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
     assert line.startswith("[running] step 1/10")
     for part in ("reward 0.500", "tool calls/episode 2.25", "lag p95 2", "ready 12", "version acked 4"):
         assert part in line
-    assert line.endswith("waits: trainer 0: trajectories of step 1")
+    line = plain_line(shown.state)
+    assert "reward 0.500" in line and line.endswith("waits: trainer 0: trajectories of step 1")
+
+
+@pytest.mark.parametrize("failed", ["", "attempts failed: " + 9 * "1,234 reward_error, "])
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_a_plain_line_is_never_long(failed: str, count: int) -> None:
+    """Of figures, failures and waits each has some of it."""
+    waits = tuple(f"worker {at}: weights v7: engine has v5 (123 s, 32 episodes)" for at in range(count))
+    figures = {name: 1234.5 for _, name, _ in FIGURES}
+    state = ConsoleState("demo", Status("running", 12, 100, figures, waits, failed))
+    state.progress.origin = 0.0, 0
+    line = plain_line(state)
+    assert len(line) <= 160 and "reward 1234.500" in line
+    assert ("waits: worker 0" in line) == bool(count) and ("attempts failed: 1,234" in line) == bool(failed)
+    assert (plain_line(state, waits=False) == line) == (not failed and not count)
+    assert all(name in plain_line(state, waits=False) for name in ("lag mean", "advantage 0", "reward"))
 
 
 def test_failed_attempts_are_said_at_once_and_stay_in_view() -> None:
@@ -188,7 +204,7 @@ def test_unknown_figures_are_left_out() -> None:
     assert plain_line(ConsoleState("demo", START)) == "[starting] step 0/10 | elapsed 0:00:00"
 
 
-def test_time_and_an_estimate_are_shown_while_the_first_batch_lands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(console_module.time, "monotonic", lambda: now)
     shown, out = console()
@@ -198,13 +214,13 @@ def test_time_and_an_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
     now += 6
     shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     text = out.getvalue().splitlines()[-1]
-    assert text == "[running] step 0/10 (25% of the first batch) | elapsed 0:00:26, ETA 0:03:54"
+    assert text == "[running] step 0/10 (25% of the first batch) | elapsed 0:00:26"
     shown.step(10, METRICS)
     assert " step 10/10 | elapsed 0:00:26 | " in out.getvalue().splitlines()[-1]
     shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     picture = io.StringIO()
     Terminal(file=picture, width=150).print(render(shown.state))
-    assert "step 0/10 (25% of the first batch) elapsed 0:00:26, ETA 0:03:54" in picture.getvalue()
+    assert "step 0/10 (25% of the first batch) elapsed 0:00:26\n" in picture.getvalue()
 
 
 def test_a_batch_that_teaches_little_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

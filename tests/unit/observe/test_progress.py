@@ -7,14 +7,16 @@ import pytest
 from asyncrl.observe.progress import Progress, clock, sparkline
 
 
-def test_the_first_batch_under_way_gives_the_first_estimate() -> None:
+def test_the_first_step_that_is_done_gives_the_first_estimate() -> None:
     progress = Progress(began=0.0)
     progress.update(0.0, training=False, now=20.0)
     assert progress.line(10, now=20.0) == "elapsed 0:00:20"
     progress.update(0.0, training=True, now=30.0)
     assert progress.remaining(10, now=35.0) is None
-    progress.update(0.5, training=True, now=40.0)
-    assert progress.remaining(10, now=40.0) == pytest.approx(190.0)
+    progress.update(0.5, training=True, now=40.0)  # how fast a batch lands says little of a whole step
+    assert progress.remaining(10, now=40.0) is None
+    progress.update(1.0, training=True, now=40.0)
+    assert progress.remaining(10, now=40.0) == pytest.approx(90.0)
     progress.update(2.0, training=True, now=50.0)
     assert progress.line(10, now=50.0) == "elapsed 0:00:50, ETA 0:01:20"
     progress.update(10.0, training=False, now=90.0)

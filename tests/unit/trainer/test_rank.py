@@ -44,7 +44,7 @@ class FakeLearner:
 
     def __init__(self, config: Any, mesh: Any) -> None:
         self.step, self.watch, self.world = 0, Stopwatch(), mesh
-        self.policy = SimpleNamespace(vocabulary=10)
+        self.policy, self.budget = SimpleNamespace(vocabulary=10), 1
         self.pulse = lambda: None
 
     def work(self, micros: int) -> None:
@@ -109,6 +109,45 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
         clock.now += BEAT_EVERY / 2
         rank._beat(clock.now)
     assert beats(rank) == [1, 2, 2]
+
+
+def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
+    rank: TrainerRank, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows may take minutes without a beat; each thing that takes long has its name."""
+    seen: list[str] = []
+
+    def told() -> str:
+        return next(m.waiting for m in reversed(rank.control.sent) if isinstance(m, TrainerBeat))  # type: ignore[attr-defined]
+
+    def computes(what: str) -> None:
+        clock.now += BEAT_EVERY / 10  # a beat is not due by the time
+        seen.append(f"{what}: {told()}")
+
+    mail = [(WorkPlan(0, 1, "stop"), []), (WorkPlan(0, 0, "work"), [])]
+    welcome = [(Welcome(1, 0, 0), [])]
+
+    def stopped() -> None:
+        raise Stopped
+
+    rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+    rank.control.receive = lambda timeout: welcome.pop() if welcome else None  # type: ignore[method-assign]
+    rank._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
+    monkeypatch.setattr(module, "try_largest", lambda learner: computes("it tries"))
+    monkeypatch.setattr(rank, "_probe", lambda: computes("it scores"))
+    monkeypatch.setattr(rank, "_train", lambda plan, frames: computes("it trains"))
+    monkeypatch.setattr(rank, "_save_last", stopped)
+    with pytest.raises(Stopped):
+        rank.loop()
+    assert seen[:5] == [
+        "it waits: the coordinator's welcome",
+        "it scores: ",
+        "it tries: trying the largest micro-batch",
+        "it waits: trajectories of step 0",
+        "it trains: ",
+    ]
+    rank.timeline.close()
+    assert '"trying the largest micro-batch"' in (rank.run_dir / "timeline" / "trainer-0.jsonl").read_text()
 
 
 def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_repeated(
