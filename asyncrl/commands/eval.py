@@ -142,8 +142,9 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
         composed = compose([*first, *given, *fixed], options.config_dir)
     config = _untrained(composed)
     from asyncrl.launch.models import resolve_models
+    from asyncrl.launch.run_directory import begun_with
 
-    config = resolve_models(config)
+    config = resolve_models(config, begun_with(config))
     if not any(one.startswith("name=") for one in given):
         parts = Path(target.model).parts
         stem = f"{parts[-4]}-{parts[-2]}" if parts[-1] == "hf" and len(parts) > 3 else parts[-1]

@@ -18,7 +18,7 @@ import psutil
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import mark_start
-from asyncrl.store.launches import described, launches_of, tree
+from asyncrl.store.launches import described, differences, launches_of, tree
 from asyncrl.store.reader import meta_of
 from asyncrl.store.segments import fsync
 from asyncrl.weights.model_files import MODEL, identity
@@ -113,7 +113,7 @@ def check_resumed(config: RunConfig) -> None:
                 f"{begun} {old!r} and would go on with {new!r}; set {key}={old}, or begin a new run with "
                 "another name=…"
             )
-    _check_group_size(config, _value(begun_with(config), "algorithm.advantage"))
+    _check_group_size(config, begun_with(config).get("algorithm", {}).get("advantage"))
     _check_model(config)
 
 
@@ -141,11 +141,10 @@ def resumed_with(config: RunConfig) -> str:
 
 
 def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Each of them with its value before and now; not those that an older configuration lacks."""
-    before, now = begun_with(config), msgspec.to_builtins(config)
-    for key in keys:
-        old, new = _value(before, key), _value(now, key)
-        if old not in (None, new):
+    """Each of them, or a key under it, with its value before and now; not what an older one lacks."""
+    before = begun_with(config)
+    for key, (old, new) in differences([before, tree(config)]).items() if before else ():
+        if old is not None and any(f"{key}.".startswith(f"{kept}.") for kept in keys):
             yield key, old, new
 
 
@@ -171,13 +170,6 @@ def _check_model(config: RunConfig) -> None:
             f"model.path: {config.model.path} is no longer what {run_directory(config)} was begun with: "
             f"{changed}; restore these files, or begin a new run with another name=…"
         )
-
-
-def _value(tree: Any, key: str) -> Any:
-    """By dotted key; None where an older configuration lacks it."""
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
 
 
 def _resolved(path: Any) -> Any:
