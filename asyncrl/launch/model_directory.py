@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig, divisors
+from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.errors import ConfigError
 from asyncrl.weights.model_files import read_json, weight_files
 
@@ -25,6 +26,7 @@ def check_model(config: RunConfig) -> None:
             f"{path}: {len(missing)} of {len(files)} files of weights are missing, first {missing[0]}; "
             "fetch or save the model anew"
         )
+    _check_width(path, settings)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(
             f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
@@ -49,6 +51,20 @@ def check_model(config: RunConfig) -> None:
         )
 
 
+def _check_width(path: Path, settings: dict[str, Any]) -> None:
+    """The embedding in the weights is as wide as one of the sizes in config.json, whatever its name."""
+    sizes = dict(leaves(settings))
+    vocabulary = sizes.get("vocab_size", sizes.get("text_config.vocab_size"))
+    shapes = [tensor["shape"] for tensor in _tensors(str(path)) if len(tensor["shape"]) == 2]
+    widths = {width for rows, width in shapes if rows == vocabulary}
+    if widths and not any(value in widths for value in sizes.values() if isinstance(value, int)):
+        hidden = sizes.get("hidden_size", sizes.get("text_config.hidden_size", "another size"))
+        raise ConfigError(
+            f"{path}: config.json says hidden_size {hidden}, and the embedding in the weights is "
+            f"{vocabulary} × {min(widths)}: they are not of one model; fetch or save it anew"
+        )
+
+
 def chat_template(config: RunConfig) -> str:
     """The text of the chat template: `model.template`, or the model's own; '' if there is none."""
     if config.model.template:
@@ -62,12 +78,13 @@ def chat_template(config: RunConfig) -> str:
 
 def parameter_count(path: str) -> int:
     """Parameters, by the headers of the files of weights; shared ones count once. 0 where there are none."""
-    return sum(
-        prod(tensor["shape"])
-        for file in weight_files(path)
-        for name, tensor in _header(file).items()
-        if name != "__metadata__"
-    )
+    return sum(prod(tensor["shape"]) for tensor in _tensors(path))
+
+
+def _tensors(path: str) -> Iterator[dict[str, Any]]:
+    """What the headers of the files of weights say of each tensor."""
+    for file in weight_files(path):
+        yield from (tensor for name, tensor in _header(file).items() if name != "__metadata__")
 
 
 def _header(file: Path) -> dict[str, Any]:

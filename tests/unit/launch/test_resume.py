@@ -14,6 +14,7 @@ import pytest
 from asyncrl.config import RunConfig, parse, read_config
 from asyncrl.coordinator.state import load_state
 from asyncrl.errors import ConfigError
+from asyncrl.launch.model_directory import check_model
 from asyncrl.launch.run_directory import check_resumed, locked, resumed_with, run_directory
 from asyncrl.store.runstore import RunStore
 from tests.fakes.data import give, rows
@@ -134,3 +135,14 @@ def test_a_resume_says_what_it_changes(run: Callable[..., RunConfig], model: Pat
         "model.dtype: bfloat16 → float32, total_steps: 100 → 7, trainer.lr: 1e-06 → 0.5"
     )
     assert not resumed_with(run()) and not resumed_with(run(name="new", trainer={"lr": 0.5}))
+
+
+def test_a_new_run_names_a_width_that_the_weights_have_not(model: Path) -> None:
+    """Before any process starts: the trainer would find it after a minute."""
+    shutil.copy(MODEL / "model.safetensors", model)
+    keys = {"model": {"path": str(model)}, "data": {"train": "t"}, "rollout": {"max_tokens": 2048}}
+    config = parse({"name": "new", **keys})
+    check_model(config)
+    edit(model / "config.json", lambda tree: tree.update(hidden_size=2 * tree["hidden_size"]))
+    with pytest.raises(ConfigError, match=r"hidden_size 128, and the embedding in the weights is 515 × 64:"):
+        check_model(config)
