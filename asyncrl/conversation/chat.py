@@ -55,6 +55,7 @@ class Chat:
         controls = _controls(tokenizer)
         self._probe = TemplateProbe(self._render, controls)
         written = self._probe.written(str(tokenizer.chat_template))
+        self._leads, self._closings = self._probe.around()
         self._encode = PieceEncoder(tokenizer, written)
         self._control = _any_of({*filter(_no_word, written), *_special(tokenizer)})
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -121,6 +122,13 @@ class Chat:
             list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def content(self, text: str) -> str:
+        """Content that the model wrote, without the tags that the template writes around it by itself
+        (Command R7B, Solar-Open): in another row they would stand there twice."""
+        lead = next(filter(text.startswith, self._leads), "")
+        closing = next(filter(text.endswith, self._closings), "")
+        return text[len(lead) : len(text) - len(closing)].strip() if lead or closing else text
 
     def shorten(self, text: str, limit: int, where: Cut) -> str:
         """Text of a tool or an environment as the model reads it: at most `limit` tokens, without its head,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -127,6 +128,15 @@ class TemplateProbe:
     def shows_calls(self) -> bool:
         return self.end(_answers(("tool",))).mark == CALL
 
+    def around(self) -> tuple[list[str], list[str]]:
+        """What the template itself may write before the content of a turn, after the opening of the turn, and
+        between the content and the end of the turn; the longest first."""
+        tail, controls = self._plain_end.tail, re.compile("|".join(map(re.escape, self._controls)) or "(?!)")
+        text = self._render([_USER, _turn(())], opening=False).partition(TURN)[0]
+        opened = len(alike(self._render([_USER]), text))
+        leads = [text[token.start() :] for token in controls.finditer(text) if token.end() > opened]
+        return leads, [tail[: token.end()] for token in controls.finditer(tail)][::-1]
+
     def _beginnings(self, roles: tuple[str, ...]) -> Iterator[_Beginning]:
         """Beginnings after which a template may behave differently: with and without system message, tools,
         replies of tools, reasoning."""
@@ -173,22 +183,34 @@ class TemplateProbe:
         at, mark = max((text.rfind(mark), mark) for mark in (TURN, CALL))
         if at < 0:
             raise ConfigError("the chat template does not show the model's words; use another one")
-        tail = self._of_the_turn(text[at + len(mark) :], mark, calls).rstrip()
+        later = self._answered(calls)
+        tail = self._of_the_turn(text[at + len(mark) :], later, mark).rstrip()
         allowed = (self._plain_end.token, *ENDS) if calls else self._controls
         token = next((token for token in allowed if token and tail.endswith(token)), "")
+        if not token and (follows := later.partition(mark)[2]).startswith(tail):
+            follows = follows[len(tail) :]
+            if follows.lstrip().startswith(
+                tuple(self._controls)
+            ):  # it ends the turn, after white space or not
+                tail += follows[: len(follows) - len(follows.lstrip())]
+            else:  # replies stand within the turn (Apertus): the tag behind the calls ends it
+                token = next(filter(tail.endswith, self._controls), "")
         return TurnEnd(mark, tail.removesuffix(token), token)
 
-    def _of_the_turn(self, tail: str, mark: str, calls: tuple[ToolCall, ...]) -> str:
+    def _answered(self, calls: tuple[ToolCall, ...]) -> str:
+        """A turn that is answered, rendered; '' where the template refuses that."""
+        replies = [Message("tool", "asyncrl", tool_call_id=call.id, name=call.name) for call in calls]
+        try:
+            return self._render([_USER, _turn(calls), *(replies or _answers(("user",)))])
+        except ConfigError:
+            return ""
+
+    def _of_the_turn(self, tail: str, later: str, mark: str) -> str:
         """What belongs to the turn, of what the template writes after the last one. Some end with more than
         the turn, asked for an opening or not: with one (Llama 3, Command R7B), or with the end of the text
         (Phi-3.5). So: what stands there too when somebody answers, up to the answer's first token."""
-        replies = [Message("tool", "asyncrl", tool_call_id=call.id, name=call.name) for call in calls]
-        try:
-            later = self._render([_USER, _turn(calls), *(replies or _answers(("user",)))])
-        except ConfigError:
-            return tail
         after = later.partition(mark)[2]
-        if after.startswith(tail):
+        if not later or after.startswith(tail):
             return tail
         both = alike(tail, after).partition(self._beginning(later))[0]
         end = max((both.rfind(token) + len(token) for token in self._controls if token in both), default=0)

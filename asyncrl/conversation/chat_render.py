@@ -189,12 +189,13 @@ def _with_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _plain(message: Message, shape: Shape) -> dict[str, Any]:
-    """The message as the template gets it. Most templates read `reasoning_content`, gpt-oss `thinking`."""
+    """The message as the template gets it. Most templates read `reasoning_content`, gpt-oss `thinking`,
+    Solar-Open `reasoning`."""
     plain = message.openai()
     if shape.bare_calls and message.tool_calls:
         plain["content"] = None
     if message.reasoning:
-        plain["thinking"] = message.reasoning
+        plain["thinking"] = plain["reasoning"] = message.reasoning
     for call in plain.get("tool_calls", ()):
         call["id"] = _call_id(call["id"], shape)
         if not shape.argument_text:

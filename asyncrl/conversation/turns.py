@@ -62,7 +62,8 @@ def read_turn(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[
     """The turn's content, calls and reasoning, up to the first of the texts `stops`. Without `tools`
     (schemas) nothing is a call."""
     text = before(rules.chat.decode(turn.ids), stops)
-    return parse_turn(rules.parse, text, tools, opening(rules, turn.context))
+    parsed = parse_turn(rules.parse, text, tools, opening(rules, turn.context))
+    return replace(parsed, content=rules.chat.content(parsed.content))
 
 
 def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[str] = ()) -> Message:
@@ -70,7 +71,7 @@ def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequen
     `stops` stays: agents put the text behind it again."""
     parsed, text = read_turn(rules, turn, tools, stops), before(rules.chat.decode(turn.ids), stops)
     if parsed.errors:
-        return Message("assistant", text)
+        return Message("assistant", rules.chat.content(text))
     if turn.stop is StopReason.TEXT and stops and not parsed.calls:
         parsed = replace(parsed, content=parsed.content + text[len(text.rstrip()) :])
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)

@@ -51,6 +51,9 @@ class FakeChat:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids[:-1] if ids and ids[-1] == END else ids))
 
+    def content(self, text: str) -> str:
+        return text
+
     def shorten(self, text: str, limit: int, where: Cut) -> str:
         return text[:limit]
 
