@@ -202,6 +202,9 @@ def warnings(config: RunConfig) -> list[str]:
         ),
         f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
         f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
+        f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
+        f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your own "
+        "(docs/parsers.md)": bool(config.rollout.tools) and not fitting and parser in parsers,
     }
     return [
         *(message for message, applies in found.items() if applies),

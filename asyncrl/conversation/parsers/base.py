@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -164,19 +165,22 @@ def assemble(
     return Parsed(content, tuple(calls), tuple(errors), reasoning)
 
 
-ReadCall = Callable[[str, int], tuple[RawCall, int]]
+ReadCall = Callable[[str, int], tuple[RawCall | list[RawCall | Malformed], int]]
 
 
-def enclosed(text: str, tags: Tags, read: ReadCall, section: Tags | None = None) -> Iterator[CallBlock]:
-    """Calls between `tags`. `read(text, at)` returns the call that begins at `at` and its end, or raises
-    Malformed. The tags of a `section` around all calls of a turn are optional: models forget them."""
-    marks = (tags.open, *(section or ()))
+def enclosed(text: str, tags: Tags, read: ReadCall, *sections: Tags) -> Iterator[CallBlock]:
+    """Calls between `tags`. `read(text, at)` returns the call that begins at `at`, or a list of them, and its
+    end, or raises Malformed. The tags of `sections` around all calls of a turn are optional: models forget
+    them."""
+    marks = (tags.open, *itertools.chain(*sections))
     at, tag = first_of(text, 0, marks)
     while tag:
         inside = at + len(tag)
         if tag == tags.open:
             block = _one_call(text, at, tags, read, marks)
-        elif section and tag == section.open and not text.startswith(tags.open, skip_space(text, inside)):
+        elif any(tag == section.open for section in sections) and not text.startswith(
+            tags.open, skip_space(text, inside)
+        ):
             end = first_of(text, inside, marks)[0]
             block = CallBlock(at, end, (Malformed(f"{tag} must be followed by {tags.open}"),))
         else:
@@ -189,9 +193,12 @@ def _one_call(text: str, at: int, tags: Tags, read: ReadCall, marks: tuple[str, 
     inside = at + len(tags.open)
     try:
         call, end = read(text, inside)
+        found = (call,) if isinstance(call, RawCall) else tuple(call)
+        if text.startswith("/>", end - 2):  # a tag that closes itself
+            return CallBlock(at, end, found)
         end = skip_space(text, end)
         if text.startswith(tags.close, end):
-            return CallBlock(at, end + len(tags.close), (call,))
+            return CallBlock(at, end + len(tags.close), found)
         error = Malformed(f"only the call belongs between {tags.open} and {tags.close}")
     except Malformed as raised:
         error = raised

@@ -6,8 +6,14 @@ from __future__ import annotations
 _MARKS: tuple[tuple[str, str | None], ...] = (
     ("start_tag => `<function`", None),  # Functionary v3.1, Llama 3.1 with tools of the user
     (">>>all", None),  # Functionary v3
-    ("<seed:tool_call>", None),
-    ("<minimax:tool_call>", None),
+    ("]<]minimax[>[", None),  # MiniMax-M3
+    ("<tool_calls>[", None),  # Apriel
+    ("<seed:tool_call>", "seed_oss"),
+    ("<minimax:tool_call>", "minimax"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<|open|>", "kimi_k3"),
     ("<|channel|>", "harmony"),
     ("<|tool_calls_section_begin|>", "kimi"),
     ("<｜tool▁call▁begin｜>", "deepseek"),

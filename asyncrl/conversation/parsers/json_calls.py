@@ -1,7 +1,8 @@
-"""Formats that write a call as one JSON object: Hermes, Llama 3, Mistral."""
+"""Formats that write calls as JSON, or nearly: Hermes, Llama 3, Mistral, Cohere, Gemma 4."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 from asyncrl.conversation.parsers.base import CallBlock, RawCall, Tags, call_format, enclosed, skip_space
 from asyncrl.conversation.parsers.values import Malformed, json_at, object_at, quote
 
-_KNOWN_KEYS = {"name", "arguments", "parameters", "id", "type"}
+_KNOWN_KEYS = {"arguments", "parameters", "id", "type", "tool_call_id"}
 
 
-def _object_call(value: Any, key: str) -> RawCall:
-    """The call that a JSON object is. Its arguments are under `key`; without it, there are none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise Malformed(f'a tool call must be an object with "name" and "{key}"')
-    name = value["name"]
-    if unknown := sorted(value.keys() - _KNOWN_KEYS):
-        raise Malformed(f'a tool call has "name" and "{key}", but {quote(name)} has {quote(unknown[0])}')
+def _object_call(value: Any, key: str, named: str = "name") -> RawCall:
+    """The call that a JSON object is. Its name is under `named`, its arguments under `key`; without it, there
+    are none."""
+    if not isinstance(value, dict) or not isinstance(value.get(named), str):
+        raise Malformed(f'a tool call must be an object with "{named}" and "{key}"')
+    name = value[named]
+    if unknown := sorted(value.keys() - {named, *_KNOWN_KEYS}):
+        raise Malformed(f'a tool call has "{named}" and "{key}", but {quote(name)} has {quote(unknown[0])}')
     arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
     if not isinstance(arguments, dict):
         raise Malformed(f'the "{key}" of {quote(name)} must be an object')
@@ -127,11 +129,62 @@ def listed_calls(text: str) -> tuple[RawCall | Malformed, ...]:
     return tuple(map(_listed_call, value))
 
 
-def _listed_call(value: Any) -> RawCall | Malformed:
+def _listed_call(value: Any, key: str = "arguments", named: str = "name") -> RawCall | Malformed:
     try:
-        return _object_call(value, "arguments")._replace(id=_own_id(value.get("id")))
+        call = _object_call(value, key, named)
     except Malformed as error:
         return error
+    return call._replace(id=_own_id(value.get("id")) or str(value.get("tool_call_id", "")))
+
+
+# -- <|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|> ---
+
+
+@call_format("cohere", think=Tags("<|START_THINKING|>", "<|END_THINKING|>"))
+def cohere(text: str) -> Iterator[CallBlock]:
+    return enclosed(text, Tags("<|START_ACTION|>", "<|END_ACTION|>"), _cohere_calls)
+
+
+def _cohere_calls(text: str, at: int) -> tuple[list[RawCall | Malformed], int]:
+    value, end = json_at(text, at)
+    if not isinstance(value, list) or not value:
+        raise Malformed('<|START_ACTION|> is followed by a list of calls with "tool_name" and "parameters"')
+    return [_listed_call(item, "parameters", "tool_name") for item in value], end
+
+
+# -- <|tool_call>call:name{key:<|"|>text<|"|>,other:[1,{a:true}]}<tool_call|> ----------------------------
+
+_GEMMA = Tags("<|tool_call>", "<tool_call|>")
+_GEMMA_NAME = re.compile(r"\s*call:([^\s{}<>]+)\s*(?=\{)")
+_GEMMA_WORD = r'[^\s:,{}\[\]<>"][^:,{}\[\]<>"]*+'
+_GEMMA_PARTS = re.compile(
+    rf'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>{_GEMMA_WORD})(?=:)|{_GEMMA_WORD}|(?P<open>[{{\[])'
+    r"|(?P<close>[}\]])|<\|tool_call>|[\s,:]++|.",
+    re.DOTALL,
+)
+
+
+@call_format("gemma4", think=Tags("<|channel>thought", "<channel|>"))
+def gemma4(text: str) -> Iterator[CallBlock]:
+    return enclosed(text, _GEMMA, _gemma_call)
+
+
+def _gemma_call(text: str, at: int) -> tuple[RawCall, int]:
+    """Texts have quotes of their own, keys none, as in JavaScript; put into JSON's, the rest is JSON."""
+    head = _GEMMA_NAME.match(text, at)
+    if not head:
+        raise Malformed(f"a call begins {_GEMMA.open}call:name{{")
+    written, depth, end = list[str](), 0, head.end()
+    for part in _GEMMA_PARTS.finditer(text, end):
+        if part[0] == _GEMMA.open:
+            break
+        end, kind = part.end(), part.lastgroup
+        quoted = part["text"] if kind == "text" else part[0].strip() if kind == "key" else None
+        written.append(part[0].replace("None", "null") if quoted is None else json.dumps(quoted))
+        depth += (kind == "open") - (kind == "close")
+        if not depth:
+            break
+    return RawCall(head[1], object_at("".join(written), 0, head[1])[0]), end
 
 
 def _own_id(value: Any) -> str:

@@ -1,12 +1,14 @@
-"""Formats that write each argument between tags, without its type: Qwen3-Coder, GLM."""
+"""Formats that write each argument between tags: Qwen3-Coder, Seed-OSS, GLM, MiniMax-M2, DeepSeek V3.2 and
+V4, Kimi K3. Each is a `TaggedCalls`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.conversation.parsers.base import (
+    THINK,
     CallBlock,
     RawCall,
     Tags,
@@ -15,75 +17,121 @@ from asyncrl.conversation.parsers.base import (
     first_of,
     skip_space,
 )
-from asyncrl.conversation.parsers.untyped import Untyped
-from asyncrl.conversation.parsers.values import Malformed, quote
+from asyncrl.conversation.parsers.untyped import NO_TEXT, Untyped, value_of
+from asyncrl.conversation.parsers.values import Malformed, object_at, quote
+
+
+class TaggedCalls(NamedTuple):
+    """How a format writes calls. `call`: the tags around one; `begins`: its beginning, for the model;
+    `head`: what follows the opening tag, with the `name`. `argument`: what precedes a value, with its `key`,
+    and `text` where the format says whether the value is text; if not, the tool's schema says it. `value`:
+    the tag that ends a value, and one that must not be in it. `sections`: optional tags around all calls."""
+
+    call: Tags
+    begins: str
+    head: re.Pattern[str]
+    argument: re.Pattern[str]
+    value: Tags
+    sections: tuple[Tags, ...] = ()
+    think: Tags = THINK
+    lines: bool = False  # a value stands on lines of its own
+    objects: bool = False  # all arguments may be written as one JSON object
+
+    def blocks(self, text: str) -> Iterator[CallBlock]:
+        return enclosed(text, self.call, self._read, *self.sections)
+
+    def _read(self, text: str, at: int) -> tuple[RawCall, int]:
+        head = self.head.match(text, at)
+        if not head:
+            raise Malformed(f"a call begins {self.begins}")
+        name, at = head["name"].strip(), head.end()
+        arguments: dict[str, Any] = {}
+        if self.objects and text.startswith("{", skip_space(text, at)):
+            arguments, at = object_at(text, at, name)
+        while pair := self.argument.match(text, skip_space(text, at)):
+            at = self._add(arguments, name, text, pair)
+        return RawCall(name, arguments), at
+
+    def _add(self, arguments: dict[str, Any], name: str, text: str, pair: re.Match[str]) -> int:
+        """Read the value after `pair` into the arguments. Returns where it ends."""
+        key = pair["key"].strip()
+        end, tag = first_of(text, pair.end(), self.value)
+        if tag != self.value.close:
+            raise Malformed(
+                f"the argument {quote(key)} of {quote(name)} was not closed with {self.value.close}"
+            )
+        value = text[pair.end() : end]
+        if not key:
+            raise Malformed(f"an argument of {quote(name)} has no name")
+        if key in arguments:
+            raise Malformed(f"the argument {quote(key)} of {quote(name)} is there twice")
+        said = pair.groupdict().get("text")
+        if said is None:
+            arguments[key] = Untyped(value.removeprefix("\n").removesuffix("\n") if self.lines else value)
+        else:
+            arguments[key] = value if said in ("true", "string") else value_of(value, NO_TEXT)
+        return end + len(tag)
+
 
 _TOOL_CALL = Tags("<tool_call>", "</tool_call>")
+_QWEN3 = TaggedCalls(
+    call=Tags("<function=", "</function>"),
+    begins="<function=name>",
+    head=re.compile(r"(?P<name>[^<>\n]*)>"),
+    argument=re.compile(r"<parameter=(?P<key>[^<>\n]*)>"),
+    value=Tags("<parameter=", "</parameter>"),
+    sections=(_TOOL_CALL,),
+    lines=True,
+)
+_ATTRIBUTE = r'name="(?P<{}>[^"<>\n]*)"\s*'
 
-
-def _value(text: str, at: int, tags: Tags, key: str, name: str) -> tuple[str, int]:
-    """The text from `at` to the closing tag, and where that ends."""
-    end, tag = first_of(text, at, tags)
-    if tag != tags.close:
-        raise Malformed(f"the argument {quote(key)} of {quote(name)} was not closed with {tags.close}")
-    return text[at:end], end + len(tag)
-
-
-def _add(arguments: dict[str, Any], name: str, key: str, value: str) -> None:
-    if not key:
-        raise Malformed(f"an argument of {quote(name)} has no name")
-    if key in arguments:
-        raise Malformed(f"the argument {quote(key)} of {quote(name)} is there twice")
-    arguments[key] = Untyped(value)
-
-
-# -- <tool_call><function=name><parameter=key>value</parameter></function></tool_call> -------------------
-
-_FUNCTION = Tags("<function=", "</function>")
-_NAME = re.compile(r"([^<>\n]*)>")
-_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
-_PARAMETER_TAGS = Tags("<parameter=", "</parameter>")
-
-
-def _qwen3_call(text: str, at: int) -> tuple[RawCall, int]:
-    head = _NAME.match(text, at)
-    if not head:
-        raise Malformed("a call begins <function=name>")
-    name, at = head[1].strip(), skip_space(text, head.end())
-    arguments: dict[str, Any] = {}
-    while parameter := _PARAMETER.match(text, at):
-        key = parameter[1].strip()
-        value, end = _value(text, parameter.end(), _PARAMETER_TAGS, key, name)
-        _add(arguments, name, key, value.removeprefix("\n").removesuffix("\n"))
-        at = skip_space(text, end)
-    return RawCall(name, arguments), at
-
-
-@call_format("qwen3_coder")
-def qwen3_coder(text: str) -> Iterator[CallBlock]:
-    return enclosed(text, _FUNCTION, _qwen3_call, _TOOL_CALL)
-
-
-# -- <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> -----------------------
-
-_GLM_NAME = re.compile(r"\s*([^\s<>]+)\s*")
-_ARGUMENT = Tags("<arg_value>", "</arg_value>")
-_GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
-
-
-def _glm_call(text: str, at: int) -> tuple[RawCall, int]:
-    head = _GLM_NAME.match(text, at)
-    if not head:
-        raise Malformed("a call begins <tool_call>name")
-    at = head.end()
-    arguments: dict[str, Any] = {}
-    while pair := _GLM_KEY.match(text, at):
-        value, end = _value(text, pair.end(), _ARGUMENT, pair[1], head[1])
-        _add(arguments, head[1], pair[1].strip(), value)
-        at = skip_space(text, end)
-    return RawCall(head[1], arguments), at
-
-
-@call_format("glm")
-def glm(text: str) -> Iterator[CallBlock]:
-    return enclosed(text, _TOOL_CALL, _glm_call)
+FORMATS = {
+    "qwen3_coder": _QWEN3,
+    "seed_oss": _QWEN3._replace(
+        sections=(Tags("<seed:tool_call>", "</seed:tool_call>"),),
+        think=Tags("<seed:think>", "</seed:think>"),
+        lines=False,
+    ),
+    "glm": TaggedCalls(
+        call=_TOOL_CALL,
+        begins="<tool_call>name",
+        head=re.compile(r"\s*(?P<name>[^\s<>]+)"),
+        argument=re.compile(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"),
+        value=Tags("<arg_value>", "</arg_value>"),
+    ),
+    "minimax": TaggedCalls(
+        call=Tags("<invoke ", "</invoke>"),
+        begins='<invoke name="name">',
+        head=re.compile(_ATTRIBUTE.format("name") + ">"),
+        argument=re.compile(f"<parameter {_ATTRIBUTE.format('key')}>"),
+        value=Tags("<parameter name=", "</parameter>"),
+        sections=(Tags("<minimax:tool_call>", "</minimax:tool_call>"),),
+    ),
+    "deepseek_v32": TaggedCalls(
+        call=Tags("<｜DSML｜invoke ", "</｜DSML｜invoke>"),
+        begins='<｜DSML｜invoke name="name">',
+        head=re.compile(_ATTRIBUTE.format("name") + "/?>"),
+        argument=re.compile(
+            rf'<｜DSML｜parameter {_ATTRIBUTE.format("key")}(?:string="(?P<text>true|false)"\s*)?>'
+        ),
+        value=Tags("<｜DSML｜parameter ", "</｜DSML｜parameter>"),
+        sections=tuple(
+            Tags(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>")
+            for section in ("function_calls", "tool_calls")
+        ),
+        objects=True,
+    ),
+    "kimi_k3": TaggedCalls(
+        call=Tags("<|open|>call ", "<|close|>call<|sep|>"),
+        begins='<|open|>call tool="name" index="1"<|sep|>',
+        head=re.compile(r'tool="(?P<name>[^"<>\n]*)"(?: index="\d+")?\s*<\|sep\|>'),
+        argument=re.compile(
+            r'<\|open\|>argument key="(?P<key>[^"<>\n]*)"(?: type="(?P<text>\w+)")?\s*<\|sep\|>'
+        ),
+        value=Tags("<|open|>argument ", "<|close|>argument<|sep|>"),
+        sections=(Tags("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),),
+        think=Tags("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ),
+}
+for _name, _format in FORMATS.items():
+    call_format(_name, _format.think)(_format.blocks)

@@ -27,6 +27,7 @@ _KINDS: dict[type, str] = {
     type(None): "null",
 }
 ANY: Kinds = frozenset(_KINDS.values())
+NO_TEXT = ANY - {"string"}
 # Types that JSON Schema has not, as functions of Python and other languages are described.
 _ALIASES = {
     "str": "string",

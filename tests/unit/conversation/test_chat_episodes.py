@@ -42,6 +42,7 @@ PARSERS = {
     "qwen2.5": "hermes",
     "qwen3": "hermes",
     "llama3.1": "llama3",
+    "command-r7b": "cohere",
     "glm4.5": "glm",
     "deepseek-v3": "deepseek",
     "deepseek-v3-0324": "deepseek",
@@ -129,7 +130,8 @@ def test_tool_replies_begin_rows_where_the_template_rewrites(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("qwen2.5", 1), ("deepseek-v3-0324", 1), ("qwen3", 2), ("gpt-oss", 2)]
+    ("name", "rows"),
+    [("qwen2.5", 1), ("deepseek-v3-0324", 1), ("command-r7b", 1), ("qwen3", 2), ("gpt-oss", 2)],
 )
 def test_a_user_begins_a_row_where_old_reasoning_is_dropped(name: str, rows: int) -> None:
     rules = rules_of(name, environment=True, history="fork")

@@ -137,6 +137,10 @@ TAGS = [
         '{"name": "f", "arguments": {}}',
         '{"name": "f", "parameters": {"a": "',
     ),
+    *("<|START_ACTION|>", "<|END_ACTION|>", '{"tool_name": "f"}', "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("call:f{", "a:", '<invoke name="f">', "</invoke>", '<parameter name="a">', "<seed:tool_call>"),
+    *('<｜DSML｜invoke name="f"', "</｜DSML｜invoke>", '<｜DSML｜parameter name="a" string="false">', "/>"),
+    *('<|open|>call tool="f"<|sep|>', '<|open|>argument key="a"<|sep|>', "<|close|>call<|sep|>"),
     *("[", "]", "{", "}", "(", ")", '"', "'", "\\", ";", ",", "=", "f", "a", "1", " ", "\n", "-", "<"),
     *("NaN", "1e999", "\ud800", "☃", "\0"),
 ]
@@ -189,6 +193,12 @@ def test_any_text_is_read_without_raising(name: str, data: st.DataObject) -> Non
 
 GARBAGE = ["", "{", "[", '{"a":', '["', "(", "<", '\\"', "[[1,", " ", "\n", "-", '"x', "f(a="]
 OPENERS = {
+    "cohere": ["<|START_ACTION|>"],
+    "deepseek_v32": ['<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">', "<｜DSML｜tool_calls>"],
+    "gemma4": ["<|tool_call>call:f{", '<|tool_call>call:f{a:<|"|>', "<|tool_call>call:f{a"],
+    "kimi_k3": ['<|open|>call tool="f"<|sep|><|open|>argument key="a"<|sep|>', "<|open|>tools<|sep|>"],
+    "minimax": ['<invoke name="f"><parameter name="a">', "<minimax:tool_call>"],
+    "seed_oss": ["<function=f><parameter=a>", "<seed:tool_call>"],
     "deepseek": ["<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>"],
     "glm": ["<tool_call>f"],
     "harmony": ["<|channel|>commentary to=functions.f<|message|>", "<|message|>"],

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.parsers import Parsed, detect, parsers
 from asyncrl.types import Message, ToolCall
-from tests.fakes.families import FAMILIES, TEMPLATES
+from tests.fakes.families import FAMILIES, TEMPLATES, tokenizer_of
 
-SILENT = {"gemma3", "llama3", "phi3.5", "command-r7b"}  # templates without tools, or in a format of their own
+SILENT = {"gemma3", "llama3", "phi3.5"}  # templates without tools
 CALLING = sorted(FAMILIES.keys() - SILENT)
 CALLS = (
     ToolCall("weather", '{"city": "Ulm", "days": 2}', "abcdefgh1"),
@@ -34,7 +35,8 @@ def test_a_family_is_understood(name: str, count: int) -> None:
     parser = detect(template(name))
     assert parser
     read = parsers.get(parser)(family.writes(Message("assistant", content, calls, reasoning=reasoning)))
-    assert (read.content, read.reasoning, read.errors) == (content, reasoning, ())
+    said = Chat(tokenizer_of(name)).content(read.content)
+    assert (said, read.reasoning, read.errors) == (content, reasoning, ())
     assert [(call.name, call.arguments) for call in read.calls] == [(c.name, c.arguments) for c in calls]
 
 
@@ -55,7 +57,13 @@ start_tag => `<function`
         (LFM2, "pythonic"),
         (FUNCTIONARY_31, None),
         ("{{ '>>>all\\n' + message['content'] }}<|python_tag|>", None),
-        ("<seed:tool_call>\\n<function=f>\\n<parameter=a>1</parameter>", None),
+        ("<seed:tool_call>\\n<function=f>\\n<parameter=a>1</parameter>", "seed_oss"),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}", "minimax"),
+        ("{%- set ns_token = ']<]minimax[>[' -%}{%- set begin = ns_token ~ '<tool_call>' -%}", None),
+        ("{%- set dsml_token = '｜DSML｜' -%}<｜tool▁call▁begin｜>", "deepseek_v32"),
+        ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
+        ("{{- '<|open|>' + tag -}}{{- '<|sep|>' -}}", "kimi_k3"),
+        ("<tool_call></tool_call> XML tags\\n<tool_calls>[{{ call }}]</tool_calls>", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
         (template("gemma3"), None),
         ("", None),

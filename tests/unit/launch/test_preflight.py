@@ -219,6 +219,19 @@ def test_a_parser_that_does_not_fit_the_template_is_worth_a_warning(tmp_path: Pa
     assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
 
 
+@pytest.mark.parametrize("template", ["{{ messages }}", "{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>"])
+def test_a_template_that_shows_no_calls_is_worth_a_warning_where_there_are_tools(
+    tmp_path: Path, template: str
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    model, calling = {"path": str(tmp_path)}, {"slots": 1, "tools": ["calculator"]}
+    (line,) = preflight.warnings(config(tmp_path, model=model, rollout=calling))
+    assert "rollout.parser is hermes" in line and "gemma4, glm, harmony, hermes, kimi" in line
+    assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
+    own = preflight.warnings(config(tmp_path, model=model, rollout=calling | {"parser": "my.py:read"}))
+    assert own == []
+
+
 def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
