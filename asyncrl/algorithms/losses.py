@@ -28,7 +28,8 @@ class LossInput:
 
     `prox` is log prox; with one optimizer step per batch it is `logp` without gradient. `row` is the episode
     each token belongs to, for losses over sequences; these count `fresh` tokens only (all log-probs are
-    finite, and `logp`, `prox` and `mu` equal elsewhere). `reference`: log-probs of the reference policy;
+    finite, and `logp`, `prox` and `mu` equal elsewhere). `turn`: which turn of its episode wrote it, from 0;
+    `lag`: step being trained minus version that sampled it. `reference`: log-probs of the reference policy;
     `prepared`: what the loss's own `prepare` gave each token; None where the loss declares neither.
     """
 
@@ -37,6 +38,8 @@ class LossInput:
     mu: Tensor
     advantage: Tensor
     row: Tensor
+    turn: Tensor
+    lag: Tensor
     fresh: Tensor
     correction: Correction
     reference: Tensor | None = None

@@ -112,11 +112,11 @@ def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: floa
     mu, logp = torch.where(sampled, micro.mu, prox), torch.where(fresh, scores.logp, prox)
     reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
     assert micro.advantage is not None
-    advantage, episode, current = micro.advantage, micro.episode, logp.detach() - mu
+    advantage, of, current = micro.advantage, (micro.episode, micro.turn), logp.detach() - mu
     log_ratio = prox - mu if recipe.loss.ratio == "prox" else current
-    seen = CorrectionInput(log_ratio, current, advantage, episode, micro.turn, fresh)
-    correction = correct(recipe.rules, seen)
-    return LossInput(logp, prox, mu, advantage, episode, fresh, correction, reference, micro.prepared)
+    correction = correct(recipe.rules, CorrectionInput(log_ratio, current, advantage, *of, fresh))
+    models = (reference, micro.prepared)
+    return LossInput(logp, prox, mu, advantage, *of, micro.lag, fresh, correction, *models)
 
 
 def with_own_ratio(correction: Correction, token: TokenLoss) -> Correction:

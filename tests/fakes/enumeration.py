@@ -155,7 +155,7 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
     if any(rule.kind == "scale" for rule in rules):
         correction = _scaled(correction, live)
     reference = spread(token_logp(language, REFERENCE))
-    given = LossInput(logp, prox, mu, advantage, row, fresh, correction, reference)
+    given = LossInput(logp, prox, mu, advantage, row, turn, turn * 0, fresh, correction, reference)
     return given if loss.prepare is None else _prepared(given, loss, live, language)
 
 

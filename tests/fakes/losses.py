@@ -38,6 +38,8 @@ def loss_input(
     return LossInput(
         logp=real(logp, dtype).requires_grad_(),
         row=torch.tensor([0] * count if row is None else list(row)),
+        turn=torch.zeros(count, dtype=torch.long),
+        lag=torch.zeros(count, dtype=torch.long),
         fresh=torch.tensor([True] * count if fresh is None else fresh),
         correction=Correction(known, torch.ones_like(known), nowhere, nowhere),
         **{name: real(values, dtype) for name, values in named.items()},

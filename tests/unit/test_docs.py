@@ -29,9 +29,18 @@ def defined(path: Path) -> set[str]:
     return found
 
 
-def test_files_and_names_of_the_map_exist() -> None:
+RECIPES = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_there_is_a_recipe_for_all_that_is_added() -> None:
+    added = re.findall(r"^- \*\*(.*?)\*\*:", RECIPES, re.M)
+    assert {"A message", "A transport of weights", "A metric", "A configuration key"} <= set(added)
+
+
+@pytest.mark.parametrize("text", [MAP, RECIPES], ids=["map", "recipes"])
+def test_files_and_names_of_the_map_exist(text: str) -> None:
     missing = []
-    for path, name in NAMED.findall(MAP):
+    for path, name in NAMED.findall(text):
         bases = [base for base in (ROOT / "asyncrl", ROOT) if (base / path).exists()]
         if not bases or (name and name not in defined(bases[0] / path)):
             missing.append(f"{path}: {name}")

@@ -174,6 +174,8 @@ def test_losses(name: str) -> None:
             mu=column(2),
             advantage=column(3),
             row=torch.arange(len(TOKENS)),
+            turn=torch.zeros(len(TOKENS), dtype=torch.long),
+            lag=torch.zeros(len(TOKENS), dtype=torch.long),
             fresh=fresh,
             correction=Correction(weight, column(1) - column(2), ~fresh, ~fresh),
             prepared=prepared,

@@ -14,7 +14,7 @@ from asyncrl.algorithms.diagnostics import metrics_of, token_sums
 from asyncrl.algorithms.recipe import Recipe, compose
 from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.batch import MicroBatch, collate
-from asyncrl.trainer.objective import Evaluated, evaluate, proximal
+from asyncrl.trainer.objective import Evaluated, evaluate, loss_input, proximal
 from asyncrl.trainer.scores import Scores
 
 MU, DRIFT = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64), 0.3
@@ -104,6 +104,14 @@ def evaluated(
     scores = Scores(logp, torch.zeros_like(mu))
     found = evaluate(micro, scores, None, config, compose(config), 1.0, progress)
     return found, torch.autograd.grad(found.loss, logp)[0].tolist()
+
+
+def test_a_loss_sees_which_turn_wrote_a_token_and_how_old_its_version_is() -> None:
+    each = torch.ones(3, dtype=torch.bool)
+    turns = {"turn": torch.tensor([0, 1, 1]), "episode": torch.zeros(3, dtype=torch.long)}
+    batch = dataclasses.replace(micro([0, 2, 1]), fresh=each, advantage=torch.ones(3), **turns)
+    given = loss_input(batch, Scores(MU, 0 * MU), recipe(loss="reinforce", epochs=1), 0.0)
+    assert given.lag.tolist() == [0, 2, 1] and given.turn.tolist() == [0, 1, 1]
 
 
 SYNC, EPOCHS = {"max_staleness": 0}, {"loss": "ppo", "epochs": 2}
