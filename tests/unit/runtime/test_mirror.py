@@ -6,6 +6,7 @@ import asyncio
 import os
 import queue
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -93,8 +94,7 @@ class Machines:
         for mirror in self._mirrors:
             mirror.close()
             if mirror._directory is not None:
-                for ref in disk.published(mirror._directory):
-                    disk.delete(ref)
+                shutil.rmtree(mirror._directory.parent, ignore_errors=True)  # as the launcher does, in the end
         self.root.close()
         self._gate.close()
 
