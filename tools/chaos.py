@@ -51,7 +51,7 @@ EACH_ONCE: list[Together] = [
     [("slow", ""), ("full-disk", "")],
     [("duplicated", ""), ("read-only", "")],
     [("corrupted", ""), ("kill", "rollout"), ("segment-damaged", "coordinator")],
-    [("weights-gone", ""), ("cut", ""), ("second-launcher", "")],
+    [("weights-gone", ""), ("cut", ""), ("segment-cut", ""), ("second-launcher", "")],
     [("weights-damaged", "rollout"), ("checkpoint-damaged", "trainer")],
     [("launcher", "")],
 ]

@@ -49,7 +49,8 @@ class SegmentWriter:
         try:
             if self._file < 0 or self._offset >= self.segment_bytes:
                 self._roll()
-            written = os.write(self._file, record)
+            # At its own offset, not at the file's end: one that somebody cuts short loses no later record.
+            written = os.pwrite(self._file, record, self._offset)
             if written != len(record):
                 os.ftruncate(self._file, self._offset)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -73,7 +74,7 @@ class SegmentWriter:
         self.sync()
         self.close()
         self._segment, self._offset = self.newest + 1, 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._file = os.open(segment_path(self.directory, self._segment), flags, 0o644)
         fsync(self.directory)  # the file's name survives a power cut, too
 

@@ -183,6 +183,14 @@ def segment_damaged(target: Target, victim: str) -> Iterator[None]:
 
 
 @contextmanager
+def segment_cut(target: Target, victim: str) -> Iterator[None]:
+    """The payloads that are being written lose their last 4 KiB; the coordinator goes on writing."""
+    newest = max((target.run / "segments").iterdir())
+    os.truncate(newest, max(0, newest.stat().st_size - 4096))
+    yield
+
+
+@contextmanager
 def hang(target: Target, victim: str) -> Iterator[None]:
     """Workers answer, and no episode ends: the reward hangs until its deadline."""
     target.flag.touch()
@@ -221,5 +229,6 @@ FAULTS = {
     "weights-damaged": Fault(weights_damaged, victims=("rollout",)),
     "checkpoint-damaged": Fault(checkpoint_damaged, victims=("trainer",)),
     "segment-damaged": Fault(segment_damaged, victims=("coordinator",)),
+    "segment-cut": Fault(segment_cut),
     "hang": Fault(hang, leases=1.5),
 }

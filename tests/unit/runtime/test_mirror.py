@@ -94,7 +94,9 @@ class Machines:
         for mirror in self._mirrors:
             mirror.close()
             if mirror._directory is not None:
-                shutil.rmtree(mirror._directory.parent, ignore_errors=True)  # as the launcher does, in the end
+                shutil.rmtree(
+                    mirror._directory.parent, ignore_errors=True
+                )  # as the launcher does, in the end
         self.root.close()
         self._gate.close()
 

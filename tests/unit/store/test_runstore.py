@@ -187,8 +187,8 @@ def test_a_locked_store_is_written_when_the_lock_is_gone(tmp_path: Path) -> None
 def test_a_full_disk_is_written_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RunStore(tmp_path)
     writes(store)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:5], at))
     with pytest.raises(StorePaused, match="free disk space"):
         store.commit()
     monkeypatch.undo()

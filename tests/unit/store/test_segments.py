@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.store.schema import StoreError
-from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter
+from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, segment_path
 
 
 def test_records_come_back_and_survive_reopening(tmp_path: Path) -> None:
@@ -70,10 +70,22 @@ def test_a_full_disk_is_an_error_and_leaves_no_torn_record(
     segments = SegmentWriter(tmp_path)
     reader = SegmentReader(tmp_path)
     before = segments.append(b"before")
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))  # the disk fills up half-way
+    write = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda file, data, at: write(file, data[:5], at)
+    )  # it fills up half-way
     with pytest.raises(StoreError, match="free disk space"):
         segments.append(b"too much")
     monkeypatch.undo()
     after = segments.append(b"after")
     assert reader.read(before) == b"before" and reader.read(after) == b"after"
+
+
+def test_a_file_that_is_cut_short_while_it_is_written_loses_no_later_record(tmp_path: Path) -> None:
+    segments, reader = SegmentWriter(tmp_path), SegmentReader(tmp_path)
+    first, second = segments.append(b"first"), segments.append(b"second")
+    os.truncate(segment_path(tmp_path, first.segment), second.offset + 3)
+    third = segments.append(b"third")
+    assert reader.read(first) == b"first" and reader.read(third) == b"third"
+    with pytest.raises(StoreError, match=f"damaged record at {second.offset}"):
+        reader.read(second)
