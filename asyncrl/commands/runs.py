@@ -1,4 +1,5 @@
-"""`asyncrl runs list | show | transcripts`: the runs in a directory, the summary and the episodes of one."""
+"""`asyncrl runs list | show | transcripts | restore`: the runs in a directory; summary and episodes of one;
+its damaged run.db made anew."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from asyncrl.values import printable
 
 def main(argv: list[str]) -> int:
     """Parse the arguments and run the action."""
-    parser = command_parser("runs", "List runs, or show the summary or the transcripts of one.")
-    parser.add_argument("action", choices=("list", "show", "transcripts"))
+    parser = command_parser(
+        "runs", "List runs, show the summary or the transcripts of one, or restore its run.db."
+    )
+    parser.add_argument("action", choices=("list", "show", "transcripts", "restore"))
     parser.add_argument("name", nargs="?", default="", help="run to show; the newest one by default")
     parser.add_argument(
         "--of", choices=("validation", "training"), default="validation", help="which transcripts"
@@ -24,7 +27,21 @@ def main(argv: list[str]) -> int:
         return list_runs(options.run_dir)
     if options.action == "transcripts":
         return transcripts(find_run(options.run_dir, options.name), options.of, options.step)
+    if options.action == "restore":
+        return restore(options.run_dir, options.name)
     return show(options.run_dir, options.name)
+
+
+def restore(directory: Path, name: str) -> int:
+    """Make run.db anew from the newest good copy."""
+    from asyncrl.launch.run_directory import lock
+    from asyncrl.store import copies
+
+    if not name:
+        raise ConfigError("runs restore: name the run")
+    with lock(run_dir := find_run(directory, name), "run_dir"):
+        print(*copies.restore(run_dir), "resume=auto goes on from here", sep="\n")
+    return 0
 
 
 def list_runs(directory: Path) -> int:

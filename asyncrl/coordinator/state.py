@@ -171,6 +171,7 @@ class RunState:
                 self.store.release_frames(episode.uid)
         self.store.commit()
         self.outbox.flush()
+        self.store.copies.take(self.buffer.counts())
 
     def payloads(self, episode: EpisodeRecord) -> list[bytes]:
         """Of its turns, without the replies to them; [] where one cannot be read. They were checked when they

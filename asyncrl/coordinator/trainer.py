@@ -251,6 +251,7 @@ class TrainerHandler:
         kept = sorted({*state.store.read.checkpoints(), message.step})[-keep:]
         self._covered = max(self._covered, kept[0] if len(kept) == keep else 0)
         state.store.put_meta("to_forget", str(self._covered))
+        state.store.copies.due = True
         state.store.sync()
         state.liveness.progress(now)
 

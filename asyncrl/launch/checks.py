@@ -119,7 +119,7 @@ def _weights(inputs: Inputs) -> Iterator[Note]:
 
 
 def _checkpoints(inputs: Inputs) -> Iterator[Note]:
-    preflight.check_checkpoint_directory(inputs.config)
+    yield from map(warning, filter(None, [preflight.check_checkpoint_directory(inputs.config)]))
     yield ok(inputs.config.checkpoint.directory or "in the run directory")
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from asyncrl.config import CheckpointConfig, RunConfig
@@ -130,18 +130,29 @@ def check_weights_directory(config: RunConfig) -> str:
     return f"{where}, at most {sized(needed)} at once"
 
 
-def check_checkpoint_directory(config: RunConfig) -> None:
-    """Checkpoints can be written to a directory; what is elsewhere the trainer finds out."""
+def check_checkpoint_directory(config: RunConfig) -> str:
+    """Checkpoints can be written to a directory; what is elsewhere the trainer finds out. Those that a resume
+    needs are there. Returns a warning where it can do without."""
     from asyncrl.store.checkpoints import checkpoints_of
+    from asyncrl.store.reader import RunReader
 
-    place = checkpoints_of(config, run_directory(config))
+    place, database = checkpoints_of(config, run_directory(config)), run_directory(config) / DATABASE
     if place.local and config.checkpoint.directory:
         creatable(Path(place.root), "checkpoint.directory")
-    if config.checkpoint.directory and not (run_directory(config) / DATABASE).exists() and place.steps():
+    if database.exists() and database.stat().st_size:
+        with closing(RunReader.open(run_directory(config))) as reader:
+            known, first = reader.checkpoints(), reader.covered
+        if known and max(place.steps(), default=-1) < first:
+            gone = f"{place.root}: the run's checkpoints, up to step {known[-1]}, are gone"
+            if first:
+                raise ConfigError(f"{gone}; put them back, or begin a new run with another name=…")
+            return f"{gone}: all steps are repeated from their plans"
+    elif config.checkpoint.directory and place.steps():
         raise ConfigError(
             f"checkpoint.directory: {place.root} holds checkpoints of a run of this name, of which there is "
             f"nothing in {run_directory(config)}; choose another name=…, or restore that directory"
         )
+    return ""
 
 
 def outside_weights(config: RunConfig) -> list[Path]:

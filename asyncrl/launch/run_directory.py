@@ -186,12 +186,12 @@ def locked(config: RunConfig) -> Iterator[None]:
     run_dir = run_directory(config)
     with ExitStack() as held:
         with _writable(run_dir):
-            held.enter_context(_lock(run_dir, "run_dir"))
+            held.enter_context(lock(run_dir, "run_dir"))
         where = config.checkpoint.directory
         elsewhere = Path(where, config.name)
         if where and "://" not in where and elsewhere.resolve() != run_dir.resolve():
             with suppress(OSError):  # it may be writable later
-                held.enter_context(_lock(elsewhere, "checkpoint.directory"))
+                held.enter_context(lock(elsewhere, "checkpoint.directory"))
         try:
             with _writable(run_dir):
                 for name in ("summary.json", "status.json"):
@@ -229,7 +229,7 @@ def _taken(file: IO[str], after: float = 0.0) -> bool:
 
 
 @contextmanager
-def _lock(directory: Path, key: str) -> Iterator[None]:
+def lock(directory: Path, key: str) -> Iterator[None]:
     """Makes the directory, too. `key`: by which it was chosen, beside the run's name."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:

@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.store.schema import DATABASE, StoreError, open_to_read
+from asyncrl.store.schema import DATABASE, StoreError, damage, open_to_read
 from asyncrl.store.segments import FramePlace, SegmentReader
 from asyncrl.types import NO_VERSION, PolicyVersion
 
@@ -111,10 +111,14 @@ class RunReader:
         """Of one of these."""
         return self._one(Batch, "plan of batch", "SELECT record FROM plans WHERE step=?", step)
 
+    @property
+    def covered(self) -> int:
+        """Batches of which a resume needs no plan: it begins at a checkpoint of this step, or a later one."""
+        return int(self.meta(COVERED_TO, "0"))
+
     def plans(self) -> list[Batch]:
         """Those that no retained checkpoint covers, oldest first."""
-        first = int(self.meta(COVERED_TO, "0"))
-        return self._records(Batch, "SELECT record FROM plans WHERE step>=? ORDER BY step", first)
+        return self._records(Batch, "SELECT record FROM plans WHERE step>=? ORDER BY step", self.covered)
 
     def trained_in_plans(self) -> int:
         """Trajectories in committed batches, from the plans still kept plus the count of those forgotten.
@@ -220,7 +224,7 @@ class RunReader:
         try:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise StoreError(f"{DATABASE}: {error}") from error
+            raise damage(Path(DATABASE), error) from error
 
 
 def meta_of(run_dir: Path, key: str) -> str:

@@ -16,6 +16,7 @@ import msgspec
 
 from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord
+from asyncrl.store.copies import Copies
 from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
 from asyncrl.store.retention import prune
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
@@ -54,6 +55,7 @@ class RunStore:
         self._sync_due = False
         self.pruning = False  # there may be more to forget: each commit forgets some
         self.read = RunReader(self._db, self._written, self._frames)
+        self.copies = Copies(run_dir)
 
     def _stored_epoch(self) -> int:
         return int(self.read.meta("coordinator_epoch", "0"))
@@ -169,8 +171,8 @@ class RunStore:
                 rows = [(*key, *self._places[key], key[0] in self._released) for key in self._frames]
                 self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
                 if self.pruning:
-                    covered = int(self.read.meta(COVERED_TO, "0"))
-                    oldest = prune(self._db, self._written, self._segments.newest, self._keep_bytes, covered)
+                    newest, covered = self._segments.newest, self.read.covered
+                    oldest = prune(self._db, self._written, newest, self._keep_bytes, covered)
             self._clear()
         if self._sync_due or oldest is not None:
             self._fsync_index()
@@ -198,6 +200,8 @@ class RunStore:
         fsync(self._run_dir)
 
     def _shorten_log(self) -> None:
+        if self.copies.busy:  # it reads what was committed when it began
+            return
         try:
             (busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.Error as error:
@@ -219,5 +223,6 @@ class RunStore:
 
     def close(self) -> None:
         """Close the files. What is not committed is lost."""
+        self.copies.wait()
         self.read.close()
         self._segments.close()

@@ -37,13 +37,15 @@ CREATE TABLE versions(
     PRIMARY KEY(epoch, step)) WITHOUT ROWID;
 CREATE TABLE held_out(uid TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 """
-
+TABLES += f"PRAGMA user_version={SCHEMA_VERSION};"
 
 NEXT_OWNER = "INSERT INTO meta VALUES('coordinator_epoch', '1') ON CONFLICT(key) DO UPDATE SET value=value+1"
 
 OPEN_DEADLINE = 60.0  # seconds that opening waits for a store that is locked or full
 RETRY = 0.25  # seconds between two of its tries
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
+LOOK = 2.0  # seconds in which damage is looked for before a start
+RESTORE = "; asyncrl runs restore NAME makes it anew from a copy (docs/reliability.md)"
 
 # May pass: a lock of another process; a full disk or quota.
 _PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
@@ -69,9 +71,15 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
         passing, full = code in _PASSING, code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
     if not passing:
-        return StoreError(f"{path}: {error}")
+        return damage(path, error)
     what = "free disk space" if full else "end the process that locks it (lsof run.db), or let it finish"
     return StorePaused(f"{path}: {error}; the run waits until it can write: {what}")
+
+
+def damage(path: Path, error: sqlite3.Error | OSError) -> StoreError:
+    """Of an error that does not pass."""
+    broken = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return StoreError(f"{path}: {error}{RESTORE if broken else ''}")
 
 
 def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
@@ -95,7 +103,7 @@ def _owned(path: Path) -> tuple[sqlite3.Connection, int]:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            db.executescript(f"BEGIN; {TABLES} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+            db.executescript(f"BEGIN; {TABLES} COMMIT;")
         _check(db, path)
         db.execute(NEXT_OWNER)
         (owner,) = db.execute("SELECT value FROM meta WHERE key='coordinator_epoch'").fetchone()
@@ -112,16 +120,26 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
         _check(db, path)
     except sqlite3.Error as error:
-        raise StoreError(f"{path}: {error}") from error
+        raise damage(path, error) from error
     return db
 
 
 def check_schema(run_dir: Path) -> None:
-    """ConfigError when the run in a directory, if there is one, cannot be continued by this version."""
-    path = run_dir / DATABASE
-    if path.exists() and path.stat().st_size:  # empty: its first coordinator ended before it made the tables
-        with closing(open_to_read(run_dir)):
-            pass
+    """ConfigError when the run in a directory, if there is one, cannot be continued by this version, or its
+    database is gone, or damaged, as far as LOOK seconds show that."""
+    path, until = run_dir / DATABASE, time.monotonic() + LOOK
+    if not path.exists() or not path.stat().st_size:
+        if (run_dir / "segments").exists():  # else its first coordinator ended before it made the tables
+            raise ConfigError(f"{path}: is gone{RESTORE}")
+        return
+    with closing(open_to_read(run_dir)) as db:
+        db.set_progress_handler(lambda: time.monotonic() > until, 10_000)
+        try:
+            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.Error as error:
+            found = "ok" if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT else str(error)
+    if found != "ok":
+        raise ConfigError(f"{path}: is damaged ({' '.join(found.split())}){RESTORE}")
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:

@@ -42,7 +42,7 @@ class DurableFiles:
     def recorded(self) -> Iterator[None]:
         """SQLite fsyncs the database by itself: at the latest with our fsync of its log, and before it
         cuts the log off."""
-        fsync, compact = os.fsync, RunStore._shorten_log
+        fsync, compact, rename = os.fsync, RunStore._shorten_log, os.rename
 
         def noting(descriptor: int) -> None:
             fsync(descriptor)
@@ -51,12 +51,20 @@ class DurableFiles:
                 self._note(path)
                 self._note(path.with_name(path.name.removesuffix("-wal")))
 
+        def renaming(old: Path, new: Path) -> None:
+            """A directory of copies, whose files were fsynced before."""
+            rename(old, new)
+            for path in new.iterdir():
+                self._note(path)
+            self._note(new)
+
         def compacting(store: RunStore) -> None:
             compact(store)
             self._note(store._run_dir / DATABASE)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", noting)
+            patch.setattr(os, "rename", renaming)
             patch.setattr(RunStore, "_shorten_log", compacting)
             yield
 

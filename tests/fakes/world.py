@@ -21,6 +21,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import loop, reporting, state
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.store import checkpoints, retention, runstore, schema, segments
+from asyncrl.store.copies import restore
 from asyncrl.store.schema import StorePaused, SupersededError
 from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd
@@ -63,6 +64,15 @@ class PlayedHub:
     def close(self) -> None: ...
 
 
+def damage(database: Path) -> None:
+    """Its middle is overwritten; what is in its log is gone, too."""
+    size = database.stat().st_size
+    with database.open("r+b") as file:
+        file.seek(size // 4)
+        file.write(b"\xff" * (size // 2))
+    database.with_name(f"{database.name}-wal").unlink(missing_ok=True)
+
+
 class World:
     """One run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
 
@@ -76,7 +86,7 @@ class World:
         self.crash_in: int | None = None  # calls of `point` until the coordinator ends
         self.full_until = 0.0  # the disk is full, or the store is locked
         self.arriving: tuple[Mail, Mail] = defaultdict(deque), defaultdict(deque)  # control, bulk
-        self.launches = self.starts = self.spikes = 0
+        self.launches = self.starts = self.spikes = self.restored = 0
         self.asleep_until = 0.0  # the coordinator, stopped
         self.power_goes = False  # with the coordinator's end
         self.zombie: Coordinator | None = None  # stopped, replaced, and to go on
@@ -246,6 +256,20 @@ class World:
         self.now += 10.0
         self.launch()
 
+    def restore_store(self) -> None:
+        """All processes end, run.db is damaged in its middle, and made anew from a copy."""
+        state, copies = self.coordinator.state, sorted((self.run_dir / "copies").iterdir())
+        self._forget(self.coordinator)
+        damage(self.run_dir / "run.db")
+        if len(copies) > 1 and self.dice.random() < 0.3:
+            damage(copies[-1] / "run.db")
+        self.log += restore(self.run_dir)
+        self.restored += 1
+        self.now += 10.0
+        self.launch()
+        now = self.coordinator.state
+        assert now.coordinator_epoch > state.coordinator_epoch and now.trainer_epoch > state.trainer_epoch
+
     def _forget(self, coordinator: Coordinator) -> None:
         """SQLite copies its log into the database when the last connection closes: not after a kill -9."""
         left = {path: path.read_bytes() for path in self.run_dir.glob("run.db*") if path.suffix != ".db-shm"}
@@ -287,6 +311,7 @@ class World:
             return
         try:
             self.coordinator.turn(self.now)
+            self.coordinator.state.store.copies.wait()
         except Crash:
             self._ended()
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.cli import main
+from tests.fakes.world import damage
 from tests.integration.runs import ROOT, Run
 from tools.faults.audit import manifests, trained_uids
 
@@ -197,10 +199,10 @@ def test_an_interrupted_or_killed_run_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("index", ["on the disk", "lost"])
+@pytest.mark.parametrize("index", ["on the disk", "lost", "damaged"])
 def test_a_power_cut_resumes(tmp_path: Path, index: str) -> None:
     """Half of the newest segment is left. The index knows all payloads, or it has lost everything since some
-    moment before, and with it a checkpoint that is in place."""
+    moment before, and with it a checkpoint that is in place; or it is damaged, and made anew from a copy."""
     snapshot = tmp_path / "snapshot.db"
     with Run(tmp_path, "total_steps=9", "data.test=''") as run:
         database = run.path / "run.db"
@@ -223,13 +225,20 @@ def test_a_power_cut_resumes(tmp_path: Path, index: str) -> None:
         for path in run.path.glob("run.db*"):
             path.unlink()
         snapshot.rename(database)
+    if index == "damaged":
+        damage(database)
+        with Run(tmp_path, "total_steps=9", "data.test=''", "resume=must") as refused:
+            assert refused.wait() == 2 and "is damaged" in refused.text(), refused.text()
+            assert "asyncrl runs restore" in refused.text()
+        assert main(["runs", "restore", "run", "--run-dir", str(tmp_path)]) == 0
     with Run(tmp_path, "total_steps=9", "data.test=''", "resume=must") as again:
         summary = again.completed(9)
         log = (again.path / "logs" / "coordinator-0.log").read_text()
     assert max(trained_uids(again.path).values(), default=1) == 1
     last = max(manifests(again.path), key=lambda manifest: manifest.step)
     assert last.step == 9 and last.trained_total == summary["flow"]["trained"]
-    assert ("had lost steps" if index == "lost" else "turns can be read") in log
+    if index != "damaged":
+        assert ("had lost steps" if index == "lost" else "turns can be read") in log
 
 
 def once(run: Path, steps: int, trained: int = 0) -> None:

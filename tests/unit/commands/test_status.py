@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.launch.run_directory import _lock
+from asyncrl.launch.run_directory import lock
 from asyncrl.observe.files import read_status, write_status, write_summary
 from tests.unit.coordinator.test_loop import ROWS, LoopSetup, give
 
@@ -21,14 +21,14 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopSetup
     give(monkeypatch, ROWS)
     found = LoopSetup(tmp_path)
     (found.run_dir / "config.yaml").touch()
-    with _lock(found.run_dir, "run_dir"):
+    with lock(found.run_dir, "run_dir"):
         yield found
     found.close()
 
 
 def left_behind(run_dir: Path) -> None:
     """The lock of a launcher that is gone, whose number another process has now: this one."""
-    with _lock(run_dir, "run_dir"):
+    with lock(run_dir, "run_dir"):
         pass
 
 

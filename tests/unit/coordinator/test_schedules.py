@@ -105,6 +105,12 @@ def damage_checkpoint(world: World) -> None:
         world.start_trainer()
 
 
+def damage_store(world: World) -> None:
+    """Where there is a copy, and nobody else has the store open."""
+    if world.zombie is None and list((world.run_dir / "copies").glob("0*")):
+        world.restore_store()
+
+
 def cut_power(world: World) -> None:
     world.crash_in, world.power_goes = world.dice.randint(1, POINTS), True
 
@@ -157,6 +163,39 @@ def test_without_faults(root: Path) -> None:
 def test_faults_at_sampled_moments(root: Path) -> None:
     for seed in range(100):
         play(root, seed, RUNNING_ON)
+
+
+def restored(root: Path, seed: int, faults: list[str]) -> int:
+    """How often the store was damaged, beside other faults, and made anew from a copy."""
+    others, dice = happening(f"store {seed}", faults, 4), random.Random(seed)
+
+    def happen(world: World) -> None:
+        others(world)
+        if world.restored < 3 and dice.random() < 0.1:
+            damage_store(world)
+
+    world = World(root / str(seed), f"store {seed}", happen)
+    try:
+        world.run()
+        world.check()
+    except BaseException:
+        print(f"seed {seed}: {world.log}")
+        raise
+    shutil.rmtree(root / str(seed))
+    return world.restored
+
+
+def test_a_damaged_store_is_made_anew_from_a_copy(root: Path) -> None:
+    """At sampled moments: the account is exact, and nothing is trained twice."""
+    faults = ["crash", "kill_trainer", "damage_segment"]
+    assert sum(restored(root, seed, faults) for seed in range(12)) > 20
+
+
+@pytest.mark.long
+def test_a_store_is_damaged_at_many_sampled_moments(root: Path) -> None:
+    """No checkpoint is: one that is newer than the copy is all that is known of its steps until the next."""
+    faults = [name for name in RUNNING_ON if name != "damage_checkpoint"]
+    assert sum(restored(root, seed, faults) for seed in range(12, 1000)) > 500
 
 
 @pytest.mark.long

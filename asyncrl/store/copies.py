@@ -1,0 +1,183 @@
+"""Copies of what a resume needs of `run.db`, in the run directory, and run.db made anew from the newest.
+
+With each checkpoint a thread writes `copies/N/run.db`, which has the same tables: live groups, the plans that
+are kept, the episodes of both, commits. Of episodes that are over it has their number.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+
+from asyncrl.buffer.batches import Batch
+from asyncrl.buffer.records import State
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, recorded
+from asyncrl.store.reader import COVERED_TO, RunReader
+from asyncrl.store.schema import DATABASE, TABLES, StoreError, check_schema, open_to_read
+from asyncrl.store.segments import fsync
+
+log = logging.getLogger("asyncrl.store")
+
+FOLDER, KEPT = "copies", 2
+PATIENCE = 60.0  # seconds that closing waits for a copy under way
+BEYOND = 1_000_000  # epochs: never are so many given between two checkpoints
+_ROWS = {  # that a copy has of each table
+    **dict.fromkeys(("meta", "retired", "commits", "checkpoints", "versions"), ""),
+    "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
+    "groups": "WHERE NOT over OR id IN needed OR id = (SELECT max(id) FROM run.groups)",
+    "episodes": "WHERE group_id IN (SELECT id FROM main.groups)",
+    "frames": "WHERE NOT spare AND uid IN (SELECT uid FROM main.episodes)",
+}
+
+
+class Copies:
+    """Those of one run, for its coordinator. `due`: one is to be made after the next transaction."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._thread, self.due = run_dir, Thread(), False
+
+    @property
+    def busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self.busy:
+            self._thread.join(PATIENCE)
+
+    def take(self, counts: Mapping[State, int]) -> None:
+        """If one is due, of what is committed now, which are so many episodes. Nothing is raised: where there
+        is no room for a copy the run goes on, and the next checkpoint tries again."""
+        if not self.due or self.busy:
+            return
+        self.due, folder = False, self._run_dir / FOLDER
+        new = folder / f"new-{os.getpid()}"
+        with recorded() as failure:
+            for left in folder.glob("new-*"):  # of a process that was killed
+                shutil.rmtree(left)
+            new.mkdir(parents=True)
+            db = sqlite3.connect(new / DATABASE, isolation_level=None, check_same_thread=False)
+            db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
+            db.execute("ATTACH ? AS run", (str(self._run_dir / DATABASE),))
+            db.execute("BEGIN")
+            db.execute("SELECT count(*) FROM run.meta").fetchone()  # from here on it sees this moment
+            self._thread = Thread(target=_write, args=(db, new, dict(counts)), name="copy", daemon=True)
+            self._thread.start()
+        if failure:
+            log.error("no copy of %s: %s", self._run_dir / DATABASE, failure.line)
+
+
+def _write(db: sqlite3.Connection, new: Path, counts: dict[State, int]) -> None:
+    with recorded() as failure:
+        with closing(db):
+            _fill(db, counts)
+        _place(new)
+        for old in _found(new.parent)[KEPT:]:
+            shutil.rmtree(old)
+    if failure:
+        log.error("no copy of %s: %s", DATABASE, failure.line)
+
+
+def _fill(db: sqlite3.Connection, counts: dict[State, int]) -> None:
+    plans = db.execute(f"SELECT record FROM run.plans {_ROWS['plans']}")
+    uids = (uid for (plan,) in plans for uid in msgspec.msgpack.decode(plan, type=Batch).planned)
+    needed = {(int(uid.partition(".")[0]),) for uid in uids}
+    db.execute("CREATE TEMP TABLE needed(id INTEGER PRIMARY KEY)")
+    db.executemany("INSERT INTO needed VALUES(?)", needed)
+    for table, rows in _ROWS.items():
+        db.execute(f"INSERT INTO main.{table} SELECT * FROM run.{table} {rows}")
+    own = dict(db.execute("SELECT state, count(*) FROM main.episodes GROUP BY state"))
+    rest = [(state.value, count - own.get(state.value, 0)) for state, count in counts.items()]
+    db.executemany("INSERT INTO main.pruned VALUES(?,?)", rest)
+    db.execute("COMMIT")
+
+
+def _found(folder: Path) -> list[Path]:
+    """Newest first."""
+    return sorted((path for path in folder.glob("*") if path.name.isdigit()), reverse=True)
+
+
+def _place(new: Path) -> Path:
+    """A new copy becomes the newest one, whole or not at all."""
+    for written in (new / DATABASE, new):
+        fsync(written)
+    found = _found(new.parent)
+    place = new.with_name(f"{int(found[0].name) + 1 if found else 1:06d}")
+    os.rename(new, place)
+    fsync(new.parent)
+    return place
+
+
+def restore(run_dir: Path) -> list[str]:
+    """Put the newest good copy into the place of run.db; lines that say what is lost. The caller holds the
+    run's lock. ConfigError when there is no good copy."""
+    path, folder, aside = run_dir / DATABASE, run_dir / FOLDER, run_dir / "damaged"
+    good = next(filter(_is_good, _found(folder)), None)
+    if good is None:
+        raise ConfigError(f"{path}: no good copy in {folder}; begin a new run with another name=…")
+    shutil.copytree(good, new := folder / f"new-{os.getpid()}")
+    with closing(sqlite3.connect(new / DATABASE)) as db, db:
+        for key in ("coordinator_epoch", "trainer_epoch"):
+            query = f"SELECT value FROM meta WHERE key='{key}'"
+            epoch = BEYOND + max(_number(place, query) for place in (run_dir, *_found(folder)))
+            db.execute("UPDATE meta SET value=? WHERE key=?", (str(epoch), key))
+    good, knew = _place(new), _known(run_dir)
+    aside.mkdir(exist_ok=True)
+    shutil.copyfile(good / DATABASE, fresh := run_dir / f"{DATABASE}.new")
+    fsync(fresh)
+    for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"):
+        with suppress(FileNotFoundError):
+            os.replace(run_dir / name, aside / name)
+    os.replace(fresh, path)
+    fsync(run_dir)
+    over = _number(run_dir, "SELECT sum(count) FROM pruned")
+    return [
+        f"{path}: made from {good}, {_known(run_dir)}; what was there is in {aside}",
+        f"lost: what came after; the damaged one, as far as it can be read, says {knew}. Steps after the "
+        "newest checkpoint are trained again, what was issued since is sampled again",
+        f"lost: of {over:,} episodes that are over all but their number",
+        f"lost: payloads of {' '.join(_unreadable(run_dir)) or 'no episode that is needed'}",
+    ]
+
+
+def _is_good(copy: Path) -> bool:
+    """It can be read, and each episode that was issued is in one state."""
+    try:
+        check_schema(copy)
+        with closing(RunReader.open(copy)) as reader:
+            issued = reader.load().next_group * len(reader.groups()[-1].members)
+            return issued == sum(reader.counts().values())
+    except (AsyncrlError, *UNDECODABLE) as error:
+        log.error("%s: %s", copy, one_line(error))
+        return False
+
+
+def _known(run_dir: Path) -> str:
+    steps = _number(run_dir, "SELECT max(step) FROM commits")
+    return f"{steps} steps and {_number(run_dir, 'SELECT max(id) + 1 FROM groups')} groups"
+
+
+def _number(run_dir: Path, query: str) -> int:
+    """What a database says; 0 where it cannot be read."""
+    with suppress(AsyncrlError, sqlite3.Error, TypeError, ValueError), closing(open_to_read(run_dir)) as db:
+        return int(db.execute(query).fetchone()[0])
+    return 0
+
+
+def _unreadable(run_dir: Path) -> Iterator[str]:
+    """Episodes that a resume needs, and not all of whose turns can be read."""
+    with closing(RunReader.open(run_dir)) as reader:
+        held = reader.load()
+        live = (episode for episode in held.episodes if not episode.state.over)
+        for uid, turns in {episode.uid: episode.turns for episode in (*live, *held.taken)}.items():
+            with suppress(StoreError):
+                if all(list(reader.frames(uid, turns))[::2]):
+                    continue
+            yield uid

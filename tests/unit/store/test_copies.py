@@ -1,0 +1,213 @@
+"""Copies of what a resume needs, and a run whose run.db is made anew from one."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.errors import ConfigError
+from asyncrl.launch.preflight import check_checkpoint_directory
+from asyncrl.launch.run_directory import lock
+from asyncrl.store import schema
+from asyncrl.store.copies import BEYOND, restore
+from asyncrl.store.reader import RunReader
+from asyncrl.store.schema import StoreError, check_schema
+from asyncrl.store.segments import SegmentReader
+from tests.fakes.world import damage
+from tests.unit.store.test_retention import Coordinator, restored
+
+
+def copied(run: Coordinator) -> Path:
+    """A checkpoint, and the copy that comes with it."""
+    run.checkpoint(keep=2)
+    run.turn()
+    run.store.copies.wait()
+    return max((run.state.run_dir / "copies").iterdir())
+
+
+def trained(run_dir: Path, steps: int = 3, seed: int = 0) -> Coordinator:
+    """A run with some batches trained, some groups under way."""
+    run = Coordinator(run_dir, 1 << 30, Random(seed))
+    run.store.put_meta("trainer_epoch", "7")
+    while run.buffer.committed < steps:
+        run.play()
+    return run
+
+
+def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -> None:
+    run, smaller = Coordinator(tmp_path, 1 << 30, Random(0)), 0
+    for _ in range(40):
+        run.play()
+        if run.random.random() < 0.5 and run.buffer.committed > max(run.trainer.checkpoint_step, 0):
+            copy = copied(run)
+            with closing(RunReader.open(copy)) as reader, closing(RunReader.open(tmp_path)) as whole:
+                assert msgspec.msgpack.encode(reader.load()) == msgspec.msgpack.encode(whole.load())
+                assert reader.trained_in_plans() == run.buffer.flow().trained
+                assert reader.counts() == {k: v for k, v in run.buffer.counts().items() if v} | {
+                    k: 0 for k in reader.counts() if not run.buffer.counts()[k]
+                }
+                buffer, batches = restored(reader)
+                assert buffer.flow() == run.buffer.flow() and batches.batches == run.batches.batches
+                reader._segments = SegmentReader(tmp_path / "segments")
+                needed = {**run.buffer.episodes, **run.batches.taken}.values()
+                for uid in (e.uid for e in needed if not e.state.over or e.uid in run.batches.taken):
+                    if uid in run.sent:
+                        assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
+                count = "SELECT count(*) FROM episodes"
+                smaller += reader._rows(count)[0][0] < whole._rows(count)[0][0]
+    assert smaller and len(list((tmp_path / "copies").iterdir())) == 2
+    run.store.close()
+
+
+def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    run.checkpoint(keep=2)
+    run.turn()
+    flow, busy = run.buffer.flow(), run.store.copies.busy
+    for _ in range(20):
+        run.play()
+        run.store.sync()
+    run.store.copies.wait()
+    with closing(RunReader.open(tmp_path / "copies" / "000001")) as reader:
+        assert restored(reader)[0].flow() == flow
+    assert busy, "nothing was written meanwhile"
+    run.store.close()
+
+
+def test_where_no_copy_can_be_made_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trained(tmp_path)
+    (tmp_path / "copies").write_text("in the way")
+    run.checkpoint(keep=2)
+    run.turn()
+    assert "no copy of" in caplog.text and run.trainer.checkpoint_step == 3
+    (tmp_path / "copies").unlink()
+    run.play()
+    while run.buffer.committed < 4:
+        run.play()
+    assert copied(run).name == "000001"
+    run.store.close()
+
+
+def test_a_damaged_database_is_found_before_the_start_and_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "t"
+    run = trained(run_dir)
+    copied(run)
+    at_copy, epoch = run.buffer.flow(), run.store.epoch
+    while run.buffer.committed < 5:
+        run.play()
+    run.store.close()
+    (run_dir / "config.yaml").touch()
+    check_schema(run_dir)
+    damage(run_dir / "run.db")
+    with pytest.raises(ConfigError, match=r"is damaged .*; asyncrl runs restore NAME .*reliability\.md"):
+        check_schema(run_dir)
+    for path in (run_dir / "segments").iterdir():
+        path.write_bytes(b"")
+    restoring = ["runs", "restore", "t", "--run-dir", str(tmp_path)]
+    with lock(run_dir, "run_dir"):
+        assert main(restoring) == 2 and "another run with this name" in capsys.readouterr().err
+    assert main(restoring) == 0
+    said = capsys.readouterr().out
+    assert "3 steps and" in said and f"{at_copy.issued // 2} groups; what was there" in said, said
+    assert (run_dir / "damaged" / "run.db").exists()
+    again = Coordinator(run_dir, 1 << 30, Random(0))
+    assert again.buffer.flow() == at_copy and again.store.epoch == epoch + BEYOND + 1
+    assert again.store.read.meta("trainer_epoch") == str(7 + BEYOND)
+    needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
+    named = said.partition("lost: payloads of ")[2].splitlines()[0].split()
+    assert needed and set(named) == needed | again.batches.taken.keys()
+    again.store.close()
+    damage(run_dir / "run.db")
+    restore(run_dir)  # once more, with no copy since
+    third = Coordinator(run_dir, 1 << 30, Random(0))
+    assert third.store.epoch > again.store.epoch + 1000
+    third.store.close()
+
+
+def test_the_older_copy_is_used_where_the_newest_is_damaged_and_without_any_it_is_said(
+    tmp_path: Path,
+) -> None:
+    run = trained(tmp_path)
+    copied(run)
+    first = run.buffer.flow()
+    while run.buffer.committed < 5:
+        run.play()
+    newest = copied(run)
+    run.store.close()
+    damage(newest / "run.db")
+    damage(tmp_path / "run.db")
+    assert f"{first.issued // 2} groups" in restore(tmp_path)[0]
+    again = Coordinator(tmp_path, 1 << 30, Random(0))
+    assert again.buffer.flow() == first
+    again.store.close()
+    for path in (tmp_path / "copies").iterdir():
+        damage(path / "run.db")
+    before = (tmp_path / "run.db").read_bytes()
+    with pytest.raises(ConfigError, match="no good copy"):
+        restore(tmp_path)
+    assert (tmp_path / "run.db").read_bytes() == before
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_a_database_that_is_gone_is_said_before_the_start(tmp_path: Path, left: bytes | None) -> None:
+    run = trained(tmp_path)
+    copied(run)
+    run.store.close()
+    for path in tmp_path.glob("run.db*"):
+        path.unlink()
+    if left is not None:
+        (tmp_path / "run.db").write_bytes(left)
+    with pytest.raises(ConfigError, match="is gone; asyncrl runs restore NAME"):
+        check_schema(tmp_path)
+    restore(tmp_path)
+    check_schema(tmp_path)
+
+
+def test_what_is_sound_is_looked_at_no_longer_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tmp_path, steps=20)
+    run.store.close()
+    monkeypatch.setattr(schema, "LOOK", -1.0)
+    check_schema(tmp_path)
+
+
+def test_checkpoints_that_are_gone_are_said_before_the_start(tmp_path: Path) -> None:
+    run = trained(tmp_path / "t")
+    config = msgspec.structs.replace(run.state.config, run_dir=str(tmp_path))
+    assert not check_checkpoint_directory(config)
+    run.checkpoint(keep=2)
+    run.turn()
+    said = check_checkpoint_directory(config)
+    assert "up to step 3, are gone" in said and "repeated from their plans" in said
+    while run.buffer.committed < 6:
+        run.play()
+    run.checkpoint(keep=2)
+    run.forget()
+    with pytest.raises(ConfigError, match="up to step 6, are gone; put them back"):
+        check_checkpoint_directory(config)
+    place = tmp_path / "t" / "checkpoints" / "step-3"
+    place.mkdir(parents=True)
+    (place / "manifest.json").touch()
+    assert not check_checkpoint_directory(config)
+    run.store.close()
+
+
+def test_an_error_of_a_damaged_database_names_the_way_on(tmp_path: Path) -> None:
+    run = trained(tmp_path, steps=20)
+    run.store.sync()
+    run.store._shorten_log()
+    run.store.close()
+    damage(tmp_path / "run.db")
+    with (
+        pytest.raises(StoreError, match="malformed; asyncrl runs restore"),
+        closing(RunReader.open(tmp_path)) as reader,
+    ):
+        reader.load()
