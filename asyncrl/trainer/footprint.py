@@ -12,13 +12,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -32,8 +32,9 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig, TrainerConfig
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.critic import Critic
-from asyncrl.trainer.layers import prepare_layers
-from asyncrl.trainer.loading import shard_empty, skeleton
+from asyncrl.trainer.layers import layers_of, prepare_layers
+from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, shard_empty, skeleton
+from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.model import Policy
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
@@ -42,6 +43,7 @@ from asyncrl.trainer.rehearsal import forward_backward, largest, shape, smallest
 from asyncrl.trainer.world import World
 
 EXPERTS = "asyncrl_sizes"
+GROWING = ("weights", "optimizer", "gradients", "work")  # with the layers
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,39 @@ ExpertsInterface.register(EXPERTS, _experts)
 
 
 def footprint(config: RunConfig) -> Footprint:
-    """Of one rank of this configuration. To be called where there is no process group: it makes one."""
+    """Of one rank of this configuration. To be called where there is no process group: it makes one.
+
+    Of many layers that are alike, each adds the same: two models of few layers show how much.
+    """
+    lm, every = (
+        skeleton(AutoModelForCausalLM, config.model.path, "float32"),
+        config.trainer.checkpointed_every or 1,
+    )
+    layers, total = layers_of(lm), sum(parameter.numel() for parameter in lm.parameters())
+    few = (len(layers) - 1) % every + 1
+    left_out = sum(parameter.numel() for layer in layers[few:] for parameter in layer.parameters())
+    other_shards = total - left_out < LAYER_MIN_PARAMETERS <= total
+    alike = len(set(map(_kind, layers))) == 1 and not compose(config).own_critic  # two graphs have two peaks
+    if not alike or other_shards or len(layers) < few + 2 * every:
+        return _footprint(config, 0)
+    less, more = (_footprint(config, depth) for depth in (few, few + every))
+    times = (len(layers) - few) // every
+    sizes = {key: a + times * (vars(more)[key] - a) for key, a in vars(less).items() if key in GROWING}
+    adapted = Adapters(lm, config.model.lora_rank, 1.0).coverage if config.model.lora_rank else ""
+    return replace(less, **sizes, adapted=adapted)
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple((type(part), *(p.shape for p in part.parameters(recurse=False))) for part in layer.modules())
+
+
+def _footprint(config: RunConfig, depth: int) -> Footprint:
+    """With so many layers of the policy's model; 0: with all."""
     trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
     config = msgspec.structs.replace(config, trainer=trainer)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(config.trainer) as world, fake, LiveBytes() as live:
-        policy, critic, reference = _models(config, world)
+        policy, critic, reference = _models(config, world, depth)
         weights = live.now
         optimizers = [make_optimizer(policy, config.trainer, lr=1.0)]
         if critic is not None:
@@ -157,12 +186,12 @@ def footprint(config: RunConfig) -> Footprint:
         return Footprint(weights, held - weights, gradients, live.peak - live.now, rows, length, adapted)
 
 
-def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Reference | None]:
+def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic | None, Reference | None]:
     recipe = compose(config)
-    policy = _policy(config, config.model.path, world, trained=True)
+    policy = _policy(config, config.model.path, world, depth, trained=True)
     critic = reference = None
     if recipe.own_critic:
-        backbone = _skeleton(AutoModel, config.critic.path or config.model.path, config)
+        backbone = _skeleton(AutoModel, config.critic.path or config.model.path, config, depth)
         critic = Critic(backbone, world.sequence)
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
@@ -170,13 +199,13 @@ def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Ref
     if recipe.reference:
         own = not config.model.lora_rank or config.kl.reference
         path = config.kl.reference or config.model.path
-        reference = Reference(_policy(config, path, world, trained=False) if own else policy)
+        reference = Reference(_policy(config, path, world, depth, trained=False) if own else policy)
     return policy, critic, reference
 
 
-def _policy(config: RunConfig, path: str, world: World, *, trained: bool) -> Policy:
+def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: bool) -> Policy:
     model = config.model if trained else msgspec.structs.replace(config.model, lora_rank=0)
-    lm = _skeleton(AutoModelForCausalLM, path, config)
+    lm = _skeleton(AutoModelForCausalLM, path, config, depth)
     policy = Policy(lm, model, world.sequence, value_head=trained and compose(config).shared_critic)
     policy.whole, policy.packing = not policy.cut.possible, _pack(lm, config)
     if trained:
@@ -185,8 +214,11 @@ def _policy(config: RunConfig, path: str, world: World, *, trained: bool) -> Pol
     return policy.requires_grad_(False) if not trained else policy
 
 
-def _skeleton(kind: Any, path: str, config: RunConfig) -> PreTrainedModel:
+def _skeleton(kind: Any, path: str, config: RunConfig, depth: int) -> PreTrainedModel:
     model = skeleton(kind, path, config.model.dtype)
+    layers = set(layers_of(model)) if depth and path == config.model.path else set()
+    for stack in [part for part in model.modules() if isinstance(part, nn.ModuleList) and layers & {*part}]:
+        del stack[depth:]
     model.set_experts_implementation(EXPERTS)
     return model
 

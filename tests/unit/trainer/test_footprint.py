@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.trainer.footprint import Footprint, LiveBytes, footprint
+from asyncrl.trainer.footprint import Footprint, LiveBytes, _footprint, footprint
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
@@ -140,3 +140,20 @@ def test_what_is_freed_or_resized_does_not_count() -> None:
         assert live.now == 4000 and view.numel() == 10
         kept.untyped_storage().resize_(0)
         assert live.now == 0 and live.peak == 8000
+
+
+def both(config: RunConfig) -> tuple[Footprint, Footprint, int]:
+    """From few layers, from all, and in how many models."""
+    with mock.patch("asyncrl.trainer.footprint._footprint", wraps=_footprint) as asked:
+        return footprint(config), _footprint(config, 0), asked.call_count
+
+
+@pytest.mark.parametrize(
+    "keys", [{"trainer": {"activation_checkpointing": 2}}, pytest.param({}, marks=pytest.mark.long)]
+)
+def test_many_layers_that_are_alike_are_estimated_from_few(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """As with all of them, which took 9 s for 30 layers."""
+    path = save_small(tmp_path / "model", "Qwen2", num_hidden_layers=5, tie_word_embeddings=True)
+    with FORKED.Pool(1) as pool:
+        few, whole, models = pool.apply(both, (tiny_config(path, **keys),))
+    assert few == whole and models == 2
