@@ -57,11 +57,11 @@ Evaluate a model: the episodes, tools, environments and rewards of training, wit
   asyncrl eval MODEL experiment=calculator engine=sglang         OVERRIDES are those of asyncrl train
 
 The same command goes on after a crash, and only prints the result when it is there. `data=` is `data.test=`;
-all its rows are used, or the first `validation.samples`. Episodes are in a run of their own: asyncrl runs
-transcripts NAME. What the numbers mean: docs/evaluation.md."""
+all its rows are used, or the first `samples=N`, `episodes=K` times each. Episodes are in a run of their own:
+asyncrl runs transcripts NAME. What the numbers mean: docs/evaluation.md."""
 
 ALL = "validation.samples=1000000000"
-ALIAS = "data="
+ALIASES = {"data": "data.test", "samples": "validation.samples", "episodes": "validation.episodes"}
 COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
 
@@ -130,9 +130,8 @@ def find_target(given: str, runs: Path) -> Target:
 
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     """That of an evaluation: what trains is at its defaults, and the name says what is evaluated how."""
-    given = [
-        f"data.test={one.removeprefix(ALIAS)}" if one.startswith(ALIAS) else one for one in options.overrides
-    ]
+    split = (one.partition("=") for one in options.overrides)
+    given = [ALIASES.get(key, key) + equals + value for key, equals, value in split]
     fixed = [f"model.path={target.model}", "total_steps=0"]
     if target.run_dir is not None:
         fixed += [f"run_dir={options.run_dir}"]

@@ -23,10 +23,11 @@ from asyncrl.observe.held_out import SAMPLED, HeldOut, uid_prefix
 HELP = """\
 Sample answers, and write them: a row per prompt.
 
-  asyncrl generate MODEL data=FILE.parquet out=answers.parquet validation.episodes=4 rollout.reward=math
+  asyncrl generate MODEL data=FILE.parquet out=answers.parquet episodes=4 rollout.reward=math
   asyncrl generate demo out=answers.jsonl         the newest checkpoint of a run, with its configuration
   asyncrl generate MODEL data=FILE.jsonl out=answers.jsonl rollout.reward=none         without a reward
 
+All rows of the data are asked, or the first `samples=N`, each `episodes=N` times.
 A row has data_source, prompt (messages), ground_truth (text, or JSON), and lists of one entry per episode:
 responses (the text of the last turn), conversations (all messages, as JSON), rewards, stop_reasons, tokens
 (that the model wrote). An episode that failed at every attempt has no response and no reward. The same
@@ -46,8 +47,10 @@ def main(argv: list[str]) -> int:
     code, run_dir = evaluate(find_target(options.model, options.run_dir), options)
     if code or run_dir is None:
         return code
-    count = write_rows(out, _rows(run_dir))
-    print(f"{out}: {count} prompts")
+    from asyncrl.data import Samples, samples_path
+
+    count, there = write_rows(out, _rows(run_dir)), len(Samples.open(samples_path(run_dir, "test")))
+    print(f"{out}: {count} prompts, {'all' if count == there else f'the first of {there}'} of the data")
     return 0
 
 

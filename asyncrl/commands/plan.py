@@ -285,7 +285,7 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
     for label, name, form in FIGURES:
-        print(f"{label:24}" + "".join(f"{getattr(one, name):>12{form}}" for one in columns.values()))
+        print(f"{label:24}" + "".join(f"{getattr(one, name):>z12{form}}" for one in columns.values()))
     note = (
         "\n(how a token's time splits is assumed, as the load hardly differed: name a second run with other\n"
         "slots, or measure a probe)"
@@ -297,7 +297,7 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -
         f"more, a push {rates.publish_s:.3g} s{note * rates.assumed}"
     )
     print("\nseconds a step that twice of it, or twice as fast, would save:")
-    print("  " + ", ".join(f"{name} {share:.0%}" for name, share in saved))
+    print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved))
     print(f"limited by: {saved[0][0] if saved[0][1] > ALIKE else 'nothing alone'}")
     names = (key, "trainer.ranks", SLOTS, GROUPS, BOUND)
     print(f"\n{devices} devices; tokens/s within about {ALIKE:.0%} of the best first, by lag:")
@@ -309,6 +309,6 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -
         print(
             " ".join(f"{keys[name]:>16}" for name in names)
             + f"{one.tokens_per_s:>11.0f}{one.step_s:>8.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
-            + f"  trainer {one.trainer_idle:.0%}, rollout {one.rollout_idle:.0%}"
+            + f"  trainer {one.trainer_idle:z.0%}, rollout {one.rollout_idle:z.0%}"
         )
     print("\n" + " ".join(f"{name}={found[0][0][name]}" for name in names))

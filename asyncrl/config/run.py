@@ -42,7 +42,7 @@ class ModelConfig(Section, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, whose master weights and optimizer are float32; type of the published
     weights and of the embedded engine. auto: bfloat16 on a GPU (on Ray one is
-    expected, unless `device` is cpu) and on a CPU with instructions for it."""
+    expected, unless `device` is cpu) or CPU with instructions for it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer ranks and embedded engines compute. On Ray an embedded engine gets a GPU of its own
     with `cuda` only."""

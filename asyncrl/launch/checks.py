@@ -6,6 +6,7 @@ A check yields notes, and raises ConfigError for what has to be corrected. Nothi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.launch import machine, placement, preflight
 from asyncrl.launch.devices import sees_gpu
-from asyncrl.launch.estimates import describe_costs
+from asyncrl.launch.estimates import describe_costs, describe_time, describe_work, on_gpu
 from asyncrl.launch.memory import check_memory, describe_memory
 from asyncrl.launch.model_directory import check_model
 from asyncrl.launch.models import resolve_models
@@ -137,7 +138,14 @@ def _template(inputs: Inputs) -> Iterator[Note]:
 
 
 def _chat(inputs: Inputs) -> Iterator[Note]:
-    return map(ok, preflight.describe_chat(inputs.config, inputs.tools, inputs.samples.train[0]))
+    lines, inputs.prompt = preflight.describe_chat(inputs.config, inputs.tools, inputs.samples.train[0])
+    return map(ok, lines)
+
+
+def _sample(inputs: Inputs) -> Iterator[Note]:
+    sample = inputs.samples.train[0]
+    if not (inputs.config.rollout.agent or sample.demonstration):
+        yield from asyncio.run(preflight.try_sample(inputs.config, inputs.tools, sample))
 
 
 def _cluster(inputs: Inputs) -> Iterator[Note]:
@@ -146,9 +154,15 @@ def _cluster(inputs: Inputs) -> Iterator[Note]:
 
 def _estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
-        gpu = sees_gpu(inputs.config)
-        memory, problem = describe_memory(inputs.config, gpu)
-        yield from map(ok, (*describe_costs(inputs.config, gpu), *memory.splitlines()))
+        config, gpu, data, prompt = inputs.config, sees_gpu(inputs.config), inputs.samples, inputs.prompt
+        memory, problem = describe_memory(config, gpu)
+        test = 0 if data.test is None else len(data.test)
+        yield from map(
+            ok, (*describe_work(config, len(data.train), test, prompt), *describe_costs(config, gpu))
+        )
+        yield from map(ok, memory.splitlines())
+        if on_gpu(config, gpu) is False:
+            yield from map(ok, describe_time(config, test, prompt))
         yield from map(warning, filter(None, [problem]))
 
 
@@ -181,5 +195,6 @@ MACHINE = (
     Check("sandbox", machine.check_sandbox),
 )
 CLUSTER = Check("cluster", _cluster, ("launch",))
-ESTIMATE = Check("estimate", _estimate, ("model", "memory"))
-ALL = tuple(dict.fromkeys((*MACHINE, *RUN, Check("chat", _chat, ("template",)), CLUSTER, ESTIMATE)))
+SAMPLE = Check("sample", _sample, ("template",))
+ESTIMATE = Check("estimate", _estimate, ("data", "memory"))
+ALL = tuple(dict.fromkeys((*MACHINE, *RUN, Check("chat", _chat, ("template",)), CLUSTER, SAMPLE, ESTIMATE)))

@@ -20,10 +20,25 @@ def sees_gpu(config: RunConfig) -> bool | None:
     return torch.cuda.is_available()
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for it, by its flags."""
+def multiplies_bfloat16(gpu: bool | None = False) -> bool:
+    """Whether the CPU has instructions for it, by its flags; or the GPU (None: on Ray one is expected)."""
+    if gpu is not False:
+        import torch
+
+        return gpu is None or torch.cuda.is_bf16_supported(including_emulation=False)
     with suppress(OSError):
         lines = CPUINFO.read_text().splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
         return bool(BFLOAT16 & set(flags.split()))
     return False
+
+
+def cpu_speed(dtype: str, rows: int) -> float:
+    """Operations per second of one thread of this CPU in products of so many rows, measured at once."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    given = {
+        name: torch.ones(size, 768, dtype=getattr(torch, dtype)) for name, size in (("a", rows), ("b", 768))
+    }
+    return 2 * rows * 768**2 / Timer("a @ b.T", globals=given, num_threads=1).timeit(5).median

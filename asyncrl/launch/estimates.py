@@ -9,6 +9,7 @@ from math import sqrt
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.launch.devices import cpu_speed, multiplies_bfloat16
 from asyncrl.launch.model_directory import parameter_count
 from asyncrl.launch.run_directory import creatable
 
@@ -20,6 +21,7 @@ from asyncrl.launch.run_directory import creatable
 RATE, LORA = 0.23, 10.0
 TIMES_LOWER, TIMES_HIGHER = 15.0, 10.0
 
+LEAST_TIMED = 10e6  # parameters; in smaller models, Python takes more time than products
 MASTER, MOMENTS = 4, 8  # bytes per parameter in a checkpoint: float32 weights, AdamW's two moments
 EXPORTED = {"float32": 4, "bfloat16": 2}
 
@@ -47,14 +49,59 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     place = _place(config)
     room = f" of {sized(_free(place))} free in {place}" if place else ""
     of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
-    slow = config.model.dtype == "float32" and (gpu is False or config.model.device == "cpu")
-    note = " (about 2.5 times the time of bfloat16, on a CPU with avx512_bf16)" if slow else ""
+    slow = config.model.dtype == "float32" and not on_gpu(config, gpu) and multiplies_bfloat16()
+    note = " (about 2.5 times the time of bfloat16 on this CPU)" if slow else ""
     size, pause = _short(parameter_count(config.model.path)), config.checkpoint.pause
     when = f"every {pause} steps" if pause < config.total_steps else "at the end"
     return [
         f"model         {size} parameters, {of}, {config.model.dtype}{note}",
         f"checkpoints   {sized(each)} each, {when}; at most {kept} at once: {sized(kept * each)}{room}",
     ]
+
+
+def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list[str]:
+    """What a run goes through, of so many samples and a first prompt of so many tokens: lines of the plan."""
+    rollout, held_out, steps = config.rollout, config.validation, config.total_steps
+    batch, epochs = config.buffer.groups_per_batch, config.data.epochs
+    ends, share, warming = -(-epochs * train // batch), steps * batch / train, config.trainer.warmup_steps
+    critic = config.critic.warmup_steps * own_critic(config)
+    often = " and greedily" * held_out.greedy + f", every {held_out.every} steps," * (held_out.every > 0)
+    lines = {
+        f"data          {train:,} samples, {batch} a step: {share:.2g} passes in {steps} steps": True,
+        f"              data.epochs={epochs} ends the run before, at step {ends}": 0 < ends < steps,
+        f"lengths       prompt, turns and replies share rollout.max_tokens={rollout.max_tokens}, a turn has "
+        f"at most rollout.max_new_tokens={rollout.max_new_tokens}; the first prompt has {prompt}": True,
+        f"validation    {min(held_out.samples, test):,} of {test:,} held-out samples (validation.samples), "
+        f"{held_out.episodes} x sampled{often} before and after training": test and held_out.samples,
+        f"warm-up       of the learning rate: {warming} steps (trainer.warmup_steps)": warming,
+        f"              of the critic, the policy waits: {critic} steps (critic.warmup_steps)": critic,
+    }
+    return [line for line, applies in lines.items() if applies]
+
+
+def describe_time(config: RunConfig, test: int, prompt: int) -> Iterator[str]:
+    """About how long a run takes on this CPU, if products of the engine and the trainer do most of it."""
+    size, dtype, held_out = 2 * parameter_count(config.model.path), config.model.dtype, config.validation
+    if config.engine.remote or config.rollout.agent or size < 2 * LEAST_TIMED:
+        return
+    groups, each = config.buffer.groups_per_batch, config.buffer.episodes_per_group
+    written, asked = groups * each * max(config.rollout.max_tokens - prompt, 1), groups * prompt
+    read = asked * (1 if config.trainer.packing == "tree" else each)
+    passes = 3 + (1 / config.trainer.checkpointed_every if config.trainer.checkpointed_every else 0)
+    training = size * (written + read) * passes / cpu_speed(dtype, 512) / config.trainer.ranks
+    sampling = size * (written + asked) / cpu_speed(dtype, config.rollout.slots) / config.rollout.workers
+    played = min(held_out.samples, test) * (held_out.episodes + held_out.greedy) / (groups * each)
+    times = 2 + config.total_steps // (held_out.every or config.total_steps + 1)
+    minutes = (config.total_steps * max(training, sampling) + times * played * sampling) / 60
+    yield (
+        f"time          about {minutes:.1f} minutes, a step {training:.0f} s of training and {sampling:.0f} "
+        "s of sampling side by side, if episodes fill rollout.max_tokens; by this CPU's speed in products"
+    )
+
+
+def on_gpu(config: RunConfig, gpu: bool | None) -> bool | None:
+    """`gpu`, unless the configuration leaves it aside."""
+    return gpu if config.model.device != "cpu" else False
 
 
 def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
@@ -75,10 +122,19 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
             f"checkpoints need {sized(needed)} (checkpoint.keep and one being written), and "
             f"{place} has {sized(_free(place))} free; free some, or set checkpoint.directory"
         )
+    if config.model.dtype == "bfloat16" and not multiplies_bfloat16(on_gpu(config, gpu)):
+        yield (
+            "model.dtype=bfloat16 takes many times the time of float32 on this machine, which has no "
+            "instructions for it; set model.dtype=float32, or auto"
+        )
     embedded = 0 if config.engine.remote else config.rollout.workers
     busy, cores = config.launch.threads * (embedded + config.trainer.ranks), len(os.sched_getaffinity(0))
-    on_cpu = gpu is False or config.model.device == "cpu"
-    if config.launch.threads > 1 and on_cpu and config.launch.kind == "local" and busy > cores:
+    if (
+        config.launch.threads > 1
+        and on_gpu(config, gpu) is False
+        and config.launch.kind == "local"
+        and busy > cores
+    ):
         yield (
             f"launch.threads={config.launch.threads} makes {busy} busy threads on {cores} cores: OpenMP "
             "threads that wait for each other take many times as long (7 s became 95 s); set launch.threads=1"

@@ -8,6 +8,7 @@ from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.estimates import EXPORTED, MASTER, own_critic, sized
 from asyncrl.launch.model_directory import parameter_count
+from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.memory import main_memory
 
 
@@ -72,8 +73,10 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
 
 def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
     """A line of the plan, or two with adapters, and a warning; '' for each that there is not."""
-    from asyncrl.trainer.footprint import footprint
+    with quick_imports():
+        import torch._dynamo  # noqa: F401 (now, without garbage collection)
 
+        from asyncrl.trainer.footprint import footprint
     with recorded() as failure:
         found = footprint(config)
     if failure:

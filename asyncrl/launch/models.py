@@ -65,8 +65,7 @@ def _dtype(config: RunConfig, before: str | None) -> Literal["float32", "bfloat1
             return given
         case _, ("float32" | "bfloat16") as kept:
             return kept
-    on_gpu = config.model.device != "cpu" and sees_gpu(config) is not False
-    return "bfloat16" if on_gpu or multiplies_bfloat16() else "float32"
+    return "bfloat16" if multiplies_bfloat16(config.model.device != "cpu" and sees_gpu(config)) else "float32"
 
 
 def local_directory(given: str, key: str, before: str = "") -> str:

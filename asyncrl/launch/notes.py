@@ -16,11 +16,12 @@ Level = Literal["ok", "warning", "error", "skipped"]
 @dataclass
 class Inputs:
     """Of a run. A check may complete them for later ones: `config` gets directories for the names of models,
-    `tools` and `data` are loaded."""
+    `tools` and `data` are loaded. `prompt`: tokens of the first one."""
 
     config: RunConfig
     tools: Mapping[str, Tool] = field(default_factory=dict)
     data: RunData | None = None
+    prompt: int = 0
 
     @property
     def samples(self) -> RunData:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from asyncrl.config import CheckpointConfig, RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.devices import sees_gpu
 from asyncrl.launch.estimates import cost_warnings, sized
 from asyncrl.launch.model_directory import chat_template
+from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, Toolbox
-from asyncrl.types import Sample
+from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.model_files import weight_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
 PLACES = "places"  # in the run directory: names of its directories elsewhere, and where it was then
 OWN_NAME = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # nothing else is removed
+SHOWN = 80  # characters of a reply
 
 
 def check_ray(config: RunConfig) -> None:
@@ -86,29 +92,67 @@ def check_template(config: RunConfig, tools: Mapping[str, Tool], data: RunData) 
         return check_chat(config, tools, data.train[0].prompt)
 
 
-def describe_chat(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> Iterator[str]:
-    """How turns end, and the first prompt exactly as the model reads it, for a person to read. Of a
-    conversation that is to be learned: what precedes its first answer."""
+def describe_chat(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> tuple[list[str], int]:
+    """How turns end, and the first prompt exactly as the model reads it, for a person to read; and how many
+    tokens that has. Of a conversation that is to be learned: what precedes its first answer."""
     from asyncrl.conversation.demonstration import demonstrated
-    from asyncrl.conversation.tokenizer import load_tokenizer
     from asyncrl.rollout.components import load_rules
     from asyncrl.rollout.demonstrations import shown_tools
 
     with _quiet():
-        tokenizer, rules = load_tokenizer(config.model.path), load_rules(config)
+        rules = load_rules(config)
     ends = rules.chat.stop_ids
-    names = zip(tokenizer.convert_ids_to_tokens(ends), ends, strict=True)
-    stops = ", ".join(f"{name} ({number})" for name, number in names)
-    yield f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}"
+    stops = ", ".join(f"{rules.chat.decode([end, end])} ({end})" for end in ends)
+    stop = f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}"
     if config.rollout.environment or config.rollout.agent:  # which write more, or all of it
-        return
+        return [stop], 0
     box = Toolbox(tools)
     if sample.demonstration:
         turns = demonstrated(rules, sample, shown_tools(box, sample))
         ids = turns[0].context if isinstance(turns, tuple) else ()  # the check before has refused a Fail
     else:
         ids = rules.chat.prompt_ids(sample.prompt, box.schemas(sample))
-    yield f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}:\n{rules.chat.decode(ids)}"
+    shown = (
+        f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}:\n{rules.chat.decode(ids)}"
+    )
+    return [stop, shown], len(ids)
+
+
+async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> list[Note]:
+    """One call of each tool, with arguments made from its schema, and the rewards of two answers to a sample:
+    its ground truth, and nothing."""
+    from asyncrl.rewards import RewardInput
+    from asyncrl.rollout.components import load_scorer
+    from asyncrl.tools.toolbox import call_tool
+
+    found, scorer = list[Note](), load_scorer(config)
+    for name, tool in tools.items():
+        call = ToolCall(name, msgspec.json.encode(_arguments(tool.schema["function"])).decode())
+        reply = await call_tool(tool, call, config.rollout.tool_timeout, sample)
+        line = f"sample        {name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
+        found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
+    truth = json.loads(sample.ground_truth or '""')
+    for what, answer in (
+        ("its ground truth", truth if isinstance(truth, str) else str(truth)),
+        ("no text", ""),
+    ):
+        given = RewardInput(sample, answer, (*sample.prompt, Message("assistant", answer)), transcript=answer)
+        with recorded() as failure:
+            score = (await scorer.score(given)).score
+        why = f"rollout.reward fails for {what} as the answer to the first sample: {failure.line}"
+        found.append(warning(why) if failure else ok(f"sample        {what} as the answer scores {score:g}"))
+    await scorer.close()
+    return found
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tool's schema takes: first choices, or 1."""
+    schema, kinds = (
+        function.get("parameters", {}),
+        {"string": "1", "boolean": True, "array": [], "object": {}},
+    )
+    needed = {key: schema["properties"].get(key, {}) for key in schema.get("required", ())}
+    return {key: [*part.get("enum", ()), kinds.get(part.get("type"), 1)][0] for key, part in needed.items()}
 
 
 def check_device(config: RunConfig) -> None:

@@ -96,7 +96,7 @@ def _plan(config: RunConfig) -> int:
         print(f"goes on with other keys: {changed}\n")
     print(*placement.describe(shown, placement.plan(shown), sees_gpu(shown)), sep="\n")
     for level, name, text in found:
-        if level == "ok" and name in (checks.CLUSTER.name, checks.ESTIMATE.name):
+        if level == "ok" and name in (checks.CLUSTER.name, checks.SAMPLE.name, checks.ESTIMATE.name):
             print(text)
     for level, _, text in found:
         if level == "warning":

@@ -36,6 +36,7 @@ NUMBERS = (  # label, key of the summary, format
     ("tokens compared for that", "probe_tokens_compared", ",d"),
     ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
 )
+ROUNDING = " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
 MOST_COMPONENTS = 8  # of a reward that are printed
 
 
@@ -58,7 +59,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     terminal.print(_table(summary, run_dir.name))
     for label, key, form in NUMBERS:
         if summary.get(key) is not None:
-            terminal.print(f"  {label}: {shown(summary[key], form)}", highlight=False)
+            note = ROUNDING * (key == "probe_logprob_diff_max" and summary[key] > 1e-3)
+            terminal.print(f"  {label}: {shown(summary[key], form)}{note}", highlight=False)
     for line in (
         success_line(summary.get("validation_score_max"), summary.get("success_threshold")),
         failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")),

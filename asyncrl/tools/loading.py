@@ -47,10 +47,10 @@ def load_tool(spec: str, **arguments: Any) -> Tool:
 
 
 def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
-    """The tools of one spec: a registered name, an entry point's, `module:attribute`, `file.py:attribute` or
-    a folder. What follows an `@` only distinguishes two uses of one factory. `arguments` go to a factory (a
-    function annotated `-> Tool` or `-> Sequence[Tool]`)."""
-    if Path(spec).is_dir():
+    """The tools of one spec: a registered name, an entry point's, `module:attribute`, `file.py:attribute`, a
+    file or a folder. What follows an `@` only distinguishes two uses of one factory. `arguments` go to a
+    factory (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
+    if Path(spec).is_dir() or (spec.endswith(".py") and Path(spec).is_file()):
         _no_arguments(spec, arguments)
         return _folder(Path(spec))
     found = tools.load(re.sub(r"@[\w-]+$", "", spec))
@@ -83,15 +83,15 @@ def _made(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple
 
 
 def _folder(folder: Path) -> tuple[Tool, ...]:
-    """Every Tool in the Python files of a folder, by file and then by name."""
+    """Every Tool in a Python file or in those of a folder, by file and then by name."""
     found: dict[int, Tool] = {}
-    for file in sorted(folder.glob("*.py")):
+    for file in sorted(folder.glob("*.py")) if folder.is_dir() else [folder]:
         names: dict[str, Any] = load_object(f"{file}:__dict__", "tool")
         for _, tool in sorted(names.items()):
             if isinstance(tool, Tool):
                 found[id(tool)] = tool
     if not found:
-        raise ConfigError(f"tool folder {str(folder)!r}: no *.py in it has a tool; decorate one with @tool")
+        raise ConfigError(f"{folder}: nothing in it has a tool; decorate one with @tool")
     return tuple(found.values())
 
 

@@ -19,7 +19,7 @@ from asyncrl.store.schema import StoreError
 from tests.integration.runs import ROOT, Run
 
 MODEL = ROOT / "examples/multiturn/calculator/model"
-ASKED = ["validation.samples=40", "validation.episodes=2", "rollout.slots=4", "resume=auto"]
+ASKED = ["samples=40", "episodes=2", "rollout.slots=4", "resume=auto"]
 
 
 def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same(

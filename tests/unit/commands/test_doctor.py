@@ -69,7 +69,7 @@ def test_errors_are_collected_each_with_what_to_do(
 def test_of_a_conversation_to_learn_what_precedes_its_first_answer_is_shown(overrides: list[str]) -> None:
     talk = (Message("user", "1 + 1?"), Message("assistant", "It is 2."))
     config = resolve_models(compose(["algorithm=sft", *overrides]))
-    _, shown = preflight.describe_chat(config, {}, Sample(0, "d", talk, "", given=0))
+    (_, shown), _ = preflight.describe_chat(config, {}, Sample(0, "d", talk, "", given=0))
     assert shown.endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -57,6 +57,8 @@ def test_a_checkpoint_is_played_as_its_run_played(run_dir: Path) -> None:
     assert (found.model.lora_rank, found.kl.where, found.algorithm.advantage) == (0, "none", "dr_grpo")
     assert found.data.train == found.data.test and found.data.test
     assert found.validation.samples > 10**6, "all of them"
+    some = configured(find_target(str(run_dir), run_dir), "samples=3", "episodes=2").validation
+    assert (some.samples, some.episodes) == (3, 2)
     assert found.name.startswith("eval-mine-step-10-") and found.resume == "auto"
 
 

@@ -112,9 +112,15 @@ def test_two_runs_give_the_law_and_one_a_guess(
     seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds a step "))
     assert float(seconds[-2]) == pytest.approx(TRAIN + COMMIT + 0.86, rel=0.02) and seconds[-1] == "4"
     assert "trainer.ranks=1 rollout.slots=" in text.splitlines()[-1]
+    monkeypatch.setattr(planner, "limits", lambda *_: {"trainer": 0.3, "pushes": -0.001})
     assert cli.main(["plan", one, "--tail", "2", "--devices", "3", "rollout.slots=8"]) == 0
     text = capsys.readouterr().out
-    assert "is assumed" in text and "3 devices" in text and "measured\n" not in text
+    assert (
+        "  trainer 30%, pushes 0%\n" in text
+        and "is assumed" in text
+        and "3 devices" in text
+        and "measured\n" not in text
+    )
 
 
 def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

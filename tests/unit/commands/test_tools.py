@@ -46,6 +46,8 @@ def test_list_tells_parameters_description_and_options(
     shown = capsys.readouterr().out
     assert f"diary(line: string, times?: integer)  [{file.parent}]\n    Remembers whose it is.\n" in shown
     assert "    an object per episode, retries=2, replay=reapply\n" in shown
+    assert cli.main(["tools", "list", str(file)]) == 0
+    assert "diary(line: string, times?: integer)" in (shown := capsys.readouterr().out) and "other(" in shown
 
 
 def test_list_without_names_shows_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:

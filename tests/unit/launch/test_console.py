@@ -269,7 +269,9 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert ["success, sampled (held out, ≥ 10)", "25.0%", "75.0%"] in cells
     assert ["score, sampled (held out)", "-0.500", "12.250"] in cells
     assert "trainer and all workers busy at once: 62%" in text
-    assert "fixed probe, max: 2.0e-07" in text and "compared for that: 640" in text
+    assert "fixed probe, max: 2.0e-07\n" in text and "compared for that: 640" in text
     assert "rounding alone, on that probe, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
+    print_summary(summary | {"probe_logprob_diff_max": 0.46}, tmp_path, Terminal(file=out, width=200))
+    assert "fixed probe, max: 4.6e-01 (bfloat16 rounds: 0.1 to 0.6 is usual, several times" in out.getvalue()
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
         assert part in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,15 @@ import torch
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import estimates, memory
-from asyncrl.launch.estimates import checkpoint_bytes, cost_warnings, describe_costs, learning_rates
+from asyncrl.launch.devices import cpu_speed
+from asyncrl.launch.estimates import (
+    checkpoint_bytes,
+    cost_warnings,
+    describe_costs,
+    describe_time,
+    describe_work,
+    learning_rates,
+)
 from asyncrl.launch.memory import check_memory, describe_memory, static_bytes
 from asyncrl.launch.model_directory import check_model, parameter_count
 from asyncrl.launch.placement import describe, plan
@@ -58,6 +67,75 @@ def test_parameters_are_those_of_all_files(model: Path) -> None:
         parameter_count(str(model))
 
 
+@pytest.fixture(autouse=True)
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> dict[bool | None, bool]:
+    """By a GPU's being there, whether it or the CPU has instructions for bfloat16."""
+    has = {False: True, True: True, None: True}
+    monkeypatch.setattr(estimates, "multiplies_bfloat16", lambda gpu=False: has[gpu])
+    return has
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_advice_on_the_type_is_what_the_machine_multiplies(
+    model: Path, bfloat16: dict[bool | None, bool], gpu: bool
+) -> None:
+    """A CPU without such instructions, advised to use bfloat16, took no step in ten minutes with it."""
+    single = config(model, model={"dtype": "float32"})
+    assert not list(cost_warnings(config(model), gpu)) and not list(cost_warnings(single, gpu))
+    assert ("2.5 times the time of bfloat16" in describe_costs(single, gpu)[0]) == (not gpu)
+    bfloat16[gpu] = False
+    (line,) = cost_warnings(config(model), gpu)
+    assert (
+        "model.dtype=bfloat16 takes many times the time of float32" in line
+        and "set model.dtype=float" in line
+    )
+    assert "2.5 times" not in describe_costs(single, gpu)[0] and not list(cost_warnings(single, gpu))
+    bfloat16[False] = False  # with a GPU that is left aside, the CPU counts
+    assert len(list(cost_warnings(config(model, model={"device": "cpu"}), gpu))) == 1
+
+
+def test_what_the_keys_together_mean_is_said(model: Path) -> None:
+    critic = {"critic": {"warmup_steps": 5}, "validation": {"samples": 256, "every": 10}, **CRITIC}
+    trainer = {"lr": 2e-5, "warmup_steps": 3}
+    more = config(model, **critic, trainer=trainer, data={"train": "t", "epochs": 1})
+    text = "\n".join(describe_work(more, train=640, test=1319, prompt=77))
+    for said in (
+        "640 samples, 32 a step: 5 passes in 100 steps",
+        "data.epochs=1 ends the run before, at step 20",
+        "share rollout.max_tokens=4096, a turn has at most rollout.max_new_tokens=1024; the first prompt has",
+        "256 of 1,319 held-out samples (validation.samples), 1 x sampled and greedily, every 10 steps",
+        "the learning rate: 3 steps (trainer.warmup_steps)",
+        "the policy waits: 5 steps (critic.warmup_steps)",
+    ):
+        assert said in text
+    plain = "\n".join(describe_work(config(model), train=640, test=0, prompt=1))
+    assert not {"epochs", "validation", "warm"} & set(re.findall(r"\w+", plain))
+
+
+def test_the_time_of_a_run_follows_from_what_the_cpu_multiplies(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 groups of 8 with 100 tokens of prompt and 300 more: 4·100 + 32·300 = 10,000 tokens a step, of 2·10^8
+    operations forward. At 10^11 a second, in trainer and engine: 60 s (and 20 s recomputed), 20 s."""
+    monkeypatch.setattr(estimates, "cpu_speed", lambda dtype, rows: 1e11)
+    more: dict[str, Any] = {
+        "buffer": {"groups_per_batch": 4},
+        "rollout": {"max_tokens": 400, "max_new_tokens": 9},
+    }
+    more |= {"total_steps": 3, "validation": {"samples": 16}}
+    (line,) = describe_time(config(model, **more), 100, 100)
+    assert (
+        "about 3.7 minutes, a step 60 s of training and 20 s of sampling side by side" in line
+    )  # 3·60 + 2·20
+    recomputed = {"lr": 1e-5, "activation_checkpointing": "full"}
+    assert "step 80 s of training" in next(describe_time(config(model, **more, trainer=recomputed), 0, 100))
+    assert not list(describe_time(config(model, engine={"name": "sglang"}), 0, 100))
+
+
+def test_the_speed_of_products_is_measured() -> None:
+    assert 1e7 < cpu_speed("float32", 16) < 1e14
+
+
 @pytest.mark.parametrize(
     ("keys", "bytes_each"),
     [
@@ -77,7 +155,6 @@ def test_the_plan_says_what_checkpoints_take(model: Path, monkeypatch: pytest.Mo
     lines = describe_costs(config(model, model={"dtype": "float32"}), gpu=False)
     assert "100.0 M parameters, all weights trained, float32 (about 2.5 times the time of bf" in lines[0]
     assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of 4.0 GB free" in lines[1]
-    assert "2.5 times" not in describe_costs(config(model), gpu=False)[0]
     assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), gpu=True)[0]
     (warning,) = cost_warnings(config(model, model={"dtype": "float32"}), gpu=False)
     assert "checkpoints need 4.8 GB" in warning and "has 4.0 GB free" in warning

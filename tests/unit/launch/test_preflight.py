@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, servers
+from asyncrl.launch.notes import ok
+from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 
 Mounts = Callable[..., None]
@@ -206,6 +209,7 @@ def test_servers_for_gpus_where_there_are_none_are_worth_a_warning(
     for own in ({"urls": ["http://127.0.0.1:1"]}, {"server_command": ["launch"]}):
         assert not preflight.warnings(config(tmp_path, engine={"name": "sglang", **own}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
     assert not preflight.warnings(config(tmp_path, engine={"name": "sglang"}))
 
 
@@ -294,3 +298,33 @@ def test_servers_elsewhere_are_not_told_to_join_themselves(
         return
     with pytest.raises(ConfigError, match=rf"launch.host: {host} cannot be reached by {url}"):
         servers.check_group_address(with_weights(transport="collective"))
+
+
+TOOLS = """
+from asyncrl.tools import tool
+
+@tool
+def weather(city: str, days: int, kind: Literal["rain", "wind"], more: bool = False) -> str:
+    return f"{kind} in {city} for {days}"
+
+@tool
+def broken() -> str:
+    raise OSError("no network")
+"""
+REWARD = "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / len(solution_str)\n"
+
+
+def test_a_sample_goes_through_each_tool_and_the_reward(tmp_path: Path) -> None:
+    """With arguments made from the schema; answered by its ground truth, and by nothing."""
+    (tmp_path / "mine.py").write_text(f"from typing import Literal\n{TOOLS}")
+    (tmp_path / "own.py").write_text(REWARD)
+    rollout = {"tools": [str(tmp_path / "mine.py")], "reward": f"{tmp_path / 'own.py'}:score"}
+    asked = config(tmp_path, rollout=rollout)
+    sample = Sample(0, "d", (Message("user", "?"),), '"four"')
+    found = asyncio.run(preflight.try_sample(asked, preflight.check_names(asked), sample))
+    broken, weather, right, nothing = found
+    call = '{"city":"1","days":1,"kind":"rain"}'
+    assert weather == ok(f"sample        weather({call}) replies 'rain in 1 for 1'")
+    assert broken.level == "warning" and "OSError: no network" in broken.text
+    assert right == ok("sample        its ground truth as the answer scores 0.25")
+    assert nothing.level == "warning" and "division by zero" in nothing.text and "own.py:2" in nothing.text
