@@ -43,7 +43,9 @@ def gmpo(given: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0.
     """L = −sg(w)·sA, s = exp(mean over the episode of c), c = min(log u, clip_high) where A > 0, else max(log
     u, −clip_low), u = π/prox (GMPO, arXiv 2507.20673).
 
-    Bounds are on log-ratios of tokens, and one-sided; a token beyond its bound has no gradient.
+    Bounds are on log-ratios of tokens, and one-sided; a token beyond its bound has no gradient. Where the
+    tokens of an episode have different A or w, each keeps its own: another gradient than verl's geo_mean,
+    which takes the mean of A and the geometric mean of w.
 
     Use: long episodes with several optimizer steps per batch, with aggregation seq_mean_token_mean;
     staleness 0 to 4.

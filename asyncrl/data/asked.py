@@ -1,25 +1,35 @@
-"""What rows in verl's layout ask for beside a prompt and its ground truth, and this run does not do."""
+"""What rows hold or ask for beside a prompt and its ground truth, and this run does not read or do."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config import RunConfig
+from asyncrl.data.columns import NAMES
 from asyncrl.data.rows import Row
 
 PLAIN = "single_turn_agent"  # verl's agent loops that need nothing, or only tools
 WITH_TOOLS = "tool_agent"
+DEMONSTRATED = ("messages", "response", "tools")
+READ = frozenset({*NAMES, "agent_name", "reward_manager"} - {*DEMONSTRATED})
 MODELS = ("reward_model", "classifier", "llm_judge")
 
 
 class Asked:
-    """Collects it over the rows of a source: (what, its name) → how many rows."""
+    """Collects it over the rows of a source: (what, its name) → how many rows; and the columns not read."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], int] = {}
+        self._unread: dict[str, None] = {}
 
-    def see(self, row: Row) -> Row:
+    def see(self, row: Row, demonstration: bool) -> Row:
         """The same row, which was looked at."""
+        unread = (name for name, value in row.items() if value is not None and name not in READ)
+        self._unread |= {name: None for name in unread if not (demonstration and name in DEMONSTRATED)}
+        if demonstration:
+            return row
         reward, extra = _object(row.get("reward_model")), _object(row.get("extra_info"))
         asked = {
             "agent_name": row.get("agent_name"),
@@ -33,12 +43,23 @@ class Asked:
         return row
 
     def unmet(self, config: RunConfig) -> list[str]:
-        """A line for each thing that is not there."""
-        return [
+        """A line for each thing that is not there, and one for the columns that nothing reads."""
+        lines = [
             f"{count} samples ask for {text}"
             for (what, name), count in self._counts.items()
             if (text := _unmet(config, what, name))
         ]
+        return lines + _unread(self._unread, config.data.columns)
+
+
+def _unread(columns: Mapping[str, None], given: Mapping[str, str]) -> list[str]:
+    named = {part for column in given.values() for part in (column, column.partition(".")[0])}
+    near = {name: difflib.get_close_matches(name, READ, n=1, cutoff=0.8) for name in columns}
+    found = [
+        f"{name} (meant {near[name][0]}?)" if near[name] else name for name in columns if name not in named
+    ]
+    advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
+    return [f"nothing reads the columns {', '.join(found)}; {advice}"] if found else []
 
 
 def _unmet(config: RunConfig, what: str, name: str) -> str:

@@ -18,6 +18,8 @@ from asyncrl.data.sources import Place, reader
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 
+MEDIA = ("images", "videos")
+
 
 class RowLayout(msgspec.Struct, frozen=True):
     """How a row becomes a sample. `truth`: what needs the ground truth of a prompt, for the error where there
@@ -36,10 +38,14 @@ def load_samples(path: str | Path, truth: str = "a reward") -> list[Sample]:
 
 
 def read_samples(
-    config: DataConfig, path: str, split: str, layout: RowLayout, see: Callable[[Row], Row] = lambda row: row
+    config: DataConfig,
+    path: str,
+    split: str,
+    layout: RowLayout,
+    see: Callable[[Row, bool], Row] = lambda row, whole: row,
 ) -> Iterator[Sample]:
     """The samples of one source, in order, each with its number in its file. ConfigError for what is wrong.
-    `see`: is called with every prompt's row.
+    `see`: is called with every row, and whether it is a demonstration.
 
     A prompt: columns `prompt`, `ground_truth` or `reward_model`, and optional ones. A demonstration:
     `messages`, or `prompt` and `response`, of which only the latter is learned; the sample's `prompt` holds
@@ -48,8 +54,8 @@ def read_samples(
     empty = True
     for place, row in reader(config, split)(path):
         empty, whole = False, _is_demonstration(layout, row)
-        row = renamed(str(place), row, layout.columns, _unread(layout, row, whole))
-        yield _demonstration(place, row, layout) if whole else question(place, see(row), layout)
+        row = see(renamed(str(place), row, layout.columns, _unread(layout, row, whole)), whole)
+        yield _demonstration(place, row, layout) if whole else question(place, row, layout)
     if empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 
@@ -74,6 +80,12 @@ def question(where: Place, row: Row, layout: RowLayout) -> Sample:
     """A prompt to sample from. ConfigError for what is wrong with its row."""
     if row.get("prompt") is None:
         raise ConfigError(f"{where}: no column prompt; {_found(row, 'prompt', 'ground_truth')}")
+    if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
+        raise ConfigError(
+            f"{where}: column tools holds schemas, and nothing would answer their calls: name tools in "
+            "rollout.tools, and the names that a sample may use in extra_info.tools; an agent of your own "
+            "gets the schemas with 'data.columns={extra_info.schemas: tools}'"
+        )
     truth = _truth(where, row)
     if layout.truth and as_json(str(where), "ground_truth", truth) == "null":
         raise ConfigError(
@@ -129,6 +141,10 @@ def _extra(where: Place, row: Row) -> dict[str, Any]:
 
 
 def _sample(where: Place, row: Row, prompt: tuple[Message, ...], truth: Any, extra: dict[str, Any]) -> Sample:
+    if media := next((name for name in MEDIA if row.get(name)), ""):
+        raise ConfigError(
+            f"{where}: column {media} is not empty; only text can be trained here, so leave it out"
+        )
     return Sample(
         row=where.number,
         data_source=str(row.get("data_source") or where.source),

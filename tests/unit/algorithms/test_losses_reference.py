@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -212,3 +212,33 @@ def test_episode_losses(name: str, seed: int) -> None:
         name, given, lambda all_: sum(some[0].weight * len(some) * formula(some) for some in all_), **options
     )
     assert apart < TOLERANCE
+
+
+def geo_mean(episode: list[Token]) -> Tensor:
+    """verl's: the geometric mean of ratios, times the mean of the advantages and the geometric mean of the
+    weights, over the tokens of an episode."""
+    a, size = sum(t.advantage for t in episode) / len(episode), len(episode)
+    bounded = [(t.pi - t.prox).clamp(max=0.3) if a > 0 else (t.pi - t.prox).clamp(min=-0.3) for t in episode]
+    weight = math.exp(sum(math.log(t.weight) for t in episode) / size)
+    return -a * weight * (torch.stack(bounded).sum() / size).exp()
+
+
+@pytest.mark.parametrize("own", ["nothing", "advantage", "weight"])
+def test_gmpo_is_verls_where_the_tokens_of_an_episode_share_advantage_and_weight(own: str) -> None:
+    """Where not, each token keeps its own, as the page says; the signs of the advantages are the same."""
+    given = random_input(2, behaviour=True, by_episode=True)
+    same = replace(given.correction, weight=torch.ones_like(given.correction.weight))
+    given = replace(given, correction=same)
+    steps = torch.linspace(0.2, 3.0, len(given.row), dtype=given.advantage.dtype)
+    if own == "advantage":
+        given = replace(given, advantage=given.advantage * steps)
+    if own == "weight":
+        given = replace(given, correction=replace(same, weight=steps))
+    apart = difference(
+        "gmpo",
+        given,
+        lambda all_: sum(len(some) * geo_mean(some) for some in all_),
+        clip_low=0.3,
+        clip_high=0.3,
+    )
+    assert (apart > 0.01, apart < TOLERANCE) == (own != "nothing", own == "nothing"), apart

@@ -230,3 +230,36 @@ def test_missing_malformed_and_empty_files(tmp_path: Path) -> None:
     pq.write_table(empty, tmp_path / "empty.parquet")
     with pytest.raises(ConfigError, match="empty"):
         load_samples(tmp_path / "empty.parquet")
+
+
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"images": ["a.png"]}, "column images is not empty; only text"),
+        ({"videos": [{"path": "a.mp4"}]}, "column videos is not empty; only text"),
+        ({"tools": [SCHEMA]}, "name tools in rollout.tools"),
+        ({"tools": json.dumps([SCHEMA])}, "name tools in rollout.tools"),
+        ({"images": [], "videos": None, "tools": "[]"}, ""),
+    ],
+)
+def test_columns_that_would_be_ignored_in_earnest_are_refused(
+    tmp_path: Path, columns: dict[str, Any], complaint: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(ROW | columns))
+    if not complaint:
+        assert len(load_samples(path)) == 1
+        return
+    with pytest.raises(ConfigError, match=f"a.jsonl, sample 0: .*{complaint}"):
+        load_samples(path)
+
+
+def test_an_agent_may_take_the_schemas(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(ROW | {"tools": [SCHEMA]}))
+    layout = RowLayout({"extra_info.schemas": "tools"})
+    [sample] = read_samples(DataConfig(str(path)), str(path), "train", layout)
+    assert json.loads(sample.extra_info) == {"index": 7, "schemas": [SCHEMA]}

@@ -64,8 +64,14 @@ def said(answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
 
 
+SFT: dict[str, Any] = {
+    "algorithm": {"loss": "sft", "advantage": "constant"},
+    "buffer": {"groups_per_batch": 4, "episodes_per_group": 1, "filter_zero_variance": False},
+}
+
+
 def test_a_supervised_run_measures_whole_conversations(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"algorithm": {"loss": "sft"}, "rollout": {"max_tokens": 64, "max_new_tokens": 16}}
+    keys: dict[str, Any] = SFT | {"rollout": {"max_tokens": 64, "max_new_tokens": 16}}
     rows = [*map(said, ["yes"] * 4), said("7 plus 8? " * 60)]
     found = check_data(config(tmp_path, rows, {"filter_overlong": True}, **keys), {})
     (line,) = found.warnings
@@ -185,3 +191,13 @@ def test_what_verls_data_asks_for_and_is_not_there_is_said_before_the_start(
     rollout = {"reward": "final_number"} | rollout
     warnings = check_data(config(tmp_path, questions(4, **row), rollout=rollout), {}).warnings
     assert len(warnings) == bool(said) and re.search(said, "".join(warnings))
+
+
+def test_columns_that_nothing_reads_are_listed(tmp_path: Path) -> None:
+    rows = questions(4, extro_info={}, answer={"value": 1}, level=3, agent_name=None, note=None)
+    columns = {"columns": {"ground_truth": "answer.value"}}
+    (line,) = check_data(config(tmp_path, rows, columns), {}).warnings
+    assert "data.train: nothing reads the columns extro_info (meant extra_info?), level; " in line
+    rows = [{"messages": [{"role": "assistant", "content": "a"}], "tools": [], "uid": 1}] * 4
+    (line,) = check_data(config(tmp_path, rows, **SFT), {}).warnings
+    assert "nothing reads the columns uid; " in line
