@@ -7,6 +7,7 @@ import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
+from threading import Timer
 
 from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 
@@ -127,17 +128,21 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
 def check_schema(run_dir: Path) -> None:
     """ConfigError when the run in a directory, if there is one, cannot be continued by this version, or its
     database is gone, or damaged, as far as LOOK seconds show that."""
-    path, until = run_dir / DATABASE, time.monotonic() + LOOK
+    path = run_dir / DATABASE
     if not path.exists() or not path.stat().st_size:
         if (run_dir / "segments").exists():  # else its first coordinator ended before it made the tables
             raise ConfigError(f"{path}: is gone{RESTORE}")
         return
     with closing(open_to_read(run_dir)) as db:
-        db.set_progress_handler(lambda: time.monotonic() > until, 10_000)
+        limit = Timer(LOOK, db.interrupt)
+        limit.start()
         try:
             (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.Error as error:
             found = "ok" if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT else str(error)
+        finally:
+            limit.cancel()
+            limit.join()
     if found != "ok":
         raise ConfigError(f"{path}: is damaged ({' '.join(found.split())}){RESTORE}")
 

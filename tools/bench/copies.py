@@ -5,7 +5,8 @@
 The run has trained all of them but what is live: five batches' worth. The index still has them all, and the
 plans and turns of the newest `--kept` batches, which no checkpoint covers. A loop goes on writing, a turn of
 64 episodes every millisecond or so, as the coordinator does. It prints what the loop gives to a copy, its
-longest turn with and without one, the seconds until the copy is in place, and its size.
+longest turn with and without one, the seconds until the copy is in place, and its size; and the seconds of a
+look for damage, as before a start, whole and with a limit of 0.1 s.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common import ROOT, table
 
 from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
+from asyncrl.store import schema
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats
@@ -108,7 +110,13 @@ def main() -> None:
         lines.append([*shown, f"{took:.2f}", f"{size:.0f}"])
     store.close()
     header = ["longest turn without, ms", "given to it, ms", "longest turn meanwhile, ms", "median, ms"]
-    print(f"run.db: {(options.run_dir / 'run.db').stat().st_size / 2**20:.0f} MiB")
+    looks = []
+    for schema.LOOK in (600.0, 0.1):
+        begin = time.perf_counter()
+        schema.check_schema(options.run_dir)
+        looks.append(f"{time.perf_counter() - begin:.2f}")
+    size = (options.run_dir / "run.db").stat().st_size / 2**20
+    print(f"run.db: {size:.0f} MiB, looked at in {looks[0]} s; {looks[1]} s with the limit")
     print(table([*header, "in place after, s", "MiB"], lines))
     shutil.rmtree(options.run_dir)
 

@@ -13,7 +13,6 @@ from asyncrl.cli import main
 from asyncrl.errors import ConfigError
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock
-from asyncrl.store import schema
 from asyncrl.store.copies import BEYOND, restore
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError, check_schema
@@ -167,15 +166,6 @@ def test_a_database_that_is_gone_is_said_before_the_start(tmp_path: Path, left: 
     with pytest.raises(ConfigError, match="is gone; asyncrl runs restore NAME"):
         check_schema(tmp_path)
     restore(tmp_path)
-    check_schema(tmp_path)
-
-
-def test_what_is_sound_is_looked_at_no_longer_than_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trained(tmp_path, steps=20)
-    run.store.close()
-    monkeypatch.setattr(schema, "LOOK", -1.0)
     check_schema(tmp_path)
 
 
