@@ -49,8 +49,11 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     place = _place(config)
     room = f" of {sized(_free(place))} free in {place}" if place else ""
     of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
-    slow = config.model.dtype == "float32" and not on_gpu(config, gpu) and multiplies_bfloat16()
-    note = " (about 2.5 times the time of bfloat16 on this CPU)" if slow else ""
+    counts = config.model.dtype == "float32" and parameter_count(config.model.path) >= LEAST_TIMED
+    note = ""
+    if counts and on_gpu(config, gpu) is False and multiplies_bfloat16():
+        times = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
+        note = f" (bfloat16 multiplies {times:.1f} times as fast on this CPU)"
     size, pause = _short(parameter_count(config.model.path)), config.checkpoint.pause
     when = f"every {pause} steps" if pause < config.total_steps else "at the end"
     return [
@@ -70,11 +73,13 @@ def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list
         f"data          {train:,} samples, {batch} a step: {share:.2g} passes in {steps} steps": True,
         f"              data.epochs={epochs} ends the run before, at step {ends}": 0 < ends < steps,
         f"lengths       prompt, turns and replies share rollout.max_tokens={rollout.max_tokens}, a turn has "
-        f"at most rollout.max_new_tokens={rollout.max_new_tokens}; the first prompt has {prompt}": True,
+        f"at most rollout.max_new_tokens={rollout.max_new_tokens}"
+        + f"; the first prompt has {prompt}"
+        * (prompt > 0): True,
         f"validation    {min(held_out.samples, test):,} of {test:,} held-out samples (validation.samples), "
         f"{held_out.episodes} x sampled{often} before and after training": test and held_out.samples,
         f"warm-up       of the learning rate: {warming} steps (trainer.warmup_steps)": warming,
-        f"              of the critic, the policy waits: {critic} steps (critic.warmup_steps)": critic,
+        f"warm-up       of the critic, the policy waits: {critic} steps (critic.warmup_steps)": critic,
     }
     return [line for line, applies in lines.items() if applies]
 

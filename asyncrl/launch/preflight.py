@@ -138,9 +138,10 @@ async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sampl
     ):
         given = RewardInput(sample, answer, (*sample.prompt, Message("assistant", answer)), transcript=answer)
         with recorded() as failure:
-            score = (await scorer.score(given)).score
+            score = f"{(await scorer.score(given)).score:g}"
+            score += " (it may look for a format around it)" * (score == "0" and bool(answer))
         why = f"rollout.reward fails for {what} as the answer to the first sample: {failure.line}"
-        found.append(warning(why) if failure else ok(f"sample        {what} as the answer scores {score:g}"))
+        found.append(warning(why) if failure else ok(f"sample        {what} as the answer scores {score}"))
     await scorer.close()
     return found
 
