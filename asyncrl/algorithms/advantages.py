@@ -16,7 +16,6 @@ from asyncrl.algorithms.credit import (
     advantages,
 )
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
 from asyncrl.registry import load_object, single
 
 KEY = "algorithm.advantage"
@@ -43,10 +42,7 @@ def load_named_files(config: RunConfig) -> None:
         plugin = getattr(config.algorithm, key) or ()
         for name in [plugin] if isinstance(plugin, str) else plugin:
             if ":" in name:
-                try:
-                    load_object(name, key)
-                except ConfigError as error:
-                    raise ConfigError(f"algorithm.{key}: {error}") from None
+                load_object(name, f"algorithm.{key}")
 
 
 def credit_of(config: RunConfig) -> Advantage:

@@ -12,7 +12,7 @@ from asyncrl.buffer.records import Flow
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.progress import clock
-from asyncrl.observe.summary import OF_STEP, UNSOUND, identity_line
+from asyncrl.observe.summary import UNSOUND, identity_line, of_step
 
 WATCH_EVERY = 2.0  # seconds
 SILENT = 5.0  # seconds after which a status is old: there are two a second
@@ -79,11 +79,8 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
 
 
 def _numbers(status: dict[str, Any]) -> list[str]:
-    shown = [
-        f"{label} {status['metrics'][name]:{form}}"
-        for name, (label, form) in OF_STEP.items()
-        if name in status["metrics"]
-    ]
-    flow = {name.removeprefix(FLOW): int(n) for name, n in status["gauges"].items() if name.startswith(FLOW)}
-    lines = [f"last step: {', '.join(shown)}"] if shown else []
-    return [*lines, identity_line(flow, Flow(**flow).conserved), *filter(None, [status["failed"]])]
+    gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
+    flow = {name: int(gauges[FLOW + name]) for name in Flow.__struct_fields__ if FLOW + name in gauges}
+    numbers = (shown := of_step(gauges | status["metrics"])) and f"{when}: {shown}"
+    lines = (numbers, identity_line(flow, Flow(**flow).conserved), status.get("alert"), status["failed"])
+    return list(filter(None, lines))

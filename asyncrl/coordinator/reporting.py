@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import msgspec
 
@@ -18,7 +20,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.files import read_rows, write_status, write_summary
 from asyncrl.observe.progress import BATCH
-from asyncrl.observe.summary import OF_STEP, failures_line, summarize
+from asyncrl.observe.summary import FILTERED, OF_STEP, REWARD, failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.wire.messages.observer import Status
@@ -59,9 +61,8 @@ class Reporter:
         self._busy = self._totals()
         self._settled: Counter[str] = Counter()
         self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
-        self._own: dict[
-            str, float
-        ] = {}  # likewise, the coordinator's own ones, by their name in the timeline
+        self._own: dict[str, float] = {}  # likewise, the coordinator's own, by their name in the timeline
+        self._scores = (math.inf, -math.inf)  # the least and the highest of training episodes
         self.values: dict[str, list[float]] = {}  # of the episodes of the last row
         self._last: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
@@ -79,6 +80,7 @@ class Reporter:
         if episode.greedy:
             columns["rollout/greedy_score"].append(result.score)
             return
+        self._scores = min(self._scores[0], result.score), max(self._scores[1], result.score)
         numbers = {
             "rollout/score": result.score,  # before shaping
             "num_turns": stats.turns,
@@ -103,9 +105,8 @@ class Reporter:
         """The metrics of a committed step: the trainer's, and what only the coordinator knows."""
         now = time.monotonic()
         row = {"training/step": float(step), "time_s": self.seconds, "timing_s/step": now - self.row_at}
-        row |= (
-            trained | self.gauges() | self._episodes() | self._groups(step) | self._shares(now - self.row_at)
-        )
+        row |= trained | self.gauges() | self._episodes() | self._groups(step)
+        row |= self._shares(now - self.row_at)
         self.row_at, self.longest_turn = now, 0.0
         self._last = {name: row[name] for name in OF_STEP if name in row}
         self.values = {name: self.landed.columns[name][:MOST_VALUES] for name in SINGLE}
@@ -130,11 +131,23 @@ class Reporter:
     def write_status(self, phase: str) -> Status:
         """The state now, for observers; written, too, for whoever looks from outside: `asyncrl status`."""
         state, gauges = self.state, self.gauges() | {BATCH: self.batch_share()}
-        failed = failures_line(state.failed.counts, state.failed.newest)
-        status = Status(phase, state.batches.committed, state.steps, gauges, self.waits(), failed)
+        if not self._last and (scores := self.landed.columns.get("rollout/score")):  # no step is over yet
+            settled = state.buffer.settled
+            gauges |= {REWARD: fmean(scores), FILTERED: settled[State.FILTERED] / max(1, settled.total())}
+        failed, step = failures_line(state.failed.counts, state.failed.newest), state.batches.committed
+        status = Status(phase, step, state.steps, gauges, self.waits(), failed, self.constant_reward())
         known = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
         write_status(state.run_dir, known | {"metrics": self._last})
         return status
+
+    def constant_reward(self) -> str:
+        """Why nothing can be learned: all episodes so far scored alike, in two batches of groups or more."""
+        config, groups, (low, high) = self.state.config, self.state.buffer.settled.total(), self._scores
+        if groups < 2 * config.buffer.groups_per_batch or low != high or self.state.samples[0].demonstration:
+            return ""
+        hard = "the samples are too hard, or the reward finds no answer: see asyncrl runs transcripts"
+        why = "the samples are solved: use harder ones" if low >= config.validation.success else hard
+        return f"{groups} groups: every episode scored {low:g}; {why}"
 
     def gauges(self) -> dict[str, float]:
         """The state now, under the names of metrics.jsonl."""
@@ -225,7 +238,7 @@ class Reporter:
         settled, row = (now - before).total(), state.buffer.cohorts.take(before=step)
         if settled:
             filtered, usable = now[State.FILTERED] - before[State.FILTERED], now[USABLE] - before[USABLE]
-            row["flow/filtered_frac"] = filtered / settled
+            row[FILTERED] = filtered / settled
             row["rollout/discarded_group_frac"] = (settled - usable) / settled
         trained = len(state.batches.batches[step - 1].groups)
         if trained:

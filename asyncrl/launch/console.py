@@ -25,6 +25,7 @@ from asyncrl.observe.summary import (
     GREEDY_SCORE,
     HIGHEST,
     NLL_HELD_OUT,
+    REWARD,
     SAMPLED,
     SAMPLED_SCORE,
     VALIDATED,
@@ -35,6 +36,7 @@ from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.observer import Status
 
 LINE_EVERY = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
+NEARLY = 0.9  # of `validation.success`: a mean score from which on most samples are solved
 IDLE_SHARE = 0.25  # of a step's episodes without advantage, from which on it is worth a line
 
 
@@ -56,7 +58,8 @@ class Console:
         """The state of the run, a few times a second."""
         before, self.state.status = self.state.status, status
         news = [f"phase: {status.phase}"] if status.phase != before.phase else []
-        news += [status.failed] if status.failed and not before.failed else []
+        said = ((status.failed, before.failed), (status.alert, before.alert))
+        news += [text for text, earlier in said if text and not earlier]
         now = time.monotonic()
         done = status.step + status.gauges.get(BATCH, 0.0)
         self.state.progress.update(done, status.phase == "running", now)
@@ -75,10 +78,12 @@ class Console:
             return
         self.state.committed(step, metrics)
         if (share := metrics.get(ZERO_ADVANTAGE, 0.0)) >= IDLE_SHARE:
+            solved = metrics.get(REWARD, 0.0) >= NEARLY * self.threshold
+            use = "harder samples" if solved else "other samples or a larger buffer.episodes_per_group"
             self._advise(
-                "idle",
+                f"idle, {solved}",
                 f"step {step}: {share:.0%} of the episodes have advantage 0 and teach nothing (rewards of "
-                "their group are equal): use easier or harder samples or a larger buffer.episodes_per_group; "
+                f"their group are equal{', most are solved' * solved}): use {use}; "
                 "buffer.filter_zero_variance draws others in their place, buffer.max_refill at most",
             )
         self._line(plain_line(self.state, waits=False))

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from asyncrl.observe.progress import BATCH, Progress, sparkline
 from asyncrl.observe.summary import (
+    FILTERED,
     GREEDY,
     GREEDY_SCORE,
     NLL,
@@ -66,8 +67,9 @@ class ConsoleState:
         return f"step {step}/{self.status.total_steps}{first}"
 
     def committed(self, step: int, metrics: dict[str, float]) -> None:
-        """A step with its row."""
-        self.status, self.metrics = replace(self.status, step=step), metrics
+        """A step with its row, which is newer than the gauges."""
+        gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
+        self.status, self.metrics = replace(self.status, step=step, gauges=gauges), metrics
         self.progress.update(step, True, time.monotonic())
         for name in TRACED.keys() & metrics.keys():
             self.history.setdefault(name, []).append(metrics[name])
@@ -82,6 +84,7 @@ class ConsoleState:
 
 FIGURES = (
     ("reward", REWARD, ".3f"),
+    ("filtered", FILTERED, ".0%"),
     ("loss per token", NLL, ".4f"),
     ("loss per token (held out)", NLL_HELD_OUT, ".4f"),
     ("success (sampled)", SAMPLED, ".1%"),
@@ -117,7 +120,7 @@ def render(state: ConsoleState, width: int = 120, height: int = 40, keys: bool =
     if state.transcript is not None:
         return Group(*top, *_transcript(state.transcript, width, room))
     status = state.status
-    failed = _wrapped([status.failed], width, FAILED, "red") if status.failed else []
+    failed = _wrapped(filter(None, (status.alert, status.failed)), width, FAILED, "red")
     waits = _wrapped(status.waits, width, WAITS, "yellow")
     below = [*failed, *([Text("waiting:"), *waits] if waits else []), *([Text(KEYS, "dim")] if keys else [])]
     curves = _curves(state, width)
@@ -196,18 +199,14 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
         if (value := state.get(name)) is not None and not name.startswith("val-core/")
     ]
     named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
-    texts = (status.failed, named) if waits else ()
+    texts = (status.alert, status.failed, named) if waits else ()
     ends = list(filter(None, texts))
     each = (WIDEST - len(line)) // (len(ends) + bool(known) or 1) - 3
-    end = "".join(f" | {_cut(text, each)}" for text in ends)
+    end = "".join(f" | {text if len(text) <= each else text[: each - 1] + '…'}" for text in ends)
     for at, figure in enumerate(known):
         longer = f"{line}{', ' if at else ' | '}{figure}"
         line = longer if len(longer + end) <= WIDEST else line
     return line + end
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:

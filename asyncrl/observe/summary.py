@@ -28,6 +28,7 @@ BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 COMPONENT = "rollout/component/*/mean"  # of all landed episodes, likewise
 COMPONENT_HELD_OUT = "val-aux/all/sampled/*/mean@1"
+FILTERED = "flow/filtered_frac"  # of groups
 ZERO_ADVANTAGE = "critic/zero_advantage_frac"
 NLL = "actor/nll"  # per token, of a supervised run, which has no reward
 HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.success`
@@ -37,11 +38,18 @@ UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it t
 OF_STEP = {  # metrics of the last step that `asyncrl status` shows: label and format
     "timing_s/step": ("seconds", ".2f"),
     REWARD: ("score", ".3f"),
+    FILTERED: ("filtered", ".0%"),
     "staleness/lag/mean": ("lag", ".2f"),
     "staleness/masked_token_frac": ("masked", ".2%"),
     "async/trainer_idle_frac": ("trainer idle", ".0%"),
     "async/rollout_idle_frac": ("rollout idle", ".0%"),
 }
+
+
+def of_step(metrics: Row) -> str:
+    """Those of OF_STEP that are known, for a person to read."""
+    known = ((label, metrics[name], form) for name, (label, form) in OF_STEP.items() if name in metrics)
+    return ", ".join(f"{label} {value:{form}}" for label, value, form in known)
 
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:

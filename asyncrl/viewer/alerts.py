@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
-from asyncrl.observe.summary import Row
+from asyncrl.observe.summary import REWARD, Row
 
 WINDOW = 10  # steps that an alert looks back on; with fewer there is none
 MOST = 0.9  # the share from which on it is "nearly all"
@@ -35,11 +36,12 @@ class _Rule(NamedTuple):
     do: str
 
 
-def alerts(rows: Sequence[Row]) -> list[Alert]:
-    """Those of the last WINDOW steps; `rows` are metrics in their order."""
+def alerts(rows: Sequence[Row], early: str = "") -> list[Alert]:
+    """Those of the last WINDOW steps; `rows` are metrics in their order. `early`: that of the run's status,
+    which is there before."""
     steps = [row for row in rows if "timing_s/step" in row]
     if len(steps) < WINDOW:
-        return []
+        return [Alert(RULES[0].name, len(steps), early, RULES[0].do)] if early else []
     first, last, step = steps[:WINDOW], steps[-WINDOW:], int(steps[-1]["training/step"])
     found = ((rule, rule.found(first, last)) for rule in RULES)
     return [Alert(rule.name, step, what, rule.do) for rule, what in found if what]
@@ -59,10 +61,10 @@ def _filtered(first: Sequence[Row], last: Sequence[Row]) -> str:
 
 
 def _nothing_taught(first: Sequence[Row], last: Sequence[Row]) -> str:
-    share = _mean(last, "critic/zero_advantage_frac")
-    return (
-        f"{share:.0%} of the trained episodes have advantage 0" if share is not None and share >= MOST else ""
-    )
+    share, score = _mean(last, "critic/zero_advantage_frac") or 0.0, _mean(last, REWARD) or 0.0
+    solved = score > 0 and score >= MOST * max(row.get(HIGHEST, math.inf) for row in (*first, *last))
+    why = "their samples are solved" if solved else "few of their samples are solved"
+    return f"{share:.0%} of the trained episodes have advantage 0: {why}" if share >= MOST else ""
 
 
 def _collapse(first: Sequence[Row], last: Sequence[Row]) -> str:
@@ -121,7 +123,8 @@ RULES = (
     _Rule(
         "nothing to learn",
         _nothing_taught,
-        "rewards are equal within groups: use other samples, or a larger buffer.episodes_per_group",
+        "where samples are solved use harder ones, or stop; else easier ones, or a larger "
+        "buffer.episodes_per_group",
     ),
     _Rule(
         "entropy collapse",

@@ -16,7 +16,7 @@ from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_rows, read_status, size_of_rows
-from asyncrl.observe.summary import identity_line
+from asyncrl.observe.summary import identity_line, of_step
 from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
@@ -74,7 +74,7 @@ class Views:
     def _run(self, path: Path) -> dict[str, Any]:
         status, ended = read_status(path), self._ended(path)
         gauges = status.get("gauges", {})
-        flow = {name.removeprefix(FLOW): int(n) for name, n in gauges.items() if name.startswith(FLOW)}
+        flow = {name: int(gauges[FLOW + name]) for name in Flow.__struct_fields__ if FLOW + name in gauges}
         done, total, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
         return {
             "name": path.name,
@@ -89,11 +89,14 @@ class Views:
             "rows": size_of_rows(path),
             "waits": status.get("waits", []) if not ended else [],
             "failed": status.get("failed", ""),
+            "alert": status.get("alert", ""),
+            "numbers": of_step(gauges | status.get("metrics", {})),
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
-        rows = read_rows(self._path(query))
-        return {**series(rows), "alerts": msgspec.to_builtins(alerts(rows))}
+        path = self._path(query)
+        rows, early = read_rows(path), read_status(path).get("alert", "")
+        return {**series(rows), "alerts": msgspec.to_builtins(alerts(rows, early))}
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})

@@ -23,7 +23,7 @@ async function refresh() {
     state = await ask("runs");
     fail("");
     document.getElementById("state").textContent = state.runs.map(line).join(" | ");
-    document.getElementById("state").title = state.runs.map((one) => [one.path, one.flow, one.failed, ...one.waits].filter(Boolean).join("\n")).join("\n\n");
+    document.getElementById("state").title = state.runs.map((one) => [one.path, one.flow, one.alert, one.failed, ...one.waits].filter(Boolean).join("\n")).join("\n\n");
     if (tab === "run") await run.refresh(state);
     if (tab === "episodes") {
       if (!document.getElementById("filters")) episodes.setup(state);
@@ -38,7 +38,7 @@ async function refresh() {
 
 function line(one) {
   const left = one.eta === null ? "" : `, ETA ${clock(one.eta)}`;
-  return `${one.name}: ${one.ended || one.phase}, step ${one.step} of ${one.total_steps} after ${clock(one.seconds)}${left} · ${one.flow}`;
+  return `${one.name}: ${one.ended || one.phase}, step ${one.step} of ${one.total_steps} after ${clock(one.seconds)}${left}${one.numbers && ` · ${one.numbers}`} · ${one.flow}`;
 }
 
 async function watch() {

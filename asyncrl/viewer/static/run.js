@@ -31,7 +31,7 @@ let extra = [];
 let shown = null; // how many bytes of metrics there were: until there are more nothing is asked for
 
 export async function refresh(state) {
-  const now = JSON.stringify(state.runs.map((run) => [run.rows, run.ended]));
+  const now = JSON.stringify(state.runs.map((run) => [run.rows, run.ended, run.alert]));
   if (now === shown) return;
   const answers = await Promise.all(state.runs.map((_, run) => ask("rows", { run })));
   draw(state, answers);

@@ -18,6 +18,7 @@ class Status(WireMessage, frozen=True):
     gauges: dict[str, float]
     waits: tuple[str, ...]  # who waits for what
     failed: str = ""  # failed attempts and the newest cause, to be shown
+    alert: str = ""  # why nothing can be learned, likewise
 
 
 class StepReport(WireMessage, frozen=True):

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.launch.run_directory import lock
 from asyncrl.observe.files import read_status, write_status, write_summary
+from asyncrl.types import EpisodeResult, EpisodeStats
 from tests.unit.coordinator.test_loop import ROWS, LoopSetup, give
 
 
@@ -48,6 +50,19 @@ def test_who_waits_for_what_since_when(setup: LoopSetup, capsys: pytest.CaptureF
     text = shown(setup.run_dir, capsys)
     assert f"{setup.run_dir}: starting\nstep 0 of" in text and "✓" in text
     assert text.endswith("waits:\n" + "".join(f"  {wait} (12 s)\n" for wait in waits))
+
+
+def test_before_any_step_the_score_so_far_and_why_nothing_is_learned(
+    setup: LoopSetup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.turn()
+    reporter = setup.coordinator.reporter
+    reporter.on_landed(EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1)))
+    reporter.state.buffer.settled[State.FILTERED] += 2 * setup.coordinator.config.buffer.groups_per_batch
+    reporter.write_status("running")
+    lines = shown(setup.run_dir, capsys)
+    assert "so far: score 0.000, filtered 100%" in lines and "groups: every episode scored 0" in lines
+    assert "issued = " in lines
 
 
 def test_a_store_that_cannot_be_written_is_a_wait(

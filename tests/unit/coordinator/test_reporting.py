@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.observe.files import read_status
+from asyncrl.observe.summary import FILTERED, REWARD
 from asyncrl.types import EpisodeResult, EpisodeStats
 from asyncrl.wire.messages.trainer import PlanRequest, TrainerBeat
 from tests.unit.buffer.machine import admit
@@ -78,6 +81,39 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
     assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
     assert "rollout/hints_followed_frac" not in found  # of no call at all there is no share
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
+
+
+@pytest.mark.parametrize(
+    ("scores", "groups", "filtered", "said"),
+    [
+        ((0.0, 0.0), 64, 64, "64 groups: every episode scored 0; the samples are too hard, or"),
+        ((0.0, 0.0), 64, 0, "64 groups: every episode scored 0; the samples are too hard, or"),
+        ((1.0, 1.0), 65, 65, "65 groups: every episode scored 1; the samples are solved"),
+        ((0.0, 0.0), 63, 63, ""),
+        ((0.0, 0.5), 64, 64, ""),
+    ],
+)
+def test_before_any_step_the_status_has_the_score_and_why_nothing_is_learned(
+    reporter: Reporter, scores: tuple[float, float], groups: int, filtered: int, said: str
+) -> None:
+    """The default batch is of 32 groups. Without the zero-variance filter none is filtered."""
+    for score in scores:
+        landed(reporter, score)
+    reporter.state.buffer.settled.update({State.FILTERED: filtered, "usable": groups - filtered})
+    found, written = reporter.write_status("running"), read_status(reporter.state.run_dir)
+    assert found.alert.startswith(said) and bool(found.alert) == bool(said)
+    assert written["alert"] == found.alert and len(found.alert) <= 160
+    assert written["gauges"][REWARD] == sum(scores) / 2 and written["gauges"][FILTERED] == filtered / groups
+    row(reporter, 1, groups=32)  # afterwards they are those of the last step
+    assert FILTERED in read_status(reporter.state.run_dir)["gauges"]
+    assert FILTERED not in reporter.write_status("running").gauges
+
+
+def test_demonstrations_earn_no_reward_and_none_is_missed(reporter: Reporter) -> None:
+    landed(reporter, 0.0)
+    reporter.state.buffer.settled.update({"usable": 64})
+    reporter.state.samples = [replace(reporter.state.samples[0], given=0)]  # type: ignore[assignment]
+    assert reporter.constant_reward() == ""
 
 
 def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -> None:

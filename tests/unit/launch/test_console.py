@@ -19,6 +19,7 @@ from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.console_view import FIGURES, ConsoleState, plain_line, render
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
+    FILTERED,
     GREEDY,
     GREEDY_SCORE,
     HIGHEST,
@@ -53,6 +54,18 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
         assert part in line
     line = plain_line(shown.state)
     assert "reward 0.500" in line and line.endswith("waits: trainer 0: trajectories of step 1")
+
+
+def test_a_constant_reward_is_said_once_and_the_score_before_any_step() -> None:
+    shown, out = console()
+    alert = "64 groups: every episode scored 0; the samples are too hard, or the reward finds no answer"
+    for seen in ("", alert, alert.replace("64", "65")):
+        shown.status(Status("running", 0, 10, {REWARD: 0.0, FILTERED: 0.98}, (), alert=seen))
+    assert out.getvalue().splitlines() == ["phase: running", alert]
+    line = plain_line(shown.state)
+    assert "reward 0.000, filtered 98%" in line and "65 groups: every episode scored 0" in line
+    shown.terminal.print(render(shown.state))
+    assert "65 groups: every episode scored 0" in out.getvalue()
 
 
 @pytest.mark.parametrize("failed", ["", "attempts failed: " + 9 * "1,234 reward_error, "])
@@ -226,9 +239,11 @@ def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
 def test_a_batch_that_teaches_little_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     with open_console("plain", "demo", 10) as shown:
         for step, share in enumerate((0.2, 0.25, 0.75), start=1):
-            shown.step(step, {ZERO_ADVANTAGE: share})
+            shown.step(step, {ZERO_ADVANTAGE: share, REWARD: 0.1})
+        shown.step(4, {ZERO_ADVANTAGE: 0.99, REWARD: 0.98})
     said = [line for line in capsys.readouterr().out.splitlines() if "teach nothing" in line]
-    assert len(said) == 1 and said[0].startswith("step 2: 25%")
+    assert len(said) == 2 and said[0].startswith("step 2: 25%") and "solved" not in said[0]
+    assert said[1].startswith("step 4: 99%") and "most are solved): use harder samples" in said[1]
 
 
 @pytest.mark.parametrize(("threshold", "highest", "count"), [(1.0, 3.5, 1), (1.0, 1.0, 0), (3.0, 3.5, 0)])

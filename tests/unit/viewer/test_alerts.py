@@ -49,5 +49,16 @@ def test_a_healthy_run_a_young_one_and_one_without_metrics_have_none() -> None:
     assert not alerts([{"training/step": float(step), "timing_s/step": 1.0} for step in range(20)])
 
 
+def test_a_reward_that_is_always_the_same_is_said_before_the_first_step() -> None:
+    (found,) = alerts([], "64 groups: every episode scored 0")
+    assert (found.name, found.what) == ("constant reward", "64 groups: every episode scored 0") and found.do
+
+
+@pytest.mark.parametrize(("score", "why"), [(0.97, "are solved"), (0.01, "few of their samples are solved")])
+def test_a_solved_run_is_told_from_a_stuck_one(score: float, why: str) -> None:
+    (found,) = alerts(run({"critic/zero_advantage_frac": 0.99, "rollout/score/mean": score}))
+    assert found.name == "nothing to learn" and found.what.endswith(why)
+
+
 def test_every_rule_has_a_name_of_its_own() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)

@@ -14,6 +14,8 @@ from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import read_config
 from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.observe.files import write_status
+from asyncrl.observe.summary import FILTERED, REWARD
 from asyncrl.store.launches import KEY, since
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
@@ -80,6 +82,16 @@ def test_an_episode_is_shown_as_the_launch_that_trained_it_was_configured(tmp_pa
     trained, running = (Views([run_dir], ended).answer("episode", {"uid": uid}) for uid in ("0.0", "2.0"))
     assert trained["bound"] == config.buffer.max_staleness > running["bound"] == 0
     assert not any(trained["turns"][0]["stale"])
+
+
+def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_path: Path) -> None:
+    gauges = {REWARD: 0.0, FILTERED: 0.98}
+    write_status(tmp_path, {"phase": "running", "alert": "64 groups", "gauges": gauges, "metrics": {}})
+    views = Views([tmp_path], lambda run_dir: "")
+    assert views._run(tmp_path)["numbers"] == "score 0.000, filtered 98%"
+    assert views._run(tmp_path)["alert"] == "64 groups"
+    (found,) = views.answer("rows", {})["alerts"]
+    assert (found["name"], found["what"]) == ("constant reward", "64 groups")
 
 
 def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> None:
