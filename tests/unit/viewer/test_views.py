@@ -108,7 +108,7 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("episodes", {"order": "x"}, "order is one of newest"),
         ("episodes", {"group": "9" * 30}, "group"),
         ("episodes", {"start": "-1"}, "start"),
-        ("lanes", {"from": "nan"}, "finite"),
+        ("lanes", {"from": "nan"}, "within"),
         ("lanes", {"to": "x"}, "seconds since the start"),
         ("episodes", {"run": "1"}, "there are 1 runs"),
         ("episode", {"uid": "9.9"}, "no episode 9.9"),
