@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -201,3 +202,34 @@ def test_an_error_of_a_damaged_database_names_the_way_on(tmp_path: Path) -> None
         closing(RunReader.open(tmp_path)) as reader,
     ):
         reader.load()
+
+
+@pytest.mark.parametrize("calls", range(1, 5))
+def test_a_restoration_that_was_killed_is_begun_again(
+    tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it was: a log that is not of this database would be taken for its own."""
+    run = trained(tmp_path)
+    copied(run)
+    flow, replace, left = run.buffer.flow(), os.replace, iter(range(1, calls))
+    run.play()
+    for name in ("wal", "shm"):
+        (tmp_path / f"run.db-{name}.kept").write_bytes((tmp_path / f"run.db-{name}").read_bytes())
+    run.store.close()
+    for name in ("wal", "shm"):  # as after kill -9
+        replace(tmp_path / f"run.db-{name}.kept", tmp_path / f"run.db-{name}")
+
+    def killed(old: Path, new: Path) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            restore(tmp_path)
+    assert (tmp_path / "run.db").exists() == (calls == 1)
+    restore(tmp_path)
+    again = Coordinator(tmp_path, 1 << 30, Random(0))
+    assert again.buffer.flow() == flow
+    again.store.close()
