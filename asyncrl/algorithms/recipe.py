@@ -67,10 +67,8 @@ class Recipe:
 
 def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
-    load_named_files(config)
+    loss = loss_of(config)
     algorithm, kl, credit = config.algorithm, config.kl, credit_of(config)
-    loss_name, options = single(algorithm.loss, "algorithm.loss")
-    loss = losses.load(loss_name, "algorithm.loss").bound(options, f"algorithm.loss.{loss_name}")
     if algorithm.prox == "mu":
         loss = replace(loss, ratio="mu")  # u = pi/mu
     aggregate = aggregations.load(algorithm.aggregation, "algorithm.aggregation")
@@ -86,7 +84,7 @@ def compose(config: RunConfig) -> Recipe:
         advantage_name=single(algorithm.advantage)[0],
         advantage=credit,
         scale=scale,
-        loss_name=loss_name,
+        loss_name=single(algorithm.loss)[0],
         loss=loss,
         rules=rules,
         aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "algorithm.aggregation"),
@@ -115,9 +113,16 @@ def compose(config: RunConfig) -> Recipe:
     return recipe
 
 
+def loss_of(config: RunConfig) -> Loss:
+    """The loss, options bound, once all named files are imported."""
+    load_named_files(config)
+    name, options = single(config.algorithm.loss, "algorithm.loss")
+    return losses.load(name, "algorithm.loss").bound(options, f"algorithm.loss.{name}")
+
+
 def imitates(config: RunConfig) -> bool:
     """The run learns from conversations of its data instead of sampled ones: its loss says so."""
-    return compose(config).loss.demonstrations
+    return loss_of(config).demonstrations
 
 
 def with_group_policy(config: RunConfig) -> RunConfig:
