@@ -154,15 +154,17 @@ def _cluster(inputs: Inputs) -> Iterator[Note]:
 
 def _estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
-        config, gpu, data, prompt = inputs.config, sees_gpu(inputs.config), inputs.samples, inputs.prompt
+        config, gpu, prompt = inputs.config, sees_gpu(inputs.config), inputs.prompt
+        train, test = len(inputs.samples.train), len(inputs.samples.test or ())
         memory, problem = describe_memory(config, gpu)
-        test = 0 if data.test is None else len(data.test)
-        yield from map(
-            ok, (*describe_work(config, len(data.train), test, prompt), *describe_costs(config, gpu))
-        )
-        yield from map(ok, memory.splitlines())
+        found = [
+            *describe_work(config, train, test, prompt),
+            *describe_costs(config, gpu),
+            *memory.splitlines(),
+        ]
         if on_gpu(config, gpu) is False:
-            yield from map(ok, describe_time(config, test, prompt))
+            found += describe_time(config, test, prompt)
+        yield from map(ok, found)
         yield from map(warning, filter(None, [problem]))
 
 

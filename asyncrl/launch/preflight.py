@@ -112,10 +112,8 @@ def describe_chat(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) 
         ids = turns[0].context if isinstance(turns, tuple) else ()  # the check before has refused a Fail
     else:
         ids = rules.chat.prompt_ids(sample.prompt, box.schemas(sample))
-    shown = (
-        f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}:\n{rules.chat.decode(ids)}"
-    )
-    return [stop, shown], len(ids)
+    count = f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}"
+    return [stop, f"{count}:\n{rules.chat.decode(ids)}"], len(ids)
 
 
 async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> list[Note]:
@@ -131,11 +129,9 @@ async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sampl
         reply = await call_tool(tool, call, config.rollout.tool_timeout, sample)
         line = f"sample        {name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
         found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
-    truth = json.loads(sample.ground_truth or '""')
-    for what, answer in (
-        ("its ground truth", truth if isinstance(truth, str) else str(truth)),
-        ("no text", ""),
-    ):
+    truth = json.loads(sample.ground_truth)
+    right = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
+    for what, answer in [right] * (truth is not None) + [("no text", "")]:
         given = RewardInput(sample, answer, (*sample.prompt, Message("assistant", answer)), transcript=answer)
         with recorded() as failure:
             score = f"{(await scorer.score(given)).score:g}"
@@ -148,10 +144,8 @@ async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sampl
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """What a tool's schema takes: first choices, or 1."""
-    schema, kinds = (
-        function.get("parameters", {}),
-        {"string": "1", "boolean": True, "array": [], "object": {}},
-    )
+    schema = function.get("parameters", {})
+    kinds = {"string": "1", "boolean": True, "array": [], "object": {}}
     needed = {key: schema["properties"].get(key, {}) for key in schema.get("required", ())}
     return {key: [*part.get("enum", ()), kinds.get(part.get("type"), 1)][0] for key, part in needed.items()}
 

@@ -323,6 +323,10 @@ def test_a_sample_goes_through_each_tool_and_the_reward(tmp_path: Path) -> None:
     sample = Sample(0, "d", (Message("user", "?"),), '"four"')
     found = asyncio.run(preflight.try_sample(asked, preflight.check_names(asked), sample))
     broken, weather, right, nothing = found
+    unknown = asyncio.run(
+        preflight.try_sample(asked, {}, msgspec.structs.replace(sample, ground_truth="null"))
+    )
+    assert unknown == [nothing], "without a ground truth there is one answer"
     call = '{"city":"1","days":1,"kind":"rain"}'
     assert weather == ok(f"sample        weather({call}) replies 'rain in 1 for 1'")
     assert broken.level == "warning" and "OSError: no network" in broken.text
