@@ -193,13 +193,14 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     """The same on one line of at most WIDEST characters: figures that are unknown, or beyond that, are left
     out. `waits`: with failures and who waits for what."""
     status, line = state.status, f"[{state.status.phase}] {state.steps} | {state.times}"
+    line += f" | {status.alert.partition(';')[0]}" if status.alert else ""
     known = [
         f"{label} {shown(value, form)}"
         for label, name, form in (_figures(state) if status.phase != "starting" else ())
         if (value := state.get(name)) is not None and not name.startswith("val-core/")
     ]
     named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
-    texts = (status.alert, status.failed, named) if waits else ()
+    texts = (status.failed, named) if waits else ()
     ends = list(filter(None, texts))
     each = (WIDEST - len(line)) // (len(ends) + bool(known) or 1) - 3
     end = "".join(f" | {text if len(text) <= each else text[: each - 1] + '…'}" for text in ends)

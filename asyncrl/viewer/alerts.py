@@ -53,11 +53,9 @@ def _constant_reward(first: Sequence[Row], last: Sequence[Row]) -> str:
     return f"every episode scored {values.pop():g}" if len(values) == 1 else ""
 
 
-def _filtered(first: Sequence[Row], last: Sequence[Row]) -> str:
-    share = _mean(last, "rollout/discarded_group_frac")
-    return (
-        f"{share:.0%} of the groups were filtered or dropped" if share is not None and share >= MOST else ""
-    )
+def _often(name: str, what: str, least: float = MOST) -> Callable[[Sequence[Row], Sequence[Row]], str]:
+    """Finds that the mean of a share is `least` or more."""
+    return lambda first, last: f"{share:.0%} {what}" if (share := _mean(last, name) or 0.0) >= least else ""
 
 
 def _nothing_taught(first: Sequence[Row], last: Sequence[Row]) -> str:
@@ -82,25 +80,9 @@ def _gap(first: Sequence[Row], last: Sequence[Row]) -> str:
     return f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning"
 
 
-def _truncated(first: Sequence[Row], last: Sequence[Row]) -> str:
-    share = _mean(last, "response_length/clip_ratio")
-    return (
-        f"{share:.0%} of the episodes were cut off by a limit" if share is not None and share >= MOST else ""
-    )
-
-
 def _skipped(first: Sequence[Row], last: Sequence[Row]) -> str:
     count = int(sum(row.get("actor/skipped_steps", 0.0) for row in last))
     return f"{count} of the last {len(last)} optimizer steps were skipped" if count else ""
-
-
-def _masked(first: Sequence[Row], last: Sequence[Row]) -> str:
-    share = _mean(last, "staleness/masked_token_frac")
-    return (
-        f"{share:.0%} of the tokens were too old to be trained"
-        if share is not None and share >= MASKED
-        else ""
-    )
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:
@@ -117,7 +99,7 @@ RULES = (
     ),
     _Rule(
         "all groups filtered",
-        _filtered,
+        _often("rollout/discarded_group_frac", "of the groups were filtered or dropped"),
         "use samples that are sometimes solved, or a larger buffer.episodes_per_group",
     ),
     _Rule(
@@ -139,7 +121,7 @@ RULES = (
     ),
     _Rule(
         "everything truncated",
-        _truncated,
+        _often("response_length/clip_ratio", "of the episodes were cut off by a limit"),
         "raise rollout.max_new_tokens or rollout.max_tokens, or shape length (algorithm.shaping)",
     ),
     _Rule(
@@ -149,7 +131,7 @@ RULES = (
     ),
     _Rule(
         "much is masked",
-        _masked,
+        _often("staleness/masked_token_frac", "of the tokens were too old to be trained", MASKED),
         "lower buffer.target_staleness, or raise buffer.max_staleness",
     ),
 )

@@ -63,7 +63,7 @@ def test_a_constant_reward_is_said_once_and_the_score_before_any_step() -> None:
         shown.status(Status("running", 0, 10, {REWARD: 0.0, FILTERED: 0.98}, (), alert=seen))
     assert out.getvalue().splitlines() == ["phase: running", alert]
     line = plain_line(shown.state)
-    assert "reward 0.000, filtered 98%" in line and "65 groups: every episode scored 0" in line
+    assert "reward 0.000, filtered 98%" in line and line.count("65 groups: every episode scored 0 | ") == 1
     shown.terminal.print(render(shown.state))
     assert "65 groups: every episode scored 0" in out.getvalue()
 
