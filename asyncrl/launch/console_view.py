@@ -202,12 +202,13 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
     texts = (status.failed, named) if waits else ()
     ends = list(filter(None, texts))
-    each = (WIDEST - len(line)) // (len(ends) + bool(known) or 1) - 3
-    end = "".join(f" | {text if len(text) <= each else text[: each - 1] + '…'}" for text in ends)
+    each = 2 * (WIDEST - len(line)) // (2 * len(ends) + bool(known) or 1) - 3  # twice the figures' share
+    kept = sum(min(len(text), each) + 3 for text in ends)
     for at, figure in enumerate(known):
         longer = f"{line}{', ' if at else ' | '}{figure}"
-        line = longer if len(longer + end) <= WIDEST else line
-    return line + end
+        line = longer if len(longer) + kept <= WIDEST else line
+    each = (WIDEST - len(line)) // (len(ends) or 1) - 3
+    return line + "".join(f" | {text if len(text) <= each else text[: each - 1] + '…'}" for text in ends)
 
 
 def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:

@@ -68,6 +68,16 @@ def test_a_constant_reward_is_said_once_and_the_score_before_any_step() -> None:
     assert "65 groups: every episode scored 0" in out.getvalue()
 
 
+def test_a_wait_is_not_cut_where_there_is_room() -> None:
+    wait = "trainer 0: trying the largest micro-batch (12 s)"
+    figures = {REWARD: 0.0, FILTERED: 0.0, "async/ready": 0.0, "async/running": 35.0}
+    state = ConsoleState("demo", Status("running", 0, 2, figures | {BATCH: 0.2}, (wait,)))
+    line = plain_line(state)
+    assert (
+        line.endswith(f"reward 0.000, filtered 0%, ready 0, running 35 | waits: {wait}") and len(line) <= 160
+    )
+
+
 @pytest.mark.parametrize("failed", ["", "attempts failed: " + 9 * "1,234 reward_error, "])
 @pytest.mark.parametrize("count", [0, 1, 9])
 def test_a_plain_line_is_never_long(failed: str, count: int) -> None:
