@@ -126,7 +126,7 @@ class TemplateProbe:
         return "asyncrl_probe" in self._render([_USER], (_TOOL,))
 
     def shows_calls(self) -> bool:
-        return self.end(_answers(("tool",))).mark == CALL
+        return CALL in self._answered(_calls(_answers(("tool",))))
 
     def around(self) -> tuple[list[str], list[str]]:
         """What the template itself may write before the content of a turn, after the opening of the turn, and

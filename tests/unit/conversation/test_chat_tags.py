@@ -47,7 +47,16 @@ APRIEL = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '\\n<|begin_
 {{- '<|begin_' + m.role + '|>\\n' + m.content }}{% endif %}
 {%- if loop.last and m.role != 'assistant' %}{{ '\\n<|begin_assistant|>\\nHere are my steps:\\n' }}{% endif %}
 {%- endfor %}"""
+GEMMA4 = """{% for m in messages %}{% if m.role == 'assistant' %}<|turn>model
+{% for c in m.tool_calls %}<|tool_call>call:{{ c.function.name }}{{ c.function.arguments -}}
+<tool_call|>{% endfor %}
+{%- for r in messages[loop.index:] if m.tool_calls and r.role == 'tool' %}<|tool_response>{{ r.content -}}
+<tool_response|>{% endfor %}{{ m.content }}<turn|>
+{% elif m.role == 'user' %}<|turn>user
+{{ m.content }}<turn|>
+{% endif %}{% endfor %}{{ '<|turn>model\n' if add_generation_prompt }}"""
 CONTROLS = {
+    GEMMA4: ["<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"],
     SOLAR: ["<|begin|>", "<|think|>", "<|content|>", "<|end|>"],
     COMMAND: [f"<|{part}_TOKEN|>" for part in ("START_OF_TURN", "END_OF_TURN", "CHATBOT", "USER")]
     + [f"<|{edge}_{part}|>" for part in ("THINKING", "RESPONSE") for edge in ("START", "END")],
@@ -136,3 +145,8 @@ def test_the_first_token_after_a_line_break_ends_the_turn() -> None:
     [end] = written(chat, "<|end|>")
     assert chat.stop_ids[0] == end
     assert "begins a new row" in chat.check("fork", ["user"])[0]
+
+
+def test_calls_before_the_words_beside_them_are_shown() -> None:
+    """Gemma 4 writes calls, replies, and then what the turn says."""
+    assert not any("shows no tool calls" in line for line in chat_of(GEMMA4).check("fork", ["tool"]))
