@@ -73,9 +73,7 @@ def test_a_wait_is_not_cut_where_there_is_room() -> None:
     figures = {REWARD: 0.0, FILTERED: 0.0, "async/ready": 0.0, "async/running": 35.0}
     state = ConsoleState("demo", Status("running", 0, 2, figures | {BATCH: 0.2}, (wait,)))
     line = plain_line(state)
-    assert (
-        line.endswith(f"reward 0.000, filtered 0%, ready 0, running 35 | waits: {wait}") and len(line) <= 160
-    )
+    assert "reward 0.000, filtered 0%, ready 0" in line and line.endswith(f" | waits: {wait}")
 
 
 @pytest.mark.parametrize("failed", ["", "attempts failed: " + 9 * "1,234 reward_error, "])
