@@ -162,7 +162,7 @@ def _estimate(inputs: Inputs) -> Iterator[Note]:
             *describe_costs(config, gpu),
             *memory.splitlines(),
         ]
-        if on_gpu(config, gpu) is False:
+        if on_gpu(config, gpu) is False and not inputs.samples.train[0].demonstration:
             found += describe_time(config, test, prompt)
         yield from map(ok, found)
         yield from map(warning, filter(None, [problem]))

@@ -51,9 +51,9 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
     counts = config.model.dtype == "float32" and parameter_count(config.model.path) >= LEAST_TIMED
     note = ""
-    if counts and on_gpu(config, gpu) is False and multiplies_bfloat16():
+    if counts and on_gpu(config, gpu) is False:
         times = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
-        note = f" (bfloat16 multiplies {times:.1f} times as fast on this CPU)"
+        note = f" (bfloat16 multiplies {times:.1f} times as fast on this CPU)" * (times > 1.1)
     size, pause = _short(parameter_count(config.model.path)), config.checkpoint.pause
     when = f"every {pause} steps" if pause < config.total_steps else "at the end"
     return [
