@@ -81,7 +81,9 @@ class VersionLedger:
     def take_probe(self, probed: Probed, now: float) -> None:
         """The trainer has scored the probe. If that is with the newest version, engines may have loaded it
         already: they are sent it again, and only compare. Where writing takes longer than a step, newer
-        probes come before it is written."""
+        probes come before it is written. A rank repeats its newest one after a quiet time."""
+        if self._probe(probed.version) is not None:
+            return
         kept = [earlier for earlier in self.probed if self.newest <= earlier.version < probed.version]
         self.probed = [*kept, probed][-MOST_PROBED:]
         if probed.version == self.newest:

@@ -31,8 +31,9 @@ from asyncrl.types import (
     TurnReply,
     VersionSpan,
 )
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop
+from asyncrl.wire.messages.trainer import Probed
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Heartbeat, WorkerHello
 from tests.fakes.mail import Sent
@@ -438,6 +439,20 @@ def test_a_hello_out_of_silence_is_sent_what_its_engine_lacks(
     setup.handler.hello(A, WorkerHello(0, "a", 8, 1, 0, PolicyVersion(1, says)), 1.0)
     setup.tick(1.0)
     assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A] * again
+
+
+def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSetup) -> None:
+    """A rank repeats its newest one when the coordinator welcomes it, which is after each quiet time."""
+    ref = WeightsRef(PolicyVersion(1, 3), "somewhere")
+    setup.state.versions.publish(ref)
+    probed = Probed(ref.version, Probe((1, 2), (-1.0,)))
+    found = []
+    for now in (0.0, 1.0, 2.0):
+        setup.state.versions.take_probe(probed, now)
+        setup.tick(now)
+        found += [message.probe for _, message in setup.sent.take(LoadWeights)]
+        setup.handler.loaded(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
+    assert found == [probed.probe]
 
 
 def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
