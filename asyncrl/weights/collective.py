@@ -71,6 +71,7 @@ from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, split
 
 log = logging.getLogger("asyncrl.weights")
 
+IDLE_SECONDS = 3600.0  # in which a keeper that asks for nothing is given up: it dials again when it needs to
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
 OFFER_SECONDS = 5.0  # between the first rank's offer of a version and the last one's
 PAUSE = 1.0  # seconds until the sender listens again after it could not take a connection
@@ -157,10 +158,10 @@ class EngineConnection:
 
     def serve(self) -> None:
         """Until the engine leaves, or a push fails."""
+        seconds = self._sender.seconds  # for who has just dialled to say what for
         try:
-            while True:
-                request = receive_question(self._socket, VersionRequest, None)
-                self._engine = request.engine
+            while (request := self._next(time.monotonic() + seconds)) is not None:
+                seconds, self._engine = IDLE_SECONDS, request.engine
                 deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # which may be NaN
                 self._take_turn(request, deadline)
         except EOFError:
@@ -173,6 +174,13 @@ class EngineConnection:
             self._socket.close()
             if self._group is not None:
                 self._group.close()
+
+    def _next(self, deadline: float) -> VersionRequest | None:
+        try:
+            return receive_question(self._socket, VersionRequest, deadline)
+        except TimeoutError:
+            log.info("weights: %s has asked for nothing for long, and is disconnected", self._engine)
+            return None
 
     def disconnect(self) -> None:
         """Called from another thread: `serve` ends, as it does when the engine leaves."""

@@ -101,8 +101,8 @@ def send_answer(connection: socket.socket, answer: Answer, deadline: float) -> N
     connection.sendall(_framed(answer))
 
 
-def receive_question(connection: socket.socket, kind: type[T], deadline: float | None) -> T:
-    """A keeper's next question, waited for until `deadline` (None: for ever). Raises EOFError when the keeper
+def receive_question(connection: socket.socket, kind: type[T], deadline: float) -> T:
+    """A keeper's next question, waited for until `deadline`. Raises EOFError when the keeper
     left, TimeoutError, ProtocolError when it is another one."""
     size = _checked(_read(connection, _LENGTH.size, deadline), QUESTION_BYTES)
     question = _decoded(_read(connection, size, deadline), _question)
@@ -116,10 +116,10 @@ def seconds_left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
-        connection.settimeout(None if deadline is None else seconds_left(deadline))
+        connection.settimeout(seconds_left(deadline))
         more = connection.recv(size - len(data))
         if not more:
             raise EOFError("the keeper closed the connection")

@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import msgspec
@@ -40,8 +40,8 @@ from asyncrl.weights.tensorfile import Earlier
 log = logging.getLogger("asyncrl.weights")
 
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
-IDLE_S = 365 * 86400.0  # rank 0 may ask for nothing for a long time; its death ends the wait
-_END = torch.tensor([-1, 0, 0, 0, 0])
+SIGNS = 4  # of life from a collector, which may ask for nothing for long, in the time of a bucket
+_END, _ALIVE = torch.tensor([-1, 0, 0, 0, 0]), torch.tensor([-2, 0, 0, 0, 0])
 _QUESTION, _ANSWER = 1, 2  # tags: two collectors ask each other
 _pieces = msgspec.msgpack.Decoder(list[bytes])
 
@@ -87,6 +87,9 @@ class HostShards:
             for rank in range(min(collectors, self.ranks))
             if rank != self.rank
         ]
+        self._ending = threading.Event()
+        if self._collects:
+            threading.Thread(target=self._keep_alive, name="weight-signs", daemon=True).start()
         for thread in self._threads:
             thread.start()
 
@@ -126,6 +129,7 @@ class HostShards:
         """On all ranks: collectors end the threads of the others, and each waits for its own; `timeout`
         seconds at most."""
         end = time.monotonic() + timeout
+        self._ending.set()
         if self._collects and self._wire.acquire(timeout=timeout):
             try:
                 self._ask(_END, max(0.001, end - time.monotonic()))
@@ -159,6 +163,14 @@ class HostShards:
             spec.name: (torch.cat(of_ranks) if self.ranks > 1 else of_ranks[0]).view(spec.shape)
             for spec, *of_ranks in zip(self._sharded[part], *pieces, strict=True)
         }
+
+    def _keep_alive(self) -> None:
+        """Tell the others that this rank is there: who hears nothing waits for it no longer."""
+        with suppress(RuntimeError):  # a rank is gone, which `_collect` finds out, too
+            while not self._ending.wait(self._deadline / SIGNS):
+                with self._wire:
+                    if not self._ending.is_set():
+                        self._ask(_ALIVE, self._deadline)
 
     def _ask(self, request: Tensor, timeout: float) -> None:
         for rank in range(self.ranks):
@@ -200,9 +212,12 @@ class HostShards:
         request = torch.empty_like(_END)
         try:
             while True:
-                _wait(dist.irecv(request, collector, group=self._group, tag=_QUESTION), IDLE_S)
+                limit = (1 + self.ranks) * self._deadline  # it may be waiting for buckets of the others
+                _wait(dist.irecv(request, collector, group=self._group, tag=_QUESTION), limit)
                 if torch.equal(request, _END):
                     return
+                if torch.equal(request, _ALIVE):
+                    continue
                 index, copied, start, stop, since = request.tolist()
                 with self._buffers.reading(index, copied, wait=self._deadline) as memory:
                     data, part = self._mine(memory, slice(start, stop)), slice(start, stop)

@@ -195,8 +195,9 @@ class Receiver:
         return near[self._index % len(near)]
 
     async def _connect(self, path: str) -> SenderConnection:
-        if self._connection is not None and self._connection.path != path:
-            await self.close()  # another trainer's
+        known = self._connection
+        if known is not None and (known.path != path or known.reader.at_eof()):
+            await self.close()  # another trainer's, or one that has heard nothing from here for long
         if self._connection is None:
             self._connection = await _open(path)
         return self._connection

@@ -449,6 +449,36 @@ def test_closing_the_sender_ends_its_pushes(spawn):
     run(main())
 
 
+def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(spawn, sender, monkeypatch):
+    """It costs a thread and a descriptor, and may be on a machine that is gone."""
+    monkeypatch.setattr(collective, "IDLE_SECONDS", 0.05)
+    server = spawn()
+
+    async def main() -> None:
+        receiver = Receiver(server, 0, 1)
+        for version in (1, 2):
+            await push(receiver, sender.offer(snapshot_of(weights(version), PolicyVersion(0, version))))
+            check(server, version)
+            assert await receiver._connection.reader.read() == b"", "the sender has left, and refused nothing"
+        assert server.calls.count("init_group") == 2
+        await receiver.close()
+
+    run(main())
+
+
+def test_who_dials_and_says_nothing_is_disconnected():
+    with closing(Sender("127.0.0.1", BUCKET_BYTES, 0.05, torch.device("cpu"))) as sender:
+
+        async def main() -> None:
+            reader, writer = await asyncio.open_connection(
+                *_address(WeightsRef(PolicyVersion(0, 1), sender.address))
+            )
+            assert await reader.read() == b""
+            writer.close()
+
+        run(main())
+
+
 def test_the_groups_of_training_are_left_alone(spawn, sender):
     """This process has no default group, and gets none."""
     known = dict(dist.distributed_c10d._world.pg_map)
