@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from glob import glob
 from hashlib import blake2s
 from pathlib import Path
@@ -34,18 +33,7 @@ from asyncrl.config.training import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_summary
-from asyncrl.observe.held_out import (
-    HeldOut,
-    Judged,
-    PerSample,
-    answer_of,
-    interval,
-    losses,
-    means,
-    per_sample,
-    sizes,
-    uid_prefix,
-)
+from asyncrl.observe.held_out import Judged, PerSample, interval, losses, means, per_sample, sizes
 
 HELP = """\
 Evaluate a model: the episodes, tools, environments and rewards of training, without training.
@@ -205,23 +193,11 @@ class Result(NamedTuple):
     @classmethod
     def read(cls, run_dir: Path) -> Result:
         """Raises StoreError and ConfigError."""
-        from asyncrl.data import Samples, samples_path
-        from asyncrl.store.reader import RunReader
-        from asyncrl.wire.messages.worker_bulk import Failed, Finished
+        from asyncrl.rollout.recorded import evaluated
 
-        config = read_config(run_dir)
-        samples = Samples.open(samples_path(run_dir, "test"))
-        with closing(RunReader.open(run_dir)) as reader:
-            episodes = []
-            for uid, record in reader.held_out(uid_prefix(0)):
-                one, which = msgspec.msgpack.decode(record, type=Finished | Failed), HeldOut.of(uid)
-                source = samples[which.row].data_source
-                if isinstance(one, Finished):
-                    answer = answer_of(one.result, one.notes)
-                    episodes.append(Judged(which, source, one.result, one.stats, answer))
-                else:
-                    episodes.append(Judged(which, source, None))
-        return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, config.validation.success))
+        samples, episodes = evaluated(run_dir)
+        threshold = read_config(run_dir).validation.success
+        return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, threshold))
 
 
 def _baseline(target: Target, options: argparse.Namespace) -> tuple[int, Path | None]:

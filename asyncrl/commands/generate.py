@@ -18,7 +18,8 @@ from asyncrl.commands.eval import argument_parser, evaluate, find_target
 from asyncrl.commands.regrade import write_rows
 from asyncrl.config import read_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.held_out import SAMPLED, HeldOut, uid_prefix
+from asyncrl.observe.held_out import SAMPLED, Judged
+from asyncrl.types import Sample
 
 HELP = """\
 Sample answers, and write them: a row per prompt.
@@ -68,32 +69,28 @@ def _out(options: argparse.Namespace) -> Path:
 
 def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """One per sample, in their order."""
-    from asyncrl.data import Samples, samples_path
     from asyncrl.rollout.components import load_rules, load_toolbox
     from asyncrl.rollout.context import turns_of
-    from asyncrl.rollout.regrade import recorded
+    from asyncrl.rollout.recorded import evaluated, recorded
     from asyncrl.store.reader import RunReader
-    from asyncrl.wire.messages.worker_bulk import Failed, Finished
 
     config = read_config(run_dir)
     rules, toolbox = load_rules(config), load_toolbox(config)
-    samples = Samples.open(samples_path(run_dir, "test"))
+    samples, episodes = evaluated(run_dir)
 
-    def entry(uid: str) -> Sequence[Any]:
-        one = msgspec.msgpack.decode(reader.became(uid), type=Finished | Failed)
-        if isinstance(one, Failed):
+    def entry(one: Judged, sample: Sample) -> Sequence[Any]:
+        if one.result is None or one.stats is None:
             return None, None, None, "failed", 0
-        turns, end = turns_of(list(reader.frames(uid, one.stats.turns))), one.result.end
-        given = recorded(rules, toolbox, samples[HeldOut.of(uid).row], turns, end)
+        turns, end = turns_of(list(reader.frames(one.which.uid, one.stats.turns))), one.result.end
+        given = recorded(rules, toolbox, sample, turns, end)
         messages = msgspec.json.encode([message.openai() for message in given.messages])
         return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens
 
     with closing(RunReader.open(run_dir)) as reader:
-        found = (HeldOut.of(uid) for uid, _ in reader.held_out(uid_prefix(0)))
-        sampled = sorted(which for which in found if which.mode == SAMPLED)
-        for row, members in groupby(sampled, key=attrgetter("row")):
+        sampled = sorted((one for one in episodes if one.which.mode == SAMPLED), key=attrgetter("which"))
+        for row, members in groupby(sampled, key=attrgetter("which.row")):
             sample = samples[row]
-            entries = [entry(which.uid) for which in members]
+            entries = [entry(one, sample) for one in members]
             truth = msgspec.json.decode(sample.ground_truth)
             yield {
                 "data_source": sample.data_source,

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.commands.arguments import command_parser, find_run
-from asyncrl.commands.regrade import kept_turns
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose, recompose
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -162,25 +161,23 @@ def probe(config: RunConfig) -> list[Measurements]:
 def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     """Turns of the groups that are over, seconds of sampling and tokens of them all."""
     from asyncrl.buffer.planner import recorded_turns
+    from asyncrl.rollout.recorded import kept_turns
     from asyncrl.store.reader import RunReader
 
-    reader = RunReader.open(run_dir)
     found, seconds, tokens = [], 0.0, 0
-    try:
+    with closing(RunReader.open(run_dir)) as reader:
         groups = reader.groups()
         groups = groups[: len(groups) - round(NEWEST * len(groups))][-MOST_GROUPS:]
         for group in groups:
             episodes = []
-            for episode in reader.members(group.id):
-                turns = [] if episode.greedy else kept_turns(reader, episode)
-                if turns:
+            for episode in (e for e in reader.members(group.id) if e.stats.turns and not e.greedy):
+                turns, missing = kept_turns(reader, episode)
+                if turns and not missing:
                     episodes.append(recorded_turns(turns, episode.stats))
                     seconds += sum(turn.seconds for turn in turns)
                     tokens += sum(len(turn.ids) for turn in turns)
             if episodes:
                 found.append(tuple(episodes))
-    finally:
-        reader.close()
     return tuple(found), seconds, tokens
 
 

@@ -25,7 +25,6 @@ from asyncrl.errors import ConfigError, one_line
 if TYPE_CHECKING:
     from asyncrl.algorithms.recipe import Recipe
     from asyncrl.buffer.records import EpisodeRecord, GroupRecord
-    from asyncrl.store.reader import RunReader
     from asyncrl.types import Turn
 
 AT_ONCE = 32  # episodes that are scored side by side
@@ -96,7 +95,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     from asyncrl.algorithms.recipe import compose
     from asyncrl.data import Samples, samples_path
     from asyncrl.rollout.components import load_rules, load_scorer, load_toolbox
-    from asyncrl.rollout.regrade import regrade
+    from asyncrl.rollout.recorded import kept_turns, regrade
     from asyncrl.store.reader import RunReader
 
     rules, toolbox, scorer, recipe = (
@@ -121,7 +120,8 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     try:
         for group in (group for group in reader.groups() if steps[0] <= _step(group) <= steps[1]):
             members = {episode.uid: episode for episode in reader.members(group.id)}
-            turns = {uid: found for uid, e in members.items() if (found := kept_turns(reader, e))}
+            landed = ((uid, kept_turns(reader, e)) for uid, e in members.items() if e.stats.turns)
+            turns = {uid: found for uid, (found, missing) in landed if found and not missing}
             scored = await asyncio.gather(*(score(group, members[uid], turns[uid]) for uid in turns))
             again = members | {episode.uid: episode for episode in scored if episode is not None}
             rows += _rows(config, recipe, group, members, again, turns)
@@ -134,20 +134,6 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
 def _step(group: GroupRecord) -> int:
     """From 1: that of its batch, or the one under way when it was issued."""
     return (group.step if group.step >= 0 else group.issued_step) + 1
-
-
-def kept_turns(reader: RunReader, episode: EpisodeRecord) -> list[Turn]:
-    """Of an episode that landed, if all are kept; else none."""
-    from asyncrl.rollout.context import turns_of
-    from asyncrl.store.schema import StoreError
-
-    if not episode.stats.turns:
-        return []
-    try:
-        frames = list(reader.frames(episode.uid, episode.turns))
-    except StoreError:  # deleted since the index was read
-        return []
-    return turns_of(frames) if all(frames[::2]) else []
 
 
 def _rows(

@@ -6,6 +6,7 @@ It only reads the run, which may be under way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -69,13 +70,10 @@ def _replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int
     from asyncrl.trainer.repeat import repeat
 
     trainer = msgspec.structs.replace(config.trainer, ranks=1, replicas=1, sequence_parallel=1)
-    reader = RunReader.open(run_dir)
-    try:
+    with closing(RunReader.open(run_dir)) as reader:
         budget = MicroBudget.stored(reader, trainer.micro_batch_tokens).tokens
         alone = resolve_models(msgspec.structs.replace(config, trainer=trainer))
         yield from repeat(alone, reader, checkpoints_of(config, run_dir), step, budget)
-    finally:
-        reader.close()
 
 
 def _print_others(before: Mapping[str, float], now: Mapping[str, float]) -> None:

@@ -16,7 +16,7 @@ from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.observe import ratios
 from asyncrl.observe.ratios import TokenRatios
-from asyncrl.rollout.context import turns_of
+from asyncrl.rollout.recorded import kept_turns
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Sample, Turn
 
@@ -55,7 +55,7 @@ def transcript(
     `no_advantage` why there are none. StoreError, ConfigError."""
     episode = reader.episode(uid)
     group = reader.group(episode.group)
-    turns, missing = _kept_turns(reader, episode)
+    turns, missing = kept_turns(reader, episode)
     seen, why = (None, missing) if missing else _as_trained(config, reader, episode, turns)
     known = ratios.read(run_dir, episode.step + 1, uid) if episode.step >= 0 else None
     return {
@@ -78,19 +78,6 @@ def _sample(run_dir: Path, index: int) -> dict[str, Any]:
         "prompt": [message.openai() for message in sample.prompt],
         "truth": sample.ground_truth,
     }
-
-
-def _kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
-    """The turns, and why some are missing."""
-    try:
-        frames = list(reader.frames(episode.uid, episode.turns))
-        kept = next((at for at, frame in enumerate(frames[::2]) if not frame), episode.turns)
-        why = (
-            "" if kept == episode.turns else "its turns are not kept any more: set a larger store.keep_bytes"
-        )
-        return turns_of(frames[: 2 * kept]), why
-    except AsyncrlError as error:
-        return [], str(error)
 
 
 def _as_trained(

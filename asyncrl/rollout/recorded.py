@@ -1,0 +1,83 @@
+"""Recorded episodes are read from a run, which may be under way, and scored again, perhaps by another reward.
+
+The conversation is made of the recorded turns and their replies. What was not recorded is not there: what an
+agent program or an environment said before the first turn, and what an agent program returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.conversation.commands import Done, Opened, Rules
+from asyncrl.conversation.episode import Episode, begin, conversation
+from asyncrl.conversation.turns import read_turn, scored
+from asyncrl.data import Samples, samples_path
+from asyncrl.errors import AsyncrlError
+from asyncrl.observe.held_out import HeldOut, Judged, answer_of, uid_prefix
+from asyncrl.rewards import RewardError, RewardInput
+from asyncrl.rollout.context import shaped, transcript, turns_of
+from asyncrl.rollout.scoring import Scorer
+from asyncrl.store.reader import RunReader
+from asyncrl.tools import Toolbox
+from asyncrl.types import EpisodeEnd, EpisodeResult, Sample, Turn
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
+
+
+def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
+    """The first turns of an episode, as far as they are kept, and why others are missing."""
+    try:
+        frames = list(reader.frames(episode.uid, episode.turns))
+        kept = next((at for at, frame in enumerate(frames[::2]) if not frame), episode.turns)
+        why = "its turns are not kept any more: set a larger store.keep_bytes"
+        return turns_of(frames[: 2 * kept]), "" if kept == episode.turns else why
+    except AsyncrlError as error:  # deleted since the index was read, or damaged
+        return [], str(error)
+
+
+def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
+    """The samples of an evaluation, and its episodes that are over. Raises StoreError and ConfigError."""
+    samples, found = Samples.open(samples_path(run_dir, "test")), list[Judged]()
+    decode = msgspec.msgpack.Decoder(Finished | Failed).decode
+    with closing(RunReader.open(run_dir)) as reader:
+        for uid, record in reader.held_out(uid_prefix(0)):
+            one, which = decode(record), HeldOut.of(uid)
+            source = samples[which.row].data_source
+            if isinstance(one, Finished):
+                answer = answer_of(one.result, one.notes)
+                found.append(Judged(which, source, one.result, one.stats, answer))
+            else:
+                found.append(Judged(which, source, None))
+    return samples, found
+
+
+async def regrade(
+    rules: Rules, toolbox: Toolbox, scorer: Scorer, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
+) -> EpisodeResult:
+    """What an episode of these turns, which ended so, earns. Raises RewardError."""
+    earned = await scorer.score(recorded(rules, toolbox, sample, turns, end))
+    ended = scored(turns, end, shaped(rules, scorer, earned, turns, end))
+    if not isinstance(ended, Done):
+        raise RewardError(ended.detail)
+    return ended.result
+
+
+def recorded(
+    rules: Rules, toolbox: Toolbox, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
+) -> RewardInput:
+    """An episode of these turns, which ended so, as its reward sees it."""
+    schemas = () if rules.config.agent else toolbox.schemas(sample)
+    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=tuple(turns))
+    return RewardInput(
+        sample=sample,
+        answer=read_turn(rules, turns[-1], schemas).content,
+        messages=conversation(rules, episode),
+        turns=len(turns),
+        tool_calls=sum(not reply.refused for turn in turns for reply in turn.replies),
+        end=end,
+        transcript=transcript(rules, turns),
+    )

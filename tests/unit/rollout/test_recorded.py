@@ -1,0 +1,74 @@
+"""What commands and the viewer read of recorded episodes; a real run store is read."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.data import samples_path
+from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, Judged
+from asyncrl.rollout.recorded import evaluated, kept_turns
+from asyncrl.store.reader import RunReader
+from asyncrl.store.runstore import RunStore
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from tests.fakes.data import rows, stored
+from tests.fakes.viewed import MARKUP, SPANS, save_run
+from tests.unit.buffer.machine import turn_payload
+
+RESULT, STATS = EpisodeResult(0.5, components={"pred": 2.0}), EpisodeStats(2, tool_calls=1)
+
+
+def test_the_turns_of_an_episode_are_read_with_their_replies_as_far_as_they_are_kept(tmp_path: Path) -> None:
+    run_dir = save_run(tmp_path / "a")
+    with closing(RunReader.open(run_dir)) as reader:
+        whole, dropped = (reader.episode(uid) for uid in ("0.0", "3.0"))
+        (turn,), missing = kept_turns(reader, whole)
+        assert not missing and turn.spans == SPANS and turn.replies[0].content == MARKUP
+        longer = msgspec.structs.replace(whole, turns=2)
+        assert kept_turns(reader, longer) == (
+            [turn],
+            "its turns are not kept any more: set a larger store.keep_bytes",
+        )
+        assert kept_turns(reader, dropped)[0] == [] and "store.keep_bytes" in kept_turns(reader, dropped)[1]
+        assert kept_turns(reader, reader.episode("2.0")) == ([], "")
+
+
+@pytest.mark.parametrize("damage", ["a frame", "a segment"])
+def test_turns_that_cannot_be_read_are_missing_with_the_reason(tmp_path: Path, damage: str) -> None:
+    run_dir = save_run(tmp_path / "a")
+    if damage == "a frame":
+        store = RunStore(run_dir)
+        store.put_frame("0.0", 0, "generated", turn_payload()[:-1])
+        store.commit()
+        store.close()
+    else:
+        for path in (run_dir / "segments").iterdir():
+            path.unlink()
+    with closing(RunReader.open(run_dir)) as reader:
+        turns, why = kept_turns(reader, reader.episode("0.0"))
+    assert turns == [] and ("recorded turns cannot be read" if damage == "a frame" else "segment") in why
+
+
+def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left_out(tmp_path: Path) -> None:
+    samples = stored(rows(3))
+    samples.save(samples_path(tmp_path, "test"))
+    attempt = Attempt("val0/sampled/1", 0)
+    finished = Finished(1, attempt, RESULT, STATS, "a long text", {"pred": "said"})
+    failed = Failed(2, attempt, FailReason.AGENT_ERROR, "it raised")
+    store = RunStore(tmp_path)
+    over = {"val0/sampled/1": finished, "val0/greedy/2": failed, "val10/sampled/0": finished}
+    for uid, record in over.items():
+        store.put_held_out(uid, msgspec.msgpack.encode(record))
+    store.commit()
+    store.close()
+    read, found = evaluated(tmp_path)
+    assert read.fingerprint == samples.fingerprint
+    assert sorted(found, key=lambda one: one.which.row) == [
+        Judged(HeldOut(0, SAMPLED, 1), samples[1].data_source, RESULT, STATS, "2.0"),
+        Judged(HeldOut(0, GREEDY, 2), samples[2].data_source, None),
+    ]
