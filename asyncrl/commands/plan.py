@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -83,7 +84,7 @@ class Measurements(msgspec.Struct, frozen=True):
             raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
         rows = latest(row for row in read_rows(run_dir) if "timing_s/step" in row)
         publish = sum(
-            _mean([span.end - span.start for span in spans if span.name == name])
+            fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
             for name in ("write_weights", "push")
         )
         return cls(config, rows, recorded, EngineLoad(sampling, seconds / tokens), publish)
@@ -197,10 +198,6 @@ def _sampling(spans: Sequence[Line], config: RunConfig) -> float:
     total = sum(span.seconds for span in decode)
     at_once = sum(span.seconds**2 / (span.end - span.start) for span in decode) / total if total else 0.0
     return at_once * config.rollout.workers / engines(config)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 # -- candidates ------------------------------------------------------------------------------------

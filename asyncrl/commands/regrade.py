@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
-import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import correlation, fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -194,28 +193,23 @@ def _print(rows: Sequence[Row], problems: Sequence[str]) -> None:
     taught = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
     print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups scored again")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
-    print(f"{'score, mean':32} {_mean(a for a, _ in scores):>12.4f} {_mean(b for _, b in scores):>12.4f}")
+    print(f"{'score, mean':32} {fmean(a for a, _ in scores):>12.4f} {fmean(b for _, b in scores):>12.4f}")
     if groups:
         parts = " ".join(f"{n:>6} {n / len(groups):>5.0%}" for n in taught)
         print(f"{f'groups that teach, of {len(groups)}':32} {parts}")
     if advantages:
-        sizes = " ".join(f"{_mean(abs(pair[at]) for pair in advantages):>12.4f}" for at in (0, 1))
+        sizes = " ".join(f"{fmean(abs(pair[at]) for pair in advantages):>12.4f}" for at in (0, 1))
         print(f"{'advantage before scaling, mean |A|':32} {sizes}")
     print(f"correlation of scores {_correlation(scores)}, of advantages {_correlation(advantages)}")
     if problems:
         print(f"{len(problems)} episodes could not be scored; the last one: {problems[-1]}")
 
 
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return math.fsum(listed) / len(listed)
-
-
 def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
     """Pearson's; unknown where one side does not vary."""
     if len(pairs) < 2 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return "unknown"
-    return f"{statistics.correlation(*zip(*pairs, strict=True)):.3f}"
+    return f"{correlation(*zip(*pairs, strict=True)):.3f}"
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:

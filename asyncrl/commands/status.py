@@ -6,17 +6,14 @@ import fcntl
 import platform
 import time
 from pathlib import Path
-from typing import Any
 
-from asyncrl.buffer.records import Flow
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.progress import clock
-from asyncrl.observe.summary import UNSOUND, identity_line, of_step
+from asyncrl.observe.summary import UNSOUND, flow_line, of_step
 
 WATCH_EVERY = 2.0  # seconds
 SILENT = 5.0  # seconds after which a status is old: there are two a second
-FLOW = "flow/"
 
 
 def main(argv: list[str]) -> int:
@@ -73,14 +70,9 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
     age = now - status["time"]
     heard = f", silent for {age:.0f} s" if age > SILENT and not ended else ""
     steps = f"step {status['step']} of {status['total_steps']} after {clock(status['seconds'])}"
-    lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *_numbers(status)]
-    waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
-    return [*lines, *(["waits:", *waits] if waits else [])]
-
-
-def _numbers(status: dict[str, Any]) -> list[str]:
     gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
-    flow = {name: int(gauges[FLOW + name]) for name in Flow.__struct_fields__ if FLOW + name in gauges}
     numbers = (shown := of_step(gauges | status["metrics"])) and f"{when}: {shown}"
-    lines = (numbers, identity_line(flow, Flow(**flow).conserved), status.get("alert"), status["failed"])
-    return list(filter(None, lines))
+    known = filter(None, (numbers, flow_line(gauges), status.get("alert"), status["failed"]))
+    waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
+    lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]
+    return [*lines, "waits:", *waits] if waits else lines

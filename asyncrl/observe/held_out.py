@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from asyncrl.types import EpisodeResult, EpisodeStats
@@ -89,7 +90,7 @@ def per_sample(episodes: Iterable[Judged], threshold: float) -> PerSample:
             for name, value in core.items():
                 found[f"val-core/{source}/{mode}/{name}"][row] = value
             for name, values in _parts(members).items():
-                found[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = _mean(values)
+                found[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = fmean(values)
     return dict(found)
 
 
@@ -98,7 +99,7 @@ def _core(members: Sequence[Judged], lowest: float, threshold: float, votes: boo
     scores = [one.result.score if one.result else lowest for one in members]
     right = [succeeds(one.result, threshold) for one in members]
     count, solved = len(members), sum(right)
-    core = {"success": solved / count, "mean@1": _mean(scores)}
+    core = {"success": solved / count, "mean@1": fmean(scores)}
     if count == 1:
         return core
     core[f"mean@{count}"] = core["mean@1"]
@@ -139,7 +140,7 @@ def _parts(members: Iterable[Judged]) -> dict[str, list[float]]:
 
 def means(numbers: PerSample) -> dict[str, float]:
     """Over samples."""
-    return {name: _mean(list(values.values())) for name, values in numbers.items()}
+    return {name: fmean(list(values.values())) for name, values in numbers.items()}
 
 
 def sizes(episodes: Iterable[Judged]) -> dict[str, float]:
@@ -149,7 +150,7 @@ def sizes(episodes: Iterable[Judged]) -> dict[str, float]:
         if one.stats is not None and not one.which.scored:
             found[f"val-aux/{one.which.mode}/num_turns/mean"].append(one.stats.turns)
             found[f"val-aux/{one.which.mode}/tool_calls/mean"].append(one.stats.tool_calls)
-    return {name: _mean(values) for name, values in found.items()}
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def losses(episodes: Iterable[Judged]) -> dict[str, float]:
@@ -175,7 +176,3 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     drawn = [given[draws.integers(len(given), size=len(given))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

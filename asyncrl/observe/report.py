@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.buffer.records import Flow
+from msgspec.structs import asdict
+
 from asyncrl.errors import ConfigError
 from asyncrl.observe.document import Block, Grid, Heading, Paragraph, Picture, Texts
 from asyncrl.observe.files import read_lines, read_rows, read_summary
 from asyncrl.observe.machine import describe_machine, recorded_machine
 from asyncrl.observe.plot import figure
-from asyncrl.observe.summary import Row, failures_line, identity_line, latest, success_line, summarize
+from asyncrl.observe.summary import (
+    FLOW,
+    Row,
+    failures_line,
+    flow_of,
+    identity_line,
+    lags,
+    latest,
+    success_line,
+    summarize,
+)
 from asyncrl.observe.table import NUMBERS, before_and_after, shown
 from asyncrl.observe.timeline import files, union
 
-FLOW = "flow/"
-LAG = "staleness/lag_tokens/"
 STEP, PHASE = "timing_s/step", "timing_s/"
 PHASES = {  # of the trainer, in the order in which they happen; they do not overlap
     "wait_data": "wait for data",
@@ -73,7 +81,7 @@ def report(runs: Sequence[RunFiles], picture: str) -> list[Block]:
         Heading("Flow: what became of the episodes"),
         *(Paragraph(f"{run.name}: {line}") for run in runs for line in _flow(run)),
         Heading("Lag of the tokens taken for training, in steps"),
-        _columns("lag", names, [_lag(run.steps) for run in runs]),
+        _columns("lag", names, [_lag(run) for run in runs]),
         Heading("Time by phase"),
         _columns("of the trainer, between steps", names, [_phases(run.steps) for run in runs]),
         _columns("of all processes, start and validations included", names, [_spans(run) for run in runs]),
@@ -105,9 +113,8 @@ def _summary(run_dir: Path, rows: Sequence[Row]) -> Mapping[str, Any]:
     """Of a run that is not over, from its rows so far: the flow then is what its last row says."""
     if found := read_summary(run_dir):
         return found
-    last = next((row for row in reversed(rows) if f"{FLOW}issued" in row), {})
-    flow = {name: int(last.get(f"{FLOW}{name}", 0)) for name in Flow.__struct_fields__}
-    return summarize(rows, flow, Flow(**flow).conserved)
+    flow = flow_of(next((row for row in reversed(rows) if FLOW + "issued" in row), {}))
+    return summarize(rows, asdict(flow), flow.conserved)
 
 
 def _curves(runs: Sequence[RunFiles]) -> bytes:
@@ -171,13 +178,9 @@ def _flow(run: RunFiles) -> Iterator[str]:
         yield line
 
 
-def _lag(steps: Sequence[Row]) -> dict[str, str]:
-    tokens: Counter[int] = Counter()
-    for row in steps:
-        for name, count in row.items():
-            if name.startswith(LAG):
-                tokens[int(name.removeprefix(LAG))] += int(count)
-    return _shares({str(lag): tokens[lag] for lag in sorted(tokens)}, tokens.total(), ",d")
+def _lag(run: RunFiles) -> dict[str, str]:
+    tokens = lags(run.steps)
+    return _shares({str(lag): count for lag, count in tokens.items()}, sum(tokens.values()), ",d")
 
 
 def _phases(steps: Sequence[Row]) -> dict[str, str]:

@@ -6,9 +6,13 @@ that the run has no such number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
+
+from asyncrl.buffer.records import Flow
 from asyncrl.config import ValidationConfig
 
 Row = Mapping[str, float]
@@ -34,6 +38,9 @@ NLL = "actor/nll"  # per token, of a supervised run, which has no reward
 HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.success`
 VALIDATED = "val-aux/policy_version"
 UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
+
+FLOW = "flow/"  # + the name of a counter
+LAG_TOKENS = "staleness/lag_tokens/"  # + lag: tokens taken at that lag
 
 OF_STEP = {  # metrics of the last step that `asyncrl status` shows: label and format
     "timing_s/step": ("seconds", ".2f"),
@@ -112,6 +119,26 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
     names = ("trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight")
     parts = " + ".join(f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in names)
     return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"
+
+
+def flow_of(metrics: Row) -> Flow:
+    """The counters of episodes, as `flow/NAME` metrics report them."""
+    return Flow(*(int(metrics.get(FLOW + name, 0)) for name in Flow.__struct_fields__))
+
+
+def flow_line(metrics: Row) -> str:
+    """Those counters as `identity_line` shows them; '' before there are any."""
+    flow = flow_of(metrics)
+    return identity_line(asdict(flow), flow.conserved) if FLOW + "issued" in metrics else ""
+
+
+def lags(rows: Iterable[Row]) -> dict[int, int]:
+    """How many tokens were taken for training at each lag, the lowest first."""
+    found = Counter[int]()
+    for row in rows:
+        for name in filter(lambda name: name.startswith(LAG_TOKENS), row):
+            found[int(name.removeprefix(LAG_TOKENS))] += int(row[name])
+    return dict(sorted(found.items()))
 
 
 def failures_line(counts: Mapping[str, int], newest: str) -> str:

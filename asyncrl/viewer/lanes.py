@@ -5,7 +5,6 @@ Spans ──► window(from, to) ──► lanes: processes, rows, spans [start,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,27 +69,15 @@ class LaneReader:
         while True:
             pixel = (until - since) / pixels
             names: dict[str, int] = {}
-            lanes = list(self._lanes(rows, since, until, pixel, names))
+            lanes = [LaneProcess(process, []) for process in processes(rows)]
+            of = {lane.title: lane.rows for lane in lanes}
+            for who, title in sorted(rows):
+                spans = merged(self.spans.rows[who, title], rows[who, title], since, until, pixel, names)
+                of[who].append(LaneRow(title, spans))
             count = sum(len(row.spans) for lane in lanes for row in lane.rows)
             if count <= MOST_SPANS or pixels < 2:
                 return LaneWindow(start, end, since, until, pixel, list(names), lanes)
             pixels //= 2
-
-    def _lanes(
-        self,
-        rows: dict[tuple[str, str], dict[str, Any]],
-        since: float,
-        until: float,
-        pixel: float,
-        names: dict[str, int],
-    ) -> Iterator[LaneProcess]:
-        for process in processes(rows):
-            found = [
-                LaneRow(title, merged(self.spans.rows[who, title], row, since, until, pixel, names))
-                for (who, title), row in rows.items()
-                if who == process
-            ]
-            yield LaneProcess(process, sorted(found, key=lambda row: row.title))
 
 
 def processes(rows: dict[tuple[str, str], Any]) -> list[str]:

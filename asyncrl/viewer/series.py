@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.observe.summary import GREEDY, SAMPLED, Row
+from asyncrl.observe.summary import GREEDY, LAG_TOKENS, SAMPLED, Row, lags
 
 POINTS = 2000  # rows that a page is sent; a longer run is thinned
-LAG_TOKENS = "staleness/lag_tokens/"  # + lag: tokens that were taken at that lag
 Z = 1.96  # of a 95% interval
 
 
@@ -35,7 +34,7 @@ def series(rows: Sequence[Row]) -> dict[str, Any]:
         "seconds": [merged[index].get("time_s", 0.0) for index in kept],
         "tokens": [tokens[index] for index in kept],
         "columns": columns,
-        "lags": _lags(merged),
+        "lags": lags(merged),
     }
 
 
@@ -69,13 +68,3 @@ def wilson(share: float | None, count: float) -> tuple[float | None, float | Non
     width = Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
     whole = 1 + Z * Z / count
     return (centre - width) / whole, (centre + width) / whole
-
-
-def _lags(rows: Sequence[Row]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for row in rows:
-        for name, tokens in row.items():
-            if name.startswith(LAG_TOKENS):
-                lag = int(name.removeprefix(LAG_TOKENS))
-                found[lag] = found.get(lag, 0.0) + tokens
-    return dict(sorted(found.items()))

@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_rows, read_status, size_of_rows
-from asyncrl.observe.summary import identity_line, of_step
+from asyncrl.observe.summary import flow_line, of_step
 from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
@@ -25,7 +24,6 @@ from asyncrl.viewer.lanes import LaneReader, LaneWindow
 from asyncrl.viewer.series import series
 from asyncrl.viewer.transcript import Decode, decoder, transcript
 
-FLOW = "flow/"
 Query = Mapping[str, str]
 
 
@@ -74,7 +72,6 @@ class Views:
     def _run(self, path: Path) -> dict[str, Any]:
         status, ended = read_status(path), self._ended(path)
         gauges = status.get("gauges", {})
-        flow = {name: int(gauges[FLOW + name]) for name in Flow.__struct_fields__ if FLOW + name in gauges}
         done, total, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
         return {
             "name": path.name,
@@ -85,7 +82,7 @@ class Views:
             "total_steps": total,
             "seconds": seconds,
             "eta": (total - done) * seconds / done if done and not ended else None,
-            "flow": identity_line(flow, Flow(**flow).conserved) if flow else "",
+            "flow": flow_line(gauges),
             "rows": size_of_rows(path),
             "waits": status.get("waits", []) if not ended else [],
             "failed": status.get("failed", ""),
