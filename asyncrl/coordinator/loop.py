@@ -292,7 +292,7 @@ class Coordinator:
             self.workers.tick(now)
             self._more = self.workers.more or waited >= MOST_ASSIGNED > state.buffer.waiting
             self._silent = self._absent(now) if now >= self._status_at else self._silent
-            state.waits += self._silent
+            state.waits += [*self._silent, *self._gate.listeners.shortage]
         self.trainer.serve()
         self.trainer.forget_covered()
         self._report_validations()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -36,11 +37,18 @@ SAME_SIGNAL = 0.3  # seconds in which the signal that ended a child may end this
 HEAD = 4  # bytes of the length before each frame
 MAX_REQUEST = 64 << 20  # bytes of a frame to a child
 MAX_ERROR = 1 << 16  # characters of an error
+FILES, HARD_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # descriptors, as this process began
+ROLE_FILES = max(FILES, min(HARD_FILES, 65_536))
 CLOSE_SECONDS = 1.0  # for a child that has closed its pipe to end
 
 S = TypeVar("S")
 Q = TypeVar("Q")
 A = TypeVar("A")
+
+
+def raise_file_limit() -> None:
+    """For a role. What it starts keeps the limit from before: it may call select()."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (ROLE_FILES, HARD_FILES))
 
 
 class ChildError(AsyncrlError):
@@ -75,7 +83,7 @@ def wrapped(command: Sequence[str], grace: float = GRACE) -> list[str]:
     It ends as the program ends; if that cannot be run, with code 127 and a line on stderr. SIGTERM is passed
     on, and after `grace` seconds everything is killed (math.inf: never); `wrapper.KILL` kills at once.
     """
-    own = [sys.executable, "-I", "-S", wrapper.__file__, str(os.getpid()), str(grace), "--"]
+    own = [sys.executable, "-I", "-S", wrapper.__file__, str(os.getpid()), str(grace), str(FILES)]
     return [*own, *command]
 
 

@@ -4,11 +4,12 @@
     we ──signal─►    │   ──signal───────►
                      └──── SIGKILL to all of them, when the program has ended, on KILL, or when we are dead
 
-    python -I -S wrapper.py PARENT GRACE -- program arguments
+    python -I -S wrapper.py PARENT GRACE FILES program arguments
 
-PARENT is the pid of who starts it. SIGTERM, SIGINT and SIGHUP are passed on to the program, and GRACE
-seconds later everything is killed (`inf`: never). The exit code, or the signal, is the program's. Orphans
-become children of the wrapper (PR_SET_CHILD_SUBREAPER), so none is missed.
+PARENT is the pid of who starts it, FILES how many descriptors the program may have. SIGTERM, SIGINT and
+SIGHUP are passed on to the program, and GRACE seconds later everything is killed (`inf`: never). The exit
+code, or the signal, is the program's. Orphans become children of the wrapper (PR_SET_CHILD_SUBREAPER), so
+none is missed.
 It needs only the standard library.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import resource
 import select
 import signal
 import sys
@@ -35,8 +37,10 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _libc = ctypes.CDLL(None)
 
 
-def main(parent: int, grace: float, program: list[str]) -> None:
+def main(parent: int, grace: float, files: int, program: list[str]) -> None:
     """Start the program, watch it and its parent, kill what is left, end as the program did."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, hard), hard))
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
@@ -168,4 +172,4 @@ def _end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[4:])
+    main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

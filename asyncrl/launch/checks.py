@@ -191,6 +191,7 @@ MACHINE = (
     Check("NCCL", machine.check_nccl, ("libraries",)),
     Check("SGLang", machine.check_sglang),
     Check("ports", machine.check_ports),
+    Check("open files", machine.check_files),
     Check("/dev/shm", machine.check_shared_memory),
     Check("file locks", machine.check_locks),
     Check("disk", machine.check_disk),

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.errors import ConfigError, one_line, recorded
+from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES
 from asyncrl.launch.estimates import sized
 from asyncrl.launch.notes import Inputs, Note, ok, warning
 from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.imports import quick_imports
+from asyncrl.wire.listening import SPARE
 from asyncrl.wire.sockets import choose_endpoints
 
 LITTLE_DISK = 1e9  # bytes; a checkpoint of 0.1B parameters takes more
@@ -117,6 +119,16 @@ def check_ports(inputs: Inputs) -> Iterator[Note]:
     choose_endpoints(launch.host, launch.port)
     ports = f"{launch.port} to {launch.port + 2}" if launch.port else "free ones (launch.port=0)"
     yield ok(f"{ports} on {launch.host} can be bound")
+
+
+def check_files(inputs: Inputs) -> Iterator[Note]:
+    """Each process has three connections to the coordinator, at most."""
+    config = inputs.config
+    wanted = 3 * (config.rollout.workers + config.engine.keepers + config.trainer.ranks)
+    room = ROLE_FILES - 2 * SPARE
+    text = f"{ROLE_FILES} per process of a run (ulimit -n: {FILES}, at most {HARD_FILES})"
+    more = f"{text}: {wanted} connections to the coordinator have no room; raise the hard limit"
+    yield ok(text) if wanted <= room else warning(more)
 
 
 def check_shared_memory(inputs: Inputs) -> Iterator[Note]:

@@ -21,6 +21,7 @@ import msgspec
 
 from asyncrl.config import RunConfig, read_config
 from asyncrl.errors import ConfigError, OutOfMemoryError
+from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
@@ -59,6 +60,7 @@ def execute(
         ROLLOUT: (index, incarnation),
         TRAINER: (index, incarnation, rendezvous),
     }
+    raise_file_limit()
     log.info("%s-%d starts, pid %d, incarnation %s", role, index, os.getpid(), incarnation)
     try:
         config = resolve_models(config)  # on another machine a model of the hub is fetched into its cache

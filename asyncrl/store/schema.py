@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 import time
@@ -67,13 +68,15 @@ class SupersededError(StoreError):
 def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """What an error of SQLite or of the disk means to the run."""
     if isinstance(error, OSError):
-        passing = full = disk_full(error)
+        files = error.errno in (errno.EMFILE, errno.ENFILE)
+        passing, what = files or disk_full(error), "raise ulimit -n" if files else "free disk space"
     else:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
-        passing, full = code in _PASSING, code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+        full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+        what = "free disk space" if full else "end the process that locks it (lsof run.db), or let it finish"
+        passing = code in _PASSING
     if not passing:
         return damage(path, error)
-    what = "free disk space" if full else "end the process that locks it (lsof run.db), or let it finish"
     return StorePaused(f"{path}: {error}; the run waits until it can write: {what}")
 
 

@@ -20,6 +20,7 @@ log = logging.getLogger("asyncrl.store")
 
 HEADER = struct.Struct("<IQ")
 SEGMENT_BYTES = 64 << 20
+MOST_OPEN = 64  # segments that a reader has open
 MOST_REMOVED = 4  # segments at once: to delete one takes milliseconds
 
 
@@ -80,7 +81,7 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Reads records, also while they are written. Files stay open until `close` or their removal."""
+    """Reads records, also while they are written. Files stay open, at most MOST_OPEN."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -137,6 +138,8 @@ class SegmentReader:
 
     def _file(self, segment: int) -> int:
         if segment not in self._files:
+            if len(self._files) >= MOST_OPEN:
+                self.close()
             self._files[segment] = os.open(segment_path(self.directory, segment), os.O_RDONLY)
         return self._files[segment]
 

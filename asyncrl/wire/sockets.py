@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,8 +30,9 @@ import zmq.asyncio
 import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError, ProtocolError, vital_thread
+from asyncrl.errors import UNDECODABLE, DeadlineError, ProtocolError, vital_thread
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
+from asyncrl.wire.listening import Listeners, free_ports
 from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")
@@ -48,6 +48,8 @@ ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
 # An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
 ZERO_COPY_RECV = 10
 RETRIED = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
+HANDSHAKE = 3000  # milliseconds in which a connection shows its key, or is closed
+WATCH = 10  # milliseconds between two looks at the descriptors
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
 LAST = int(zmq.DONTWAIT)  # flags of the last part of a message, and of those before it: ints, as sums of
@@ -87,23 +89,10 @@ class Endpoints(msgspec.Struct, frozen=True):
 def choose_endpoints(host: str, port: int) -> Endpoints:
     """Three ports on `host`, from `port` on, or free ones for 0, and new keys. ConfigError if one is taken.
     Nobody can dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
-    with socket.socket() as first, socket.socket() as second, socket.socket() as third:
-        for offset, sock in enumerate((first, second, third)):
-            number = port + offset if port else 0
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, number))
-            except OSError as error:
-                raise ConfigError(
-                    f"launch.host={host} launch.port={number}: cannot bind ({error.strerror}); "
-                    "end what uses it, or set launch.port=0 for a free port"
-                ) from None
-        dialled = own_address() if host == EVERY_ADDRESS else host
-        control, bulk, versions = (
-            f"tcp://{dialled}:{sock.getsockname()[1]}" for sock in (first, second, third)
-        )
-        keys = {role: new_key_pair() for role in (COORDINATOR, *ROLES)}
-        return Endpoints(control, bulk, keys, versions)
+    dialled = own_address() if host == EVERY_ADDRESS else host
+    control, bulk, versions = (f"tcp://{dialled}:{number}" for number in free_ports(host, port, 3))
+    keys = {role: new_key_pair() for role in (COORDINATOR, *ROLES)}
+    return Endpoints(control, bulk, keys, versions)
 
 
 def identity(role: str, index: int, incarnation: str = "") -> bytes:
@@ -154,6 +143,7 @@ class Gate:
         self.members = {known[role].public: role for role in ROLES if role in known} | dict(enrolled)
         self.context = zmq.Context(2)  # threads: what one of them encrypts does not hold up the other's
         self.context.set(ZERO_COPY_RECV, 0)
+        self.listeners = Listeners()
         handler: zmq.Socket = self.context.socket(zmq.REP)
         handler.bind("inproc://zeromq.zap.01")
         handler.setsockopt(zmq.LINGER, 0)
@@ -163,6 +153,9 @@ class Gate:
         refused = 0
         with handler, suppress(zmq.ContextTerminated):
             while True:
+                self.listeners.watch()
+                if not handler.poll(WATCH):
+                    continue
                 version, request, _, address, _, _, *credentials = handler.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()
                 known = key in self.members
@@ -208,6 +201,7 @@ class Hub:
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may dial again before its old end is gone
+        self.socket.setsockopt(zmq.USE_FD, gate.listeners.open(endpoint))
         self.socket.bind(endpoint)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where it was free
         self._gate, self._codecs = gate, {role: Codec(union) for role, union in unions.items()}
@@ -399,6 +393,7 @@ def introduce(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
 def _configure(sock: Any) -> None:
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE)
     sock.set_hwm(HIGH_WATER)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
     sock.setsockopt(zmq.LINGER, LINGER)

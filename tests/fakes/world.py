@@ -24,6 +24,7 @@ from asyncrl.store import checkpoints, retention, runstore, schema, segments
 from asyncrl.store.copies import restore
 from asyncrl.store.schema import StorePaused, SupersededError
 from asyncrl.wire.incarnations import incarnation_of
+from asyncrl.wire.listening import Listeners
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd
 from asyncrl.wire.messages.shared import WireMessage
 from asyncrl.wire.sockets import Endpoints
@@ -136,7 +137,11 @@ class World:
             patch.setattr(retention, "MOST", 2)
             patch.setattr(segments, "MOST_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
-            patch.setattr(loop, "Gate", lambda *given: SimpleNamespace(close=lambda: None, members={}))
+            patch.setattr(
+                loop,
+                "Gate",
+                lambda *given: SimpleNamespace(close=lambda: None, members={}, listeners=Listeners()),
+            )
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
             patch.setattr(segments.SegmentWriter, "append", self._around(segments.SegmentWriter.append))
             for module in (runstore, segments):
