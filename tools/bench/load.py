@@ -1,6 +1,7 @@
 """How much load the coordinator can handle: its real process, with simulated workers, keepers and a trainer.
 
     python tools/bench/load.py --workers 512 --servers 64 --slots 20 --episodes 40000
+    (ulimit -Sn 1024; python tools/bench/load.py --workers 750 --servers 0 --slots 8)    1,500 connections
     python tools/bench/load.py --slots 128 --life 20 --episodes 200000
     python tools/bench/load.py --turns 8 --tokens 1084 --slots 4 --life 1.4 --episodes 12000
 
@@ -47,6 +48,7 @@ from load_peers import Keeper, Observer, Peer, Trainer, Worker
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator.loop import Coordinator, run
 from asyncrl.data import Samples, samples_path
+from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.local import full_pipe
 from asyncrl.observe.files import read_summary
 from asyncrl.types import Message, Sample, StopReason, Turn, VersionSpan
@@ -224,6 +226,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One run."""
     run_dir, endpoints = prepare(options), choose_endpoints("127.0.0.1", 0)
     process = start(run_dir, endpoints, options.profile)
+    raise_file_limit()  # after the start: the coordinator does it itself
     bench, began, cpu = (
         Bench(options, endpoints, psutil.Process(process.pid)),
         time.monotonic(),
