@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = (
     ("errors", "types", "values"),
-    ("registry", "config"),
+    ("registry", "config", "shrunk"),
     ("algorithms", "buffer", "conversation"),
     ("isolation", "weights", "store", "remote", "observe"),
     ("wire",),

@@ -153,6 +153,10 @@ def _cluster(inputs: Inputs) -> Iterator[Note]:
 
 
 def _estimate(inputs: Inputs) -> Iterator[Note]:
+    if inputs.config.engine.name == "torch":
+        from asyncrl.engines.torch.served import check_served  # imports torch
+
+        check_served(inputs.config.model.path)
     if inputs.config.total_steps:
         config, gpu, prompt = inputs.config, sees_gpu(inputs.config), inputs.prompt
         train, test = len(inputs.samples.train), len(inputs.samples.test or ())

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from asyncrl.shrunk import unknown
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest
 from asyncrl.trainer.ulysses import SequenceRanks
@@ -28,7 +29,6 @@ KEPT = (
     1024  # keys of a bucket whose scores are kept for the backward; of a longer one they are computed again
 )
 WASTE = 1.3  # pieces of different sizes are padded to each other, up to so many times their own work
-HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 
 
 class AttentionKernel(Protocol):
@@ -199,9 +199,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The registered function; with `ranks`, of this rank's part of the sequence. What it does not know it
     notes: ignoring it would change gradients by little enough to be missed."""
-    forest.unknown.update(
-        name for name, given in others.items() if given is not None and name not in HARMLESS
-    )
+    forest.unknown.update(unknown(others))
     if dropout:
         forest.unknown.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

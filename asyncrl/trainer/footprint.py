@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
@@ -35,7 +35,7 @@ from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.layers import layers_of, prepare_layers
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, shard_empty, skeleton
 from asyncrl.trainer.lora import Adapters
-from asyncrl.trainer.model import Policy
+from asyncrl.trainer.model import Policy, findings
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
 from asyncrl.trainer.reference import Reference
@@ -227,10 +227,13 @@ def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
     """Let a model attend as it will to packed rows, if it can. On a GPU flex attention keeps about as much as
     that of padded rows, and runs no fake tensors of a CPU."""
     gpu = torch.cuda.is_available() and config.model.device != "cpu"
-    if gpu or config.trainer.packing == "padded" or unfit(lm, config.trainer.sequence_parallel):
+    wanted = config.trainer.packing
+    with _disable_current_modes():  # a small copy is computed with, and does not count
+        found = findings(lm.config)
+    if gpu or wanted == "padded" or unfit(lm, wanted, found, config.trainer.sequence_parallel):
         return "padded"
     lm.set_attn_implementation(NAME)
-    return config.trainer.packing
+    return wanted
 
 
 @contextmanager

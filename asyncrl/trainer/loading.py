@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.shrunk import own_attention
 from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.lora import initial
 from asyncrl.trainer.scores import widened
@@ -77,12 +78,13 @@ def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
 def skeleton(kind: Any, path: str, dtype: str) -> PreTrainedModel:
     """The model of a directory without weights."""
     config = AutoConfig.from_pretrained(path)
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which SDPA ignores
-    own = {"attn_implementation": "eager"} if capped else {}
+    own = own_attention(config)
     if dtype == "float64":  # for which grouped products of experts do not exist
         own["experts_implementation"] = "eager"
     with init_empty_weights(include_buffers=False):
-        model = kind.from_config(config, dtype=_master(dtype), **own)
+        model = kind.from_config(config, dtype=getattr(torch, dtype), **own)
+    for parameter in model.parameters():  # buffers keep the type that they have in a forward
+        parameter.data = parameter.data.to(_master(dtype))
     model.tie_weights()  # emptying parameters one by one separates shared ones
     found: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
     return found

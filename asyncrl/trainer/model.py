@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import ModelConfig, Packing, TrainerConfig
+from asyncrl.shrunk import remembered
+from asyncrl.trainer.examine import examine
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.lora import Adapters
@@ -32,7 +34,6 @@ from asyncrl.trainer.world import World
 from asyncrl.weights.names import kept_buffers, pieces
 
 logger = logging.getLogger(__name__)
-AGREE = 1e-3  # log-probs of one model computed in two ways differ by less
 
 
 class Policy(nn.Module):
@@ -111,23 +112,35 @@ def load_policy(
         level = logging.WARNING if policy.adapters.leaves_experts else logging.INFO
         logger.log(level, "LoRA: adapted %s", policy.adapters.coverage)
     shard_and_fill(policy, source, world, offload=offload)
-    _check_cut(policy, world)
+    _check_cut(policy, config.dtype, world)
     return policy
 
 
-def _check_cut(policy: Policy, world: World) -> None:
-    """Score some tokens through the cut and through the model as it is: if they differ, it is not cut."""
-    kind = type(policy.lm).__name__
-    if policy.whole:
-        logger.warning("%s cannot be cut at its output layer: logits are not chunked", kind)
-        return
-    ids = tuple(range(8))
-    found = score(policy, ids, world.device)
-    policy.whole = True
-    expected = score(policy, ids, world.device)
-    policy.whole = any(abs(a - b) > AGREE for a, b in zip(found, expected, strict=True))
-    if policy.whole:
-        logger.warning("%s gives other log-probs when cut at its output layer: logits are not chunked", kind)
+def _check_cut(policy: Policy, dtype: str, world: World) -> None:
+    """Whether it is cut at its output layer. A model of which no small copy can be made is asked itself."""
+    found, kind = shared_findings(policy.lm.config, world), type(policy.lm).__name__
+    if found is None and not policy.whole:
+        found = examine(policy, (), dtype, world)
+    problem = "has no backbone" if policy.whole else found and found["cut"]
+    policy.whole = bool(problem)
+    if problem:
+        logger.warning(
+            "%s is not cut at its output layer, so its logits are not chunked: it %s", kind, problem
+        )
+
+
+def findings(config: PreTrainedConfig) -> dict[str, str] | None:
+    """What is wrong with each way to compute gradients of this architecture, see `examine`; None where no
+    small copy of it can be made."""
+    model = ModelConfig(path=config.model_type, dtype="float32")
+    return remembered(config, "trainer", lambda copy: examine(Policy(copy, model, None)))
+
+
+def shared_findings(config: PreTrainedConfig, world: World) -> dict[str, str] | None:
+    """Rank 0's, on all ranks. A collective."""
+    found = findings(config) if world.rank == 0 else None
+    kind: Any = dict[str, str] | None
+    return world.gather(found, kind)[0]
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.engines.base import Request, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, Run
+from asyncrl.engines.torch.served import check_served
 from asyncrl.errors import EngineError, one_line
 from asyncrl.types import Generation, StopReason
 from asyncrl.weights import disk
@@ -254,6 +255,7 @@ def build(
     version: int = 0,
     device: str = "cpu",
 ) -> TorchEngine:
-    """An engine with the weights in `model_path`, as version `version`."""
+    """An engine with the weights in `model_path`, as version `version`. ConfigError if it cannot serve it."""
+    check_served(model_path)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
     return TorchEngine(model.to(device), slots, max_len, max_batch_tokens, version)

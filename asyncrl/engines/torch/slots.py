@@ -19,10 +19,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from asyncrl.errors import ConfigError
+from asyncrl.shrunk import unknown
 
 ATTENTION = "asyncrl_slots"
 _BUCKET = 32  # attention lengths are rounded up to this
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 class SlotGroup(NamedTuple):
@@ -203,7 +203,7 @@ def _attention(
     if slots is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if isinstance(slots, _Probe):
-        used = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+        used = unknown(kwargs)
         if used:
             raise ConfigError(f"the embedded engine has no {', '.join(used)} attention; use another engine")
     return slots.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]

@@ -150,7 +150,11 @@ def test_what_a_model_does_to_its_logits_is_done(
 
 
 def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
-    world: World, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World,
+    path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = load_policy(ModelConfig(path=path, dtype="float64"), world)(tokens()).logp
     split = SplitModel.split
@@ -160,6 +164,7 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
         return hidden, 1.1 * hidden, logits_of
 
     monkeypatch.setattr(SplitModel, "split", wrong)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was found before
     with caplog.at_level(logging.WARNING):
         policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert policy.whole and "not chunked" in caplog.text

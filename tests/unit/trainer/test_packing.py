@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer import attention, packing, prefix_tree
+from asyncrl.trainer import attention, prefix_tree
 from asyncrl.trainer.attention import BucketKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.footprint import LiveBytes
@@ -218,7 +220,7 @@ UNFIT = {
     "a rope that grows": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "RoPE",
+        "rows one by one",
     ),
     "linear layers": (
         "Qwen3Next",
@@ -230,7 +232,7 @@ UNFIT = {
             "linear_num_value_heads": 4,
             "linear_num_key_heads": 2,
         },
-        "linear_attention",
+        "rows one by one",
     ),
 }
 
@@ -248,7 +250,7 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "reason"), [("Llama", 3, "4 attention heads"), ("Qwen3Next", 2, "linear_attention")]
+    ("family", "ranks", "reason"), [("Llama", 3, "4 attention heads"), ("Qwen3Next", 2, "rows one by one")]
 )
 def test_ranks_that_are_to_share_a_sequence_cannot_fall_back_to_padding(
     family: str, ranks: int, reason: str, world: World, tmp_path: Path
@@ -260,10 +262,19 @@ def test_ranks_that_are_to_share_a_sequence_cannot_fall_back_to_padding(
         packing_for([policy], "tree", "float32", replace(world, sequence=sharing))
 
 
+@pytest.mark.parametrize("copied", [True, False])
 def test_gradients_that_differ_are_found(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    copied: bool,
+    world: World,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A layer that ignores who may attend to whom, as one that bypasses transformers' interface would."""
+    """A layer that ignores who may attend to whom, as one that bypasses transformers' interface would: by a
+    small copy, and by the loaded model where none can be made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if not copied:
+        monkeypatch.delattr(shrunk, "shrunk")
     make("Llama").save_pretrained(tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
     attend = BucketKernel.attend
@@ -272,10 +283,12 @@ def test_gradients_that_differ_are_found(
         return attend(self, query, key.roll(1, dims=1), *rest)
 
     monkeypatch.setattr(BucketKernel, "attend", wrong)
+    shutil.rmtree(tmp_path / "asyncrl", ignore_errors=True)  # what was found before
     before = full_state(policy)
     with caplog.at_level(logging.WARNING):
         assert packing_for([policy], "packed", "float32", world) == "padded"
-    assert "gradients differ" in caplog.text
+    assert "that differ from those of rows one by one" in caplog.text
+    assert copied == ("not checked on a small copy" not in caplog.text)
     assert all(parameter.grad is None for parameter in policy.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in full_state(policy).items())
-    assert packing._transformer(policy).config._attn_implementation == "sdpa"
+    assert policy.lm.config._attn_implementation == "sdpa"

@@ -1,0 +1,144 @@
+"""What small copies of architectures tell about packed rows, trees, the cut, and the embedded engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from asyncrl import shrunk
+from asyncrl.engines.torch.engine import build
+from asyncrl.engines.torch.served import decodes
+from asyncrl.errors import ConfigError
+from asyncrl.shrunk import narrowed, remembered, unknown
+from asyncrl.trainer.model import findings
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/asyncrl/models"
+
+
+def default(kind: str, **own: Any) -> PreTrainedConfig:
+    """Of the size of real models, unless `own` says otherwise."""
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**own)
+    return config
+
+
+HYBRID = ["mamba", "mamba", "attention"] * 10
+# kind: (keys, what packed rows do, what the engine does); "": as a plain forward.
+ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "qwen3": ({}, "", ""),
+    "qwen3_moe": ({}, "", ""),
+    "granitemoeshared": ({}, "", ""),
+    "opt": ({}, "", ""),
+    "qwen2_moe": ({"use_sliding_window": True, "max_window_layers": 1}, "log-probs", "log-probs"),
+    "phimoe": ({"sliding_window": 2048}, "log-probs", "log-probs"),
+    "diffllama": ({}, "", "log-probs"),
+    "lfm2": ({"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}, "log-probs", "log-probs"),
+    "recurrent_gemma": ({}, "log-probs", "sliding_window"),
+    "stablelm": ({}, "TypeError", "has its own attention"),
+    "nemotron": ({"num_key_value_heads": 8}, "TypeError", "has its own attention"),
+    "xglm": ({}, "ValueError", "has its own attention"),
+    "bloom": ({}, "ValueError", "ValueError"),
+}
+
+
+def agrees(found: str, wanted: str) -> bool:
+    return wanted in found if wanted else not found
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_packed_rows_trees_and_slots_of_an_architecture(kind: str) -> None:
+    keys, packed, served = ARCHITECTURES[kind]
+    config = default(kind, **keys)
+    found = findings(config)
+    assert found is not None and not found["padded"]
+    assert agrees(found["packed"], packed) and agrees(found["tree"], packed)
+    assert bool(found["cut"]) == (kind == "opt")  # its forward goes around its backbone
+    assert agrees(decodes(shrunk.shrunk(narrowed(config))), served)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "kinds"),
+    [
+        ("gemma3_text", {}, {"sliding_attention", "full_attention"}),
+        ("qwen3_5_text", {}, {"linear_attention", "full_attention"}),
+        (
+            "granitemoehybrid",
+            {"layer_types": HYBRID, "num_hidden_layers": 30},
+            {"linear_attention", "full_attention"},
+        ),
+    ],
+)
+def test_a_copy_has_each_kind_of_layer_and_a_short_reach(kind: str, keys: Any, kinds: set[str]) -> None:
+    config = default(kind, **keys)
+    model = shrunk.shrunk(narrowed(config))
+    assert set(model.config.layer_types) == kinds and model.config.num_hidden_layers <= 6
+    assert getattr(model.config, "sliding_window", None) in (None, shrunk.REACH)
+    assert type(model) is type(AutoModelForCausalLM.from_config(narrowed(config)))
+    assert sum(p.numel() for p in model.parameters()) < 1e6
+    assert config.num_hidden_layers > 6  # it is as it was
+
+
+def test_what_was_found_is_kept(cached: Path) -> None:
+    """For a configuration wherever it lies. A damaged file is written anew, and only so many are kept."""
+    calls = []
+
+    def check(model: object) -> dict[str, str]:
+        calls.append(model)
+        return {"packed": "no"}
+
+    for config in (
+        default("llama"),
+        default("llama", vocab_size=999, hidden_size=8192, num_hidden_layers=80),
+    ):
+        config.name_or_path = f"somewhere else {len(calls)}"
+        assert remembered(config, "test", check) == {"packed": "no"}
+    assert len(calls) == 2 and len(list(cached.iterdir())) == 2  # 64 wide heads are narrowed to others
+    assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 2
+    for file in cached.iterdir():
+        file.write_bytes(b"{")
+    assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 3
+    for index in range(shrunk.KEPT + 5):
+        (cached / f"{index}.json").touch()
+        os.utime(cached / f"{index}.json", (1, 1))
+    remembered(default("llama"), "another purpose", check)
+    assert len(list(cached.iterdir())) == shrunk.KEPT
+    assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 4
+
+
+def test_without_a_copy_or_a_cache_a_start_goes_on(
+    cached: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached.parent.parent.touch()  # no directory can be there
+    assert remembered(default("llama"), "test", lambda model: {"packed": ""}) == {"packed": ""}
+    with caplog.at_level(logging.WARNING):
+        assert remembered(default("blt"), "test", lambda model: {}) is None
+    assert "BltConfig is not checked on a small copy" in caplog.text
+
+
+def test_arguments_that_are_off_may_be_ignored() -> None:
+    given = {
+        "dropout": 0.0,
+        "output_attentions": False,
+        "use_cache": True,
+        "window": 4,
+        "sinks": torch.zeros(1),
+    }
+    assert unknown(given) == ["sinks", "window"]
+
+
+def test_the_embedded_engine_refuses_by_name_what_it_would_compute_otherwise(tmp_path: Path) -> None:
+    config = default("qwen2_moe", use_sliding_window=True, max_window_layers=1)
+    config.architectures = ["Qwen2MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot serve Qwen2MoeForCausalLM: it gives log-probs"):
+        build(str(tmp_path), "float32", slots=2, max_len=32)
