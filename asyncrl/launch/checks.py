@@ -13,9 +13,15 @@ from typing import NamedTuple
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.launch import machine, placement, preflight
-from asyncrl.launch.devices import sees_gpu
-from asyncrl.launch.estimates import describe_costs, describe_time, describe_work, on_gpu
-from asyncrl.launch.memory import check_memory, describe_memory
+from asyncrl.launch.estimates import (
+    check_memory,
+    describe_costs,
+    describe_memory,
+    describe_time,
+    describe_work,
+    on_gpu,
+    sees_gpu,
+)
 from asyncrl.launch.model_directory import check_model
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.notes import Inputs, Level, Note, ok, warning

@@ -10,15 +10,17 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 from rich.console import Console as Terminal
 from rich.console import RenderableType
+from rich.live import Live
 from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
-from asyncrl.launch.terminal import LiveView, open_terminal
+from asyncrl.observe.background import Background
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
@@ -32,12 +34,15 @@ from asyncrl.observe.summary import (
     ZERO_ADVANTAGE,
     success_line,
 )
+from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.observer import Status
 
 LINE_EVERY = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
 NEARLY = 0.9  # of `validation.success`: a mean score from which on most samples are solved
 IDLE_SHARE = 0.25  # of a step's episodes without advantage, from which on it is worth a line
+MOST = 1000  # texts that may wait for a terminal; what is printed beyond them is lost
+PATIENCE = 2.0  # seconds, at the end
 
 
 class Console:
@@ -204,3 +209,63 @@ def _validation(metrics: Mapping[str, float]) -> str:
     ]
     found += [f"loss per token {metrics[NLL_HELD_OUT]:.4f}"] if NLL_HELD_OUT in metrics else []
     return "; ".join(found) or "no result, as it was not done by its deadline"
+
+
+class BackgroundFile:
+    """What rich writes to, in place of `file`: a thread of its own writes on, so that nothing waits while
+    nobody reads (Ctrl-S, a full pipe, a connection that has stalled). OSError where `file` is none of the
+    operating system's. Of a terminal that is closed nothing is said. A launcher that waits for a terminal
+    would restart no process."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._fd, self.encoding = file.fileno(), file.encoding
+        file.flush()
+        self._held: list[str] = []
+        self.writer = Background("terminal", MOST)
+
+    def write(self, text: str) -> int:
+        self._held.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        data = "".join(self._held).encode(self.encoding, "replace")
+        self._held.clear()
+        if data:
+            self.writer.call(partial(self._put, data))
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def _put(self, data: bytes) -> None:
+        with suppress(OSError):
+            while data:
+                try:
+                    data = data[os.write(self._fd, data) :]
+                except BlockingIOError:  # another program has set the terminal so
+                    select.select([], [self._fd], [])
+
+
+@contextmanager
+def open_terminal() -> Iterator[Terminal]:
+    """Standard output. At the end what waits is written, for PATIENCE seconds."""
+    try:
+        file = BackgroundFile(sys.stdout)
+    except (OSError, ValueError, AttributeError):  # closed, none, or a test's
+        yield PipeSafeTerminal()
+        return
+    try:
+        yield PipeSafeTerminal(file=file)  # type: ignore[arg-type]
+    finally:
+        file.writer.close(PATIENCE)
+
+
+class LiveView(Live):
+    """It leaves out pictures while the terminal has not taken the one before."""
+
+    def refresh(self) -> None:
+        file = self.console.file
+        if not isinstance(file, BackgroundFile) or file.writer.idle:
+            super().refresh()

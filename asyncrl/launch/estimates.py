@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from math import sqrt
 from pathlib import Path
 
-from asyncrl.config import RunConfig
-from asyncrl.launch.devices import cpu_speed, multiplies_bfloat16
+import psutil
+
+from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig
+from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.model_directory import parameter_count
 from asyncrl.launch.run_directory import creatable
+from asyncrl.runtime.imports import quick_imports
+from asyncrl.runtime.memory import main_memory
+
+CPUINFO = Path("/proc/cpuinfo")
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # other CPUs take longer with bfloat16 than with float32
 
 # Learning rates of AdamW that worked, by the number of parameters, all weights trained: 4e-4 for 0.16M and
 # 2e-5 for 135M (this repository's demos); 1e-6 to 1e-5 for 0.5B to 32B (verl's and TRL's examples of GRPO,
@@ -26,6 +34,39 @@ MASTER, MOMENTS = 4, 8  # bytes per parameter in a checkpoint: float32 weights, 
 EXPORTED = {"float32": 4, "bfloat16": 2}
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
+
+
+def sees_gpu(config: RunConfig) -> bool | None:
+    """Whether torch sees a GPU on this machine; None on Ray, whose processes may be on other machines."""
+    if config.launch.kind == "ray":
+        return None
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def multiplies_bfloat16(gpu: bool | None = False) -> bool:
+    """Whether the CPU has instructions for it, by its flags; or the GPU (None: on Ray one is expected)."""
+    if gpu is not False:
+        import torch
+
+        return gpu is None or torch.cuda.is_bf16_supported(including_emulation=False)
+    with suppress(OSError):
+        lines = CPUINFO.read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        return bool(BFLOAT16 & set(flags.split()))
+    return False
+
+
+def cpu_speed(dtype: str, rows: int) -> float:
+    """Operations per second of one thread of this CPU in products of so many rows, measured at once."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    given = {
+        name: torch.ones(size, 768, dtype=getattr(torch, dtype)) for name, size in (("a", rows), ("b", 768))
+    }
+    return 2 * rows * 768**2 / Timer("a @ b.T", globals=given, num_threads=1).timeit(5).median
 
 
 def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
@@ -177,3 +218,93 @@ def _short(count: float) -> str:
 def sized(count: float) -> str:
     """4800000000 as 4.8 GB."""
     return f"{_short(count).replace('B', 'G')}B"
+
+
+def static_bytes(config: RunConfig) -> int:
+    """Weights, gradients and optimizer state of all ranks together, also those of a critic and of a reference
+    of its own, in all replicas. Of adapters, which take little, the model only: it is a lower bound."""
+    trained = MASTER * (2 + _state_share(config.trainer))
+    size = parameter_count(config.model.path) * (MASTER if config.model.lora_rank else trained)
+    if own_critic(config):
+        size += parameter_count(config.critic.path or config.model.path) * trained
+    if config.kl.where != "none" and (config.kl.reference or not config.model.lora_rank):
+        size += parameter_count(config.kl.reference or config.model.path) * MASTER
+    return int(size) * config.trainer.replicas
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Main memory of a trainer rank for versions on their way out, at most: copies of its shards that ranks
+    collect, and the next one; where ranks send only what has changed, the one that was sent last."""
+    from asyncrl.trainer.publishing import readers
+
+    ranks = config.trainer.ranks
+    copies = readers(config, ranks) + 1 + (ranks > 1 and config.weights.full_every > 1)
+    shards = ranks // config.trainer.replicas
+    return copies * parameter_count(config.model.path) * EXPORTED[config.model.dtype] // shards
+
+
+def _state_share(trainer: TrainerConfig) -> float:
+    """Elements that the optimizer keeps per parameter: 2 for AdamW."""
+    from torch import Tensor, nn
+
+    from asyncrl.trainer.optimizer import make_optimizer
+
+    layer = nn.Linear(64, 64, bias=False)
+    state = make_optimizer(layer, trainer, lr=1.0).state[layer.weight]
+    return sum(value.numel() for value in state.values() if isinstance(value, Tensor)) // 64 / 64
+
+
+def room(config: RunConfig, gpu: bool | None) -> int | None:
+    """Memory for all ranks: that of their GPUs, or of the machine. None where it is not known: on Ray."""
+    if gpu is None:
+        return None
+    if gpu and config.model.device != "cpu" and not config.trainer.offload_optimizer:
+        from torch.cuda import device_count, get_device_properties
+
+        devices = range(min(config.trainer.ranks, device_count()))
+        return sum(int(get_device_properties(index).total_memory) for index in devices)
+    return main_memory().total
+
+
+def check_memory(config: RunConfig, gpu: bool | None) -> None:
+    """ConfigError if what stays in memory cannot fit. What a micro-batch takes on top is only estimated, by
+    the dry run, and tried before the first step."""
+    needed, there = static_bytes(config), room(config, gpu)
+    if there is not None and needed > there:
+        raise ConfigError(
+            f"weights, gradients and optimizer state of the trainer take {sized(needed)}, and there are "
+            f"{sized(there)}; set model.lora_rank, a trainer.optimizer with less state, a model.path with "
+            "fewer parameters, fewer trainer.replicas, or, with GPUs, more trainer.ranks or "
+            "trainer.offload_optimizer=true"
+        )
+
+
+def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
+    """A line of the plan, or two with adapters, and a warning; '' for each that there is not."""
+    with quick_imports():
+        import torch._dynamo  # noqa: F401 (now, without garbage collection)
+
+        from asyncrl.trainer.footprint import footprint
+    with recorded() as failure:
+        found = footprint(config)
+    if failure:
+        return "", f"the memory of a trainer rank is not estimated: {failure.line}"
+    ranks, there, own = config.trainer.ranks, room(config, gpu), psutil.Process().memory_info().rss
+    out = version_bytes(config)
+    parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
+    each = ", ".join(f"{name} {sized(size)}" for name, size in parts.items())
+    micro = f"a micro-batch of {found.rows} x {found.length} tokens {sized(found.work)}"
+    line = (
+        f"memory        tensors of a trainer rank: {each}, {micro}, {sized(found.total)} in all; "
+        f"its process takes about {sized(own)} beside them, and versions on their way out "
+        f"{sized(out)} of main memory"
+    )
+    if found.adapted:
+        line += f"\nadapters      {found.adapted}"
+    needed = ranks * (found.total if gpu else found.total + out)
+    if there is None or needed <= there:
+        return line, ""
+    return line, (
+        f"{ranks} trainer ranks need {sized(needed)}, and there are {sized(there)}; set a "
+        f"smaller trainer.micro_batch_tokens, {LESS_MEMORY}"
+    )

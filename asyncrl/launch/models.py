@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from asyncrl.config import RunConfig
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.launch.devices import multiplies_bfloat16, sees_gpu
+from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
 
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 UNWANTED = ("*/*", "consolidated*")  # exports to other formats; a second copy of the weights (Mistral)

@@ -17,8 +17,7 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.data import RunData, check_data
-from asyncrl.launch.devices import sees_gpu
-from asyncrl.launch.estimates import cost_warnings, sized
+from asyncrl.launch.estimates import cost_warnings, sees_gpu, sized
 from asyncrl.launch.model_directory import chat_template
 from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.launch.run_directory import creatable, run_directory

@@ -11,21 +11,24 @@ signal kills at once.
 
 from __future__ import annotations
 
+import os
+import secrets
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, assert_never
 
 from asyncrl.config import LaunchConfig
-from asyncrl.errors import ProtocolError, one_line
-from asyncrl.launch.admission import Admission
+from asyncrl.errors import ConfigError, ProtocolError, one_line
 from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.runtime.signals import ENDING
+from asyncrl.wire.enrolment import invitation
 from asyncrl.wire.messages.channels import ToObserver
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Stop, Welcome
@@ -35,6 +38,9 @@ POLL = 0.1
 HELLO_EVERY = 1.0
 KILL_RESERVE = 1.0  # of the stop timeout: for what is killed to be gone
 LEAVE_SECONDS = 5.0  # for the other roles to follow a coordinator that has ended
+TOKEN_SECONDS = 600.0  # in which a token must be used
+ANSWER_SECONDS = 10.0  # for the launcher, which looks ten times a second
+TOKEN_BYTES = 4096  # what a FIFO takes at once
 WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint"
 GOES_ON = {
     True: "resume=auto goes on from the last checkpoint",
@@ -266,3 +272,39 @@ class Session:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class Admission:
+    """The launcher's side of `asyncrl invite`, which makes a FIFO that only its user may open, and reads
+    a token from it. Only the launcher has the keys of the run, and they are in no file."""
+
+    def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
+        self._run_dir, self._endpoints = run_dir, endpoints
+
+    def tick(self, link: Link) -> None:
+        """Answer all who ask. A token is of use once the coordinator has read the Invite."""
+        for path in self._run_dir.glob("invite-*"):
+            with suppress(OSError):  # nobody reads any more
+                fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                path.unlink()
+                with os.fdopen(fifo, "w") as asking:
+                    invite, token = invitation(self._endpoints, path.name.split("-")[1], TOKEN_SECONDS)
+                    link.send(invite)
+                    asking.write(token)
+
+
+def ask_for_token(run_dir: Path, role: str, seconds: float = ANSWER_SECONDS) -> str:
+    """The side of `asyncrl invite`. ConfigError when no launcher answers in time."""
+    path = run_dir / f"invite-{role}-{secrets.token_hex(4)}"  # others may ask at the same time
+    os.mkfifo(path, 0o600)
+    fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        ready, _, _ = select.select([fifo], [], [], seconds)
+        if token := os.read(fifo, TOKEN_BYTES) if ready else b"":
+            return token.decode()
+    finally:
+        os.close(fifo)
+        path.unlink(missing_ok=True)
+    raise ConfigError(
+        f"{run_dir}: its launcher does not answer within {seconds:g} s: is the run up, here, and yours?"
+    )

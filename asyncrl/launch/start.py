@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,9 @@ from asyncrl.config import RunConfig, without_defaults
 from asyncrl.errors import recorded
 from asyncrl.launch import checks, placement, preflight
 from asyncrl.launch.console import Console, open_console
-from asyncrl.launch.devices import sees_gpu
+from asyncrl.launch.estimates import sees_gpu
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.notes import Inputs
-from asyncrl.launch.picture import open_picture
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.run_directory import locked, resumed_with, run_directory
 from asyncrl.launch.session import Session
@@ -33,6 +35,8 @@ from asyncrl.wire.messages.observer import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
 Rendezvous = Callable[[placement.Unit, str], str]
+EVERY = 30.0  # seconds between two drawings, at least
+END = 20.0  # seconds for one that was killed to be gone
 
 
 def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int:
@@ -149,3 +153,50 @@ def _complete(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None
         from asyncrl.observe.plot import draw
 
         draw(run_dir)
+
+
+class LivePicture:
+    """Keeps run.png up to date. A drawing takes a second of CPU time: a process of its own, of low priority,
+    makes one at a time. What fails is tried again with a later step, the last one the launcher draws."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun = float("-inf")
+
+    def update(self) -> None:
+        """After a row of metrics: start a drawing, unless there was one a short time ago."""
+        now = time.monotonic()
+        if now - self._begun < EVERY or (self._process and self._process.poll() is None):
+            return
+        self._begun = now
+        with suppress(OSError):  # no more processes, or no memory for one: the run is worth more
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.observe.plot", str(self._run_dir.absolute())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the launcher
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The newest drawing, over or under way."""
+        return self._process
+
+    def close(self) -> None:
+        """End the one under way."""
+        if self._process and self._process.poll() is None:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # of low priority, on a busy machine
+                self._process.wait(END)
+
+
+@contextmanager
+def open_picture(run_dir: Path) -> Iterator[LivePicture]:
+    picture = LivePicture(run_dir)
+    try:
+        yield picture
+    finally:
+        picture.close()

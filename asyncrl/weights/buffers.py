@@ -31,7 +31,7 @@ class Buffer:
 
 class Buffers:
     """Two buffers of `size` numbers, used again and again; one more only if all are being read at once. So
-    there is at most one more than readers, which launch/memory.py counts on."""
+    there is at most one more than readers, which launch/estimates.py counts on."""
 
     def __init__(self, size: int, dtype: torch.dtype, pinned: bool) -> None:
         self._size, self._dtype, self._pinned = size, dtype, pinned

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.admission import Admission, ask_for_token
+from asyncrl.launch.session import Admission, ask_for_token
 from asyncrl.wire.enrolment import read_token
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver
 from asyncrl.wire.messages.shared import Invite

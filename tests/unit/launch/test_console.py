@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console as Terminal
 
 from asyncrl.launch import console as console_module
-from asyncrl.launch import terminal as terminal_module
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.console_view import FIGURES, ConsoleState, plain_line, render
 from asyncrl.observe.progress import BATCH
@@ -167,7 +166,7 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_terminal_that_nobody_reads_stops_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And gets what was printed meanwhile once it is read again."""
-    monkeypatch.setattr(terminal_module, "PATIENCE", 60.0)
+    monkeypatch.setattr(console_module, "PATIENCE", 60.0)
     ours, theirs = os.openpty()
     seen = bytearray()
 

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from asyncrl.config import KLConfig, RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch import devices
+from asyncrl.launch import estimates
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
@@ -125,7 +125,7 @@ def test_the_type_is_what_the_machine_multiplies_or_the_run_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, wanted: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(estimates, "CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "m").mkdir()
     given = config(tmp_path, str(tmp_path / "m"))
     given = msgspec.structs.replace(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch import picture as module
-from asyncrl.launch.picture import open_picture
+from asyncrl.launch import start as module
+from asyncrl.launch.start import open_picture
 
 
 def test_one_drawing_at_a_time_and_not_too_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,8 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.data import RowLayout, Samples, check_same_data
 from asyncrl.errors import ConfigError
-from asyncrl.launch import room as room_module
-from asyncrl.launch.data import prepare
-from asyncrl.launch.room import Room
+from asyncrl.launch import data as data_module
+from asyncrl.launch.data import Room, prepare
 from asyncrl.types import Sample
 from tests.fakes.data import rows, stored
 
@@ -97,7 +96,7 @@ def test_without_the_filter_there_is_a_warning(tmp_path: Path) -> None:
 def test_long_prompts_before_those_that_are_not_measured_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_module, "MEASURED", 2)
+    monkeypatch.setattr(data_module, "MEASURED", 2)
     given = config(tmp_path, 999, 900, 10)
     samples, (line,) = prepare(given, "train", RowLayout(), room(given))
     assert len(samples) == 3 and "at least 2 prompts" in line
