@@ -73,10 +73,15 @@ def main(argv: list[str]) -> int:
     if not options.baseline:
         print_result(result)
         return 0
-    code, other = _baseline(target, options)
-    if code or other is None:
+    for path in (Path(options.baseline), options.run_dir / options.baseline):
+        if (path / "config.yaml").is_file() and not read_config(path).total_steps:
+            break  # an evaluation that is there
+    else:  # one of that model is run now, configured as the one of `target`
+        other = find_target(options.baseline, options.run_dir)
+        code, path = evaluate(other._replace(run_dir=target.run_dir), options)
+    if code or path is None:
         return code
-    print_result(result, Result.read(other))
+    print_result(result, Result.read(path))
     return 0
 
 
@@ -93,7 +98,10 @@ def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | N
     """Run the episodes that are not over yet: the exit code, and the run; None after a dry run."""
     config = configuration(target, options)
     run_dir = Path(config.run_dir) / config.name
-    check_same(run_dir, config)
+    if (run_dir / "config.yaml").is_file():
+        before = read_config(run_dir)
+        if before.total_steps or before.held_out_settings != config.held_out_settings:
+            raise ConfigError(f"{run_dir}: is another run; choose another name=…")
     if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
         return 0, run_dir
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
@@ -173,15 +181,6 @@ def fingerprint(config: RunConfig) -> str:
     return blake2s(msgspec.json.encode((config.held_out_settings, files)), digest_size=4).hexdigest()
 
 
-def check_same(run_dir: Path, config: RunConfig) -> None:
-    """ConfigError where a run of that name is no evaluation of the same kind."""
-    if not (run_dir / "config.yaml").is_file():
-        return
-    before = read_config(run_dir)
-    if before.total_steps or before.held_out_settings != config.held_out_settings:
-        raise ConfigError(f"{run_dir}: is another run; choose another name=…")
-
-
 class Result(NamedTuple):
     """An evaluation that is over."""
 
@@ -198,16 +197,6 @@ class Result(NamedTuple):
         samples, episodes = evaluated(run_dir)
         threshold = read_config(run_dir).validation.success
         return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, threshold))
-
-
-def _baseline(target: Target, options: argparse.Namespace) -> tuple[int, Path | None]:
-    """The run to compare with: an evaluation that is there, or one of that model that is run now, configured
-    as the one of `target`."""
-    for path in (Path(options.baseline), options.run_dir / options.baseline):
-        if (path / "config.yaml").is_file() and not read_config(path).total_steps:
-            return 0, path
-    other = find_target(options.baseline, options.run_dir)
-    return evaluate(other._replace(run_dir=target.run_dir), options)
 
 
 def print_result(result: Result, baseline: Result | None = None) -> None:

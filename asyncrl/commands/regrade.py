@@ -9,16 +9,17 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import correlation, fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
+from asyncrl.data.written import write_rows
 from asyncrl.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -210,17 +211,3 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
     if len(pairs) < 2 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return "unknown"
     return f"{correlation(*zip(*pairs, strict=True)):.3f}"
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write FILE.jsonl or FILE.parquet, whole or not at all; how many rows."""
-    listed, work = list(rows), path.with_name(f"{path.name}.writing")
-    if path.suffix == ".jsonl":
-        work.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in listed))
-    else:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), work)
-    work.replace(path)
-    return len(listed)

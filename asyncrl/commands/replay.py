@@ -5,7 +5,7 @@ It only reads the run, which may be under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,7 +54,11 @@ def main(argv: list[str]) -> int:
         cells = [f"{row.get(name, '–')!s:>24}" for name in (LOSS, NORM) for row in (before, now)]
         print(f"{step:>6}", *cells, flush=True)
         steps.append(step)
-    _print_others(before, now)
+    both = [name for name in now if name in before and name.startswith(SHOWN)]  # of the last step
+    differing = [name for name in both if before[name] != now[name]]
+    print(f"{len(both) - len(differing)} of {len(both)} metrics of the last step are as recorded")
+    for name in differing:
+        print(f"  {name}: {before[name]:.6g} recorded, {now[name]:.6g} replayed")
     for first, given in {at(launches, step).step: at(launches, step).config for step in steps}.items():
         if changed := described(given, tree(config)):
             print(f"steps after {first} were trained with other keys: {changed}")
@@ -74,12 +78,3 @@ def _replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int
         budget = MicroBudget.stored(reader, trainer.micro_batch_tokens).tokens
         alone = resolve_models(msgspec.structs.replace(config, trainer=trainer))
         yield from repeat(alone, reader, checkpoints_of(config, run_dir), step, budget)
-
-
-def _print_others(before: Mapping[str, float], now: Mapping[str, float]) -> None:
-    """The other metrics of the last step that differ."""
-    both = [name for name in now if name in before and name.startswith(SHOWN)]
-    changed = [name for name in both if before[name] != now[name]]
-    print(f"{len(both) - len(changed)} of {len(both)} metrics of the last step are as recorded")
-    for name in changed:
-        print(f"  {name}: {before[name]:.6g} recorded, {now[name]:.6g} replayed")

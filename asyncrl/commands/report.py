@@ -62,8 +62,5 @@ def _configuration(run_dir: Path) -> dict[str, str]:
                 found[f"{key}, from step {launch.step + 1}"] = " → ".join(map(str, values))
     except ConfigError as error:
         return {"config.yaml": f"cannot be read by this version ({error})"}
-    return {key: _cut(str(value)) for key, value in found.items()}
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= CELL else f"{text[:CELL]}… ({len(text)} characters)"
+    texts = {key: str(value) for key, value in found.items()}
+    return {key: f"{t[:CELL]}… ({len(t)} characters)" if len(t) > CELL else t for key, t in texts.items()}

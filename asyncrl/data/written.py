@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from asyncrl.data.rows import Row
 
@@ -27,12 +29,23 @@ def verl_row(
     }
 
 
+def write_rows(path: Path, rows: Iterable[Row]) -> int:
+    """Write FILE.jsonl or FILE.parquet, whole or not at all; how many rows."""
+    listed, work = list(rows), path.with_name(f"{path.name}.writing")
+    if path.suffix == ".jsonl":
+        work.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in listed))
+    else:
+        import pyarrow  # here: `--help` should not wait for it
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), work)
+    work.replace(path)
+    return len(listed)
+
+
 def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     """Write `<out>/<split>.parquet`, each row with its split and number; none for a split without rows.
     Returns what was written, for a person to read."""
-    import pyarrow  # here: `--help` should not wait for it
-    import pyarrow.parquet
-
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         numbered = [
@@ -40,7 +53,7 @@ def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> dict[str, An
             for index, row in enumerate(rows)
         ]
         if numbered:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(numbered), out / f"{split}.parquet")
+            write_rows(out / f"{split}.parquet", numbered)
     return {"out": str(out), **{split: len(rows) for split, rows in splits.items()}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,19 +162,16 @@ class RunReader:
     ) -> list[T]:
         """Episodes, newest group first, as a struct `kind` of some fields of EpisodeRecord: what it leaves
         out is not decoded. `steps` (0-based, of their batches) and `rewards` are inclusive."""
-        wanted: dict[str, tuple[object, ...]] = {}
-        if state is not None:
-            wanted["state = ?"] = (state,)
-        if reason is not None:
-            wanted["reason = ?"] = (reason,)
-        if group is not None:
-            wanted["group_id = ?"] = (group,)
-        if steps is not None:
-            wanted["step BETWEEN ? AND ?"] = steps
-        if rewards is not None:
-            wanted["reward BETWEEN ? AND ?"] = rewards
-        where = f"WHERE {' AND '.join(wanted)} " if wanted else ""
-        values = (value for some in wanted.values() for value in some)
+        wanted = {"state": state, "reason": reason, "group_id": group, "step": steps, "reward": rewards}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        tests = (
+            f"{name} {'BETWEEN ? AND ?' if isinstance(value, tuple) else '= ?'}"
+            for name, value in given.items()
+        )
+        where = f"WHERE {' AND '.join(tests)} " if given else ""
+        values = chain.from_iterable(
+            value if isinstance(value, tuple) else (value,) for value in given.values()
+        )
         return self._records(kind, f"SELECT record FROM episodes {where}ORDER BY group_id DESC, uid", *values)
 
     def reasons(self) -> dict[tuple[str, str], int]:

@@ -41,7 +41,8 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
         "STYLE": _text("vendor/uPlot.min.css") + _text("style.css"),
         "UPLOT": _text("vendor/uPlot.iife.min.js"),
         "IMPORTS": json.dumps({"imports": modules}),
-        "RECORDED": _inside(recorded),
+        # Within a script element, which no text in it can end. (json.dumps would write NaN.)
+        "RECORDED": msgspec.json.encode(recorded).decode().replace("<", "\\u003c"),
     }
     html = _text("page.html")
     for name, part in parts.items():
@@ -72,11 +73,6 @@ def _answer(views: Views, name: str, **query: object) -> Any:
         return msgspec.to_builtins(views.answer(name, {key: str(value) for key, value in query.items()}))
     except AsyncrlError as error:
         return {"error": str(error)}
-
-
-def _inside(recorded: Mapping[str, Any] | None) -> str:
-    """As JSON inside of a script element, which no text in it can end. (json.dumps would write NaN.)"""
-    return msgspec.json.encode(recorded).decode().replace("<", "\\u003c")
 
 
 def _text(name: str) -> str:

@@ -20,7 +20,8 @@ def series(rows: Sequence[Row]) -> dict[str, Any]:
     for row in merged:
         so_far += row.get("trainer/model_tokens", 0.0)
         tokens.append(so_far)
-    kept = _thinned(merged)
+    every, last = math.ceil(len(merged) / POINTS) or 1, len(merged) - 1  # and all that have a validation
+    kept = [at for at, row in enumerate(merged) if at % every == 0 or at == last or SAMPLED in row]
     names = sorted({name for index in kept for name in merged[index]})
     columns: dict[str, list[float | None]] = {
         name: [merged[index].get(name) for index in kept] for name in names if not name.startswith(LAG_TOKENS)
@@ -46,13 +47,6 @@ def _by_step(rows: Sequence[Row]) -> list[dict[str, float]]:
         old = merged.get(row["training/step"], {})
         merged[row["training/step"]] = {**old, **row} if "timing_s/step" in row else {**row, **old}
     return [merged[step] for step in sorted(merged)]
-
-
-def _thinned(rows: Sequence[Row]) -> list[int]:
-    """Every n-th row, the last one, and all that have a validation."""
-    every = math.ceil(len(rows) / POINTS) or 1
-    last = len(rows) - 1
-    return [at for at, row in enumerate(rows) if at % every == 0 or at == last or SAMPLED in row]
 
 
 def _episodes(row: Row) -> float:

@@ -95,18 +95,14 @@ class Spans:
         elif role in BUSY and DECODE not in BUSY[role]:
             row = WORK
         elif line.name == LOAD:
-            self._hold(process, line)
+            if not line.error:  # from here on the engine holds it: an event, of which the next is the end
+                at = msgspec.structs.replace(line, start=line.end)
+                self._row(process, _of_lane(HELD, line)).append(at, HELD, "")
             row = _of_lane(LOAD, line)
         elif line.engine:
             process = line.engine
         name = DECODE if row == DECODE else line.name
         self._row(process, row).append(line, name, text)
-
-    def _hold(self, process: str, line: Line) -> None:
-        """From here on the engine holds what it has loaded: an event, of which the next is the end."""
-        if not line.error:
-            at = msgspec.structs.replace(line, start=line.end)
-            self._row(process, _of_lane(HELD, line)).append(at, HELD, "")
 
     def _row(self, process: str, row: str) -> Columns:
         if (process, row) not in self.rows:

@@ -54,7 +54,7 @@ def transcript(
     """As JSON. `turns` are those that are kept; `missing` says why there are fewer than the episode had,
     `no_advantage` why there are none. StoreError, ConfigError."""
     episode = reader.episode(uid)
-    group = reader.group(episode.group)
+    sample: Sample = Samples.open(samples_path(run_dir, "train"))[reader.group(episode.group).sample]
     turns, missing = kept_turns(reader, episode)
     seen, why = (None, missing) if missing else _as_trained(config, reader, episode, turns)
     known = ratios.read(run_dir, episode.step + 1, uid) if episode.step >= 0 else None
@@ -63,20 +63,15 @@ def transcript(
         "step": episode.step + 1 if episode.step >= 0 else None,
         "landed": episode.stats.turns > 0,
         "bound": config.buffer.max_staleness,
-        "sample": _sample(run_dir, group.sample),
+        "sample": {
+            "row": sample.row,
+            "source": sample.data_source,
+            "prompt": [message.openai() for message in sample.prompt],
+            "truth": sample.ground_truth,
+        },
         "turns": list(_turns(turns, decode, seen, known, episode.step >= 0)),
         "missing": missing,
         "no_advantage": why,
-    }
-
-
-def _sample(run_dir: Path, index: int) -> dict[str, Any]:
-    sample: Sample = Samples.open(samples_path(run_dir, "train"))[index]
-    return {
-        "row": sample.row,
-        "source": sample.data_source,
-        "prompt": [message.openai() for message in sample.prompt],
-        "truth": sample.ground_truth,
     }
 
 
