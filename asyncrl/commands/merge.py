@@ -40,7 +40,11 @@ def main(argv: list[str]) -> int:
     work.mkdir(parents=True)
     try:
         if options.adapters == "apart":
-            _write_adapters(checkpoints, step, run_dir, work)
+            if run_dir is None:
+                raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
+            from asyncrl.trainer.peft import write_adapters
+
+            write_adapters(checkpoints, step, read_config(run_dir).model, work)
         else:
             _copy_export(checkpoints, step, work)
         work.rename(options.out)
@@ -79,11 +83,3 @@ def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
     for name in names:
         with checkpoints.open(step, name) as source, (out / name.removeprefix(folder)).open("wb") as target:
             shutil.copyfileobj(source, target)
-
-
-def _write_adapters(checkpoints: Checkpoints, step: int, run_dir: Path | None, out: Path) -> None:
-    if run_dir is None:
-        raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
-    from asyncrl.trainer.peft import write_adapters
-
-    write_adapters(checkpoints, step, read_config(run_dir).model, out)

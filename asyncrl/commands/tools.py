@@ -58,7 +58,9 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
         except ConfigError:
             if specs:
                 raise
-            _print_factory(spec)  # its tools cannot be made without options, or without a package
+            factory: Any = tools.load(spec)  # its tools cannot be made without options, or without a package
+            taken = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
+            print(f"{spec}  [makes tools; options: {taken}]\n    {docstring(factory)[0]}")
             continue
         for tool in found:
             _print(spec, tool)
@@ -110,18 +112,9 @@ def _print(spec: str, tool: Tool) -> None:
     print(f"{tool.name}({outline(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
     print(f"    {body.get('description') or 'no description'}")
     kind = "an object per episode" if tool.state else "a function"
-    changed = {key: getattr(tool, key) for key in SHOWN}
-    changed = {
-        key: value for key, value in changed.items() if value != Tool.__dataclass_fields__[key].default
-    }
+    given = {key: getattr(tool, key) for key in SHOWN}
+    changed = {key: v for key, v in given.items() if v != Tool.__dataclass_fields__[key].default}
     print(f"    {kind}" + "".join(f", {key}={value}" for key, value in changed.items()))
-
-
-def _print_factory(spec: str) -> None:
-    factory: Any = tools.load(spec)
-    options = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
-    print(f"{spec}  [makes tools; options: {options}]")
-    print(f"    {docstring(factory)[0]}")
 
 
 def _option(parameter: inspect.Parameter) -> str:

@@ -47,11 +47,9 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
         for uid, record in reader.held_out(uid_prefix(0)):
             one, which = decode(record), HeldOut.of(uid)
             source = samples[which.row].data_source
-            if isinstance(one, Finished):
-                answer = answer_of(one.result, one.notes)
-                found.append(Judged(which, source, one.result, one.stats, answer))
-            else:
-                found.append(Judged(which, source, None))
+            over = isinstance(one, Finished)
+            more = (one.result, one.stats, answer_of(one.result, one.notes)) if over else (None,)
+            found.append(Judged(which, source, *more))
     return samples, found
 
 

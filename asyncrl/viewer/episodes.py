@@ -117,19 +117,15 @@ def page(reader: RunReader, wanted: Filter) -> dict[str, Any]:
         steps=steps if bounded else None,
         rewards=(wanted.reward_from, wanted.reward_to) if rewarded else None,
     )
-    fitting = [e for e in found if _fits(e, wanted)]
-    fitting.sort(key=ORDERS[wanted.order])
+    long = (e for e in found if wanted.length_from <= e.result.tokens <= wanted.length_to)
+    ended = (e for e in long if not wanted.end or (e.stats.turns > 0 and e.result.end == wanted.end))
+    fitting = sorted(ended, key=ORDERS[wanted.order])
     searched = None
     if wanted.tool:
         searched = min(len(fitting), LOOKED_AT)
         fitting = [e for e in fitting[:LOOKED_AT] if e.stats.tool_calls and wanted.tool in tools(reader, e)]
     rows = [shown(e) for e in islice(fitting, wanted.start, wanted.start + PAGE)]
     return {"episodes": rows, "total": len(fitting), "start": wanted.start, "searched": searched}
-
-
-def _fits(episode: Listed, wanted: Filter) -> bool:
-    ended = not wanted.end or (episode.stats.turns > 0 and episode.result.end == wanted.end)
-    return ended and wanted.length_from <= episode.result.tokens <= wanted.length_to
 
 
 def tools(reader: RunReader, episode: Listed) -> set[str]:
@@ -162,9 +158,3 @@ def shown(episode: Listed) -> dict[str, Any]:
         "lag": lag_of(episode),
         "greedy": episode.greedy,
     }
-
-
-def counts(reader: RunReader) -> list[dict[str, Any]]:
-    """Episodes that the index still has, by state and reason: what was filtered or dropped, and why."""
-    found = reader.reasons()
-    return [{"state": s, "reason": r, "count": n} for (s, r), n in sorted(found.items())]

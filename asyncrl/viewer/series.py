@@ -26,9 +26,13 @@ def series(rows: Sequence[Row]) -> dict[str, Any]:
     columns: dict[str, list[float | None]] = {
         name: [merged[index].get(name) for index in kept] for name in names if not name.startswith(LAG_TOKENS)
     }
+    played = [(row, row.get("val-aux/episodes", 0.0)) for row in (merged[index] for index in kept)]
+    of_mode = [
+        count / max(1, (SAMPLED in row) + (GREEDY in row)) for row, count in played
+    ]  # held-out episodes
     for name in (SAMPLED, GREEDY):
         if name in columns:
-            pairs = [wilson(merged[index].get(name), _episodes(merged[index])) for index in kept]
+            pairs = [wilson(*one) for one in zip(columns[name], of_mode, strict=True)]
             columns[f"{name}/low"], columns[f"{name}/high"] = ([pair[at] for pair in pairs] for at in (0, 1))
     return {
         "step": [merged[index]["training/step"] for index in kept],
@@ -47,11 +51,6 @@ def _by_step(rows: Sequence[Row]) -> list[dict[str, float]]:
         old = merged.get(row["training/step"], {})
         merged[row["training/step"]] = {**old, **row} if "timing_s/step" in row else {**row, **old}
     return [merged[step] for step in sorted(merged)]
-
-
-def _episodes(row: Row) -> float:
-    """Held-out episodes of each way of sampling."""
-    return row.get("val-aux/episodes", 0.0) / max(1, (SAMPLED in row) + (GREEDY in row))
 
 
 def wilson(share: float | None, count: float) -> tuple[float | None, float | None]:

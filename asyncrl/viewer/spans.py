@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +24,8 @@ from asyncrl.runtime.weight_loader import LOAD
 MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
 OTHER = "others"
 WORK, HELD = "work", "version"  # rows: a trainer's, and the version that an engine holds
+COLUMNS = {"start": "d", "end": "d", "seconds": "d", "name": "i", "text": "i", "calls": "q", "step": "q"}
+COLUMNS |= {"micro": "q", "epoch": "q"}  # with their types
 PROCESS = {"rollout": "worker"}  # what people call it, by the role in a file's name
 
 
@@ -32,26 +35,19 @@ class Columns:
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
         self.texts: dict[str, int] = {"": 0}
-        self.start, self.end, self.seconds = array("d"), array("d"), array("d")
-        self.name, self.text, self.calls = array("i"), array("i"), array("q")
-        self.step, self.micro, self.epoch = array("q"), array("q"), array("q")
+        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in COLUMNS.items()}
 
     def append(self, line: Line, name: str, text: str) -> None:
         epoch, version = line.version
-        self.start.append(line.start)
-        self.end.append(line.end)
-        self.seconds.append(line.end - line.start if line.seconds < 0 else line.seconds)
-        self.name.append(self.names.setdefault(name, len(self.names)))
-        self.text.append(self.texts.setdefault(text, len(self.texts)))
-        self.calls.append(line.calls)
-        self.step.append(line.step if epoch < 0 else version)
-        self.micro.append(line.micro)
-        self.epoch.append(epoch)
+        seconds = line.end - line.start if line.seconds < 0 else line.seconds
+        named = self.names.setdefault(name, len(self.names)), self.texts.setdefault(text, len(self.texts))
+        row = (*named, line.calls, line.step if epoch < 0 else version, line.micro, epoch)
+        for column, value in zip(self._columns.values(), (line.start, line.end, seconds, *row), strict=True):
+            column.append(value)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Copies: the columns may grow meanwhile."""
-        columns = ("start", "end", "seconds", "name", "text", "calls", "step", "micro", "epoch")
-        return {column: np.array(getattr(self, column)) for column in columns}
+        return {name: np.array(column) for name, column in self._columns.items()}
 
 
 class Spans:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,13 @@ class Views:
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})
-        with self._reader(query) as reader:
-            return {**episodes.page(reader, wanted), "counts": episodes.counts(reader)}
+        with closing(RunReader.open(self._path(query))) as reader:
+            counts = [{"state": s, "reason": r, "count": n} for (s, r), n in sorted(reader.reasons().items())]
+            return {**episodes.page(reader, wanted), "counts": counts}
 
     def _episode(self, query: Query) -> dict[str, Any]:
         path = self._path(query)
-        with self._reader(query) as reader:
+        with closing(RunReader.open(path)) as reader:
             config = _config(path, reader.episode(query.get("uid", "")).step + 1)
             return transcript(path, config, reader, query.get("uid", ""), self._decoder(config.model.path))
 
@@ -131,11 +132,6 @@ class Views:
         if not number.isdecimal() or int(number) >= len(self._runs):
             raise ConfigError(f"run={number}: there are {len(self._runs)} runs, counted from 0")
         return self._runs[int(number)]
-
-    @contextmanager
-    def _reader(self, query: Query) -> Iterator[RunReader]:
-        with closing(RunReader.open(self._path(query))) as reader:
-            yield reader
 
 
 def _config(path: Path, step: int = 0) -> RunConfig:
