@@ -64,7 +64,11 @@ def _benchmark(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequ
     source, rng = args.source or benchmark.repository, random.Random(args.seed)
     one = not benchmark.held_out or Path(source).is_file()
     splits = {"train": "train"} if one else {"train": "train", "test": benchmark.held_out}
-    found = {name: _scored(benchmark, source, split, args.instruction) for name, split in splits.items()}
+    found = dict[str, list[Row]]()
+    for name, split in splits.items():
+        found[name], left_out = rows_of(benchmark, source, split, args.instruction)
+        if left_out:
+            print(f"{split}: {left_out} rows without an answer that can be scored are left out")
     if one:
         rng.shuffle(found["train"])
         held_out = args.test or 0
@@ -79,13 +83,6 @@ def _benchmark(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequ
         passages = (passages_of(source, benchmark.config, split, asked) for split in splits.values())
         _write_corpus(args.out / "corpus.jsonl", itertools.chain.from_iterable(passages))
     return dict(drawn)
-
-
-def _scored(benchmark: Benchmark, source: str, split: str, instruction: str | None) -> list[Row]:
-    rows, left_out = rows_of(benchmark, source, split, instruction)
-    if left_out:
-        print(f"{split}: {left_out} rows without an answer that can be scored are left out")
-    return rows
 
 
 def _drawn(rng: random.Random, rows: list[Row], count: int | None) -> list[Row]:

@@ -98,12 +98,8 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     from asyncrl.rollout.recorded import kept_turns, regrade
     from asyncrl.store.reader import RunReader
 
-    rules, toolbox, scorer, recipe = (
-        load_rules(config),
-        load_toolbox(config),
-        load_scorer(config),
-        compose(config),
-    )
+    rules, recipe = load_rules(config), compose(config)
+    toolbox, scorer = load_toolbox(config), load_scorer(config)
     samples, reader = Samples.open(samples_path(run_dir, "train")), RunReader.open(run_dir)
     room, rows, problems = asyncio.Semaphore(AT_ONCE), list[Row](), list[str]()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import RunConfig, parse
+from asyncrl.config import parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_rows, read_status, size_of_rows
 from asyncrl.observe.summary import flow_line, of_step
@@ -60,7 +60,7 @@ class Views:
         importlib.import_module("asyncrl.trainer.repeat")  # what computes advantages
         for path in self._runs:
             with suppress(AsyncrlError):  # said where a transcript is asked for
-                self._decoder(_config(path).model.path)
+                self._decoder(parse(at(launches_of(path), 0).config).model.path)
 
     def _list(self, query: Query) -> dict[str, Any]:
         """What the runs are doing, and how their configurations differ."""
@@ -104,7 +104,8 @@ class Views:
     def _episode(self, query: Query) -> dict[str, Any]:
         path = self._path(query)
         with closing(RunReader.open(path)) as reader:
-            config = _config(path, reader.episode(query.get("uid", "")).step + 1)
+            step = reader.episode(query.get("uid", "")).step + 1
+            config = parse(at(launches_of(path), step).config)  # of the launch that trained it
             return transcript(path, config, reader, query.get("uid", ""), self._decoder(config.model.path))
 
     def _lanes(self, query: Query) -> LaneWindow:
@@ -132,8 +133,3 @@ class Views:
         if not number.isdecimal() or int(number) >= len(self._runs):
             raise ConfigError(f"run={number}: there are {len(self._runs)} runs, counted from 0")
         return self._runs[int(number)]
-
-
-def _config(path: Path, step: int = 0) -> RunConfig:
-    """Of a run in a step, or in its newest launch. ConfigError, where another version of asyncrl wrote it."""
-    return parse(at(launches_of(path), step).config)
