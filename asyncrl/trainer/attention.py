@@ -1,19 +1,18 @@
 """Attention over a forest of rows that lie in one sequence: a node attends to its ancestors and itself.
 
-It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU pieces of similar
-size are computed together, by matrix products; on a GPU torch's flex attention is given the mask (flex.py).
+It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU each node is
+computed by itself; on a GPU torch's flex attention is given the mask of all (flex.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -23,12 +22,7 @@ from asyncrl.trainer.prefix_tree import Forest
 from asyncrl.trainer.ulysses import SequenceRanks
 
 NAME, CPU = "asyncrl_forest", torch.device("cpu")
-QUERIES = 256  # of a piece: a longer node is cut, so that a piece does not look at what is ahead of all of it
-SCORES = 1 << 19  # of a bucket and a head, unless it is one piece
-KEPT = (
-    1024  # keys of a bucket whose scores are kept for the backward; of a longer one they are computed again
-)
-WASTE = 1.3  # pieces of different sizes are padded to each other, up to so many times their own work
+QUERIES = 256  # at once: a longer node is cut, so that fewer keys are computed that none of them may see
 
 
 class AttentionKernel(Protocol):
@@ -51,7 +45,7 @@ class ForestAttention:
     @cached_property
     def kernel(self) -> AttentionKernel:
         if self.device.type == "cpu":
-            return BucketKernel.of(self.forest)
+            return NodeKernel(self.forest)
         return FlexKernel(self.forest, self.device)
 
     def to(self, device: torch.device) -> ForestAttention:
@@ -59,127 +53,57 @@ class ForestAttention:
 
 
 class NodePart(NamedTuple):
-    """`own` successive tokens of a node, and the indices of all that the last of them sees, itself too."""
-
-    path: np.ndarray
-    own: int
-
-
-class Bucket(NamedTuple):
-    """n pieces of similar size. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded at the end;
-    `positions` [n, q] are those of the queries; key j of a piece has position j."""
+    """Successive tokens of a node: `queries` [q] and `keys` [k] are indices of tokens, the former the last of
+    the keys. `mask` [q, k] is added to scores; None: each query sees all keys up to itself."""
 
     queries: Tensor
     keys: Tensor
-    positions: Tensor
+    mask: Tensor | None
 
 
-@dataclass(frozen=True)
-class BucketKernel:
-    """Pieces of similar size together. `order` [T]: where each token is among the queries of all buckets."""
+class NodeKernel:
+    """Computes one node after another, on a CPU. Layers share the masks."""
 
-    buckets: tuple[Bucket, ...]
-    order: Tensor
-    _masks: dict[int | None, list[Tensor]] = field(default_factory=dict)  # by window
-
-    @classmethod
-    def of(cls, forest: Forest) -> BucketKernel:
-        parts = [_indices(pieces) for pieces in _similar(_pieces(forest))]
-        _, order = np.unique(np.concatenate([queries.ravel() for queries, _ in parts]), return_index=True)
-        buckets = (
-            Bucket(*map(torch.from_numpy, (queries, keys, forest.positions[queries])))
-            for queries, keys in parts
-        )
-        return cls(tuple(buckets), torch.from_numpy(order))  # the first: a token's padding is behind it
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self._pieces: dict[tuple[int | None, torch.dtype], list[NodePart]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        parts = [
-            (_attend_again if bucket.keys.shape[1] > KEPT else _attend)(
-                query, key, value, bucket, mask, scoring
-            )
-            for bucket, mask in zip(self.buckets, self._hidden(scoring.window), strict=True)
+        kind = scoring.window, query.dtype
+        if kind not in self._pieces:
+            self._pieces[kind] = list(_pieces(self._forest, *kind))
+        found = [
+            _attend(query[:, piece.queries], key[:, piece.keys], value[:, piece.keys], piece.mask, scoring)
+            for piece in self._pieces[kind]
         ]
-        return torch.cat(parts)[self.order]
-
-    def _hidden(self, window: int | None) -> list[Tensor]:
-        """Of each bucket, where a query may not look, [n, q, k]: ahead, or `window` and more back."""
-        if window not in self._masks:
-            self._masks[window] = [_mask(bucket, window) for bucket in self.buckets]
-        return self._masks[window]
+        return torch.cat(found, dim=1).transpose(0, 1)  # nodes lie in the sequence one after another
 
 
-def _pieces(forest: Forest) -> list[NodePart]:
-    """The longest first."""
-    found = []
-    for path, size in zip(forest.paths, forest.sizes, strict=True):
-        before = len(path) - size
-        for start in range(0, size, QUERIES):
-            own = min(QUERIES, size - start)
-            found.append(NodePart(path[: before + start + own], own))
-    return sorted(found, key=lambda piece: (-len(piece.path), -piece.own))
+def _pieces(forest: Forest, window: int | None, dtype: torch.dtype) -> Iterator[NodePart]:
+    """Whole nodes without ancestors, others in pieces of QUERIES: few keys are computed that none may see."""
+    for path, size in zip(map(torch.from_numpy, forest.paths), forest.sizes, strict=True):
+        if len(path) == size and window is None:
+            yield NodePart(path, path, None)
+            continue
+        for start in range(len(path) - size, len(path), QUERIES):
+            keys = path[: start + QUERIES]
+            back = torch.arange(start, len(keys))[:, None] - torch.arange(len(keys))
+            hidden = back < 0 if window is None else (back < 0) | (back >= window)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+            yield NodePart(keys[start:], keys, mask)
 
 
-def _similar(pieces: list[NodePart]) -> list[list[NodePart]]:
-    """Successive ones in lists of similar sizes."""
-    lists: list[list[NodePart]] = []
-    work = queries = keys = 0
-    for piece in pieces:
-        own, reach = piece.own, len(piece.path)
-        longest = max(queries, own)
-        padded = (len(lists[-1]) + 1) * longest * keys if lists else 0
-        if lists and padded <= min(SCORES, WASTE * (work + own * reach)):
-            lists[-1].append(piece)
-            work, queries = work + own * reach, longest
-        else:
-            lists.append([piece])
-            work, queries, keys = own * reach, own, reach
-    return lists
-
-
-def _indices(pieces: list[NodePart]) -> tuple[np.ndarray, np.ndarray]:
-    """Of a bucket's queries and keys."""
-    return _padded([piece.path[-piece.own :] for piece in pieces]), _padded([piece.path for piece in pieces])
-
-
-def _padded(arrays: list[np.ndarray]) -> np.ndarray:
-    """Each filled up with its last element."""
-    longest = max(map(len, arrays))
-    return np.stack([np.pad(array, (0, longest - len(array)), mode="edge") for array in arrays])
-
-
-def _mask(bucket: Bucket, window: int | None) -> Tensor:
-    at = bucket.positions[:, :, None]
-    keys = torch.arange(bucket.keys.shape[1], device=at.device)
-    ahead = keys > at
-    return ahead if window is None else ahead | (keys <= at - window)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bucket: Bucket,
-    hidden: Tensor,
-    scoring: Scoring,
-) -> Tensor:
-    """Of one bucket, [n * q, heads, d]. Query heads that share a KV head are folded into the query's length:
-    keys and values are not repeated."""
-    (heads, _, dim), kv_heads = query.shape, key.shape[0]
-    (count, width), share = bucket.queries.shape, heads // kv_heads
-    q = query[:, bucket.queries].view(kv_heads, share, count, width, dim).permute(0, 2, 1, 3, 4)
-    q = q.reshape(kv_heads, count, share * width, dim)
-    k, v = key[:, bucket.keys], value[:, bucket.keys]
-    scores = (q @ k.transpose(-1, -2)) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * (scores / scoring.softcap).tanh()
-    scores = scores.view(kv_heads, count, share, width, -1).masked_fill(hidden[:, None], -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    out = weights.flatten(2, 3) @ v
-    out = out.view(kv_heads, count, share, width, -1).permute(1, 3, 0, 2, 4)
-    return out.reshape(count * width, heads, -1)
-
-
-_attend_again = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attend from query [heads, q, d] to key and value [kv_heads, k, d]; returns [heads, q, d]."""
+    key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
+    if scoring.softcap is None:
+        attend = nn.functional.scaled_dot_product_attention
+        given = query[None], key[None], value[None], mask
+        return attend(*given, is_causal=mask is None, scale=scoring.scale)[0]
+    if mask is None:
+        mask = torch.full((query.shape[1],) * 2, -torch.inf, dtype=query.dtype).triu(1)
+    scores = scoring.softcap * (query @ key.transpose(-1, -2) * scoring.scale / scoring.softcap).tanh() + mask
+    return scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(value.dtype) @ value
 
 
 def _attention(

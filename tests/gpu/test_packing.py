@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from asyncrl.trainer.attention import BucketKernel
+from asyncrl.trainer.attention import NodeKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest, plant
 
@@ -37,7 +37,7 @@ def test_flex_attention_is_that_of_the_buckets_with_its_gradients(scoring: Scori
         (found * weight.to(place)).sum().backward()
         return [found.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
 
-    wanted = run(BucketKernel.of(planted), torch.device("cpu"))
+    wanted = run(NodeKernel(planted), torch.device("cpu"))
     for a, b in zip(run(FlexKernel(planted, device), device), wanted, strict=True):
         assert torch.allclose(a, b, atol=2e-3, rtol=2e-3)
 

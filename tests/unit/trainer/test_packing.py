@@ -20,7 +20,7 @@ from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer import attention, prefix_tree
-from asyncrl.trainer.attention import BucketKernel
+from asyncrl.trainer.attention import NodeKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import load_policy
@@ -160,12 +160,10 @@ few_rows = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_si
 def test_attention_is_that_under_a_dense_mask(
     given: list[list[int]], window: int | None, softcap: float | None
 ) -> None:
-    """Whatever the forest: ancestors and itself, windows by position, buckets of any size."""
+    """Whatever the forest: ancestors and itself, windows by position, pieces of long nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "LEAST", 1)
         forest = plant([np.array(row) for row in given], shared=True)
-        patch.setattr(attention, "QUERIES", 7)
-        kernel = BucketKernel.of(forest)
     size = len(forest.ids)
     generator = torch.Generator().manual_seed(size)
     query, key, value = (
@@ -179,7 +177,9 @@ def test_attention_is_that_under_a_dense_mask(
     scores = 0.4 * query @ key.repeat_interleave(2, 0).transpose(1, 2)
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
-    found = kernel.attend(query, key, value, Scoring(0.4, window, softcap))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "QUERIES", 7)
+        found = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
     assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
     flex = FlexKernel(forest, torch.device("cpu"))
     at = torch.arange(size)
@@ -187,30 +187,33 @@ def test_attention_is_that_under_a_dense_mask(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_with_the_mask_is_that_of_the_buckets() -> None:
+def test_flex_attention_with_the_mask_is_that_of_the_nodes() -> None:
     """Forward only, and not compiled: on a CPU flex attention has no backward."""
     forest = plant(rows(), shared=True)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2))
     for window, softcap in ((None, None), (25, 2.0)):
-        wanted = BucketKernel.of(forest).attend(query, key, value, Scoring(0.4, window, softcap))
+        wanted = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
         found = FlexKernel(forest, torch.device("cpu")).attend(
             query, key, value, Scoring(0.4, window, softcap)
         )
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_of_a_long_row_no_scores_are_kept_and_few_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward computes them again, a bucket at a time. Of four heads they take 67 MB."""
-    for limit, small in (("QUERIES", 64), ("SCORES", 1 << 16), ("KEPT", 64)):
-        monkeypatch.setattr(attention, limit, small)
+@pytest.mark.parametrize("window", [None, 3000])
+def test_of_a_long_row_no_scores_are_kept_and_few_are_held(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward computes them again, a piece at a time. Of four heads they take 67 MB."""
+    monkeypatch.setattr(attention, "QUERIES", 64)
     size = 2048
-    kernel = BucketKernel.of(plant([np.arange(size)], shared=False))
-    masks = sum(mask.nbytes for mask in kernel._hidden(None))  # which all layers share
+    kernel = NodeKernel(plant([np.arange(size)], shared=False))
+    scoring = Scoring(0.4, window)
+    kernel.attend(*(torch.randn(heads, size, 8) for heads in (4, 2, 2)), scoring)  # layers share the masks
     given = [torch.randn(heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
     with LiveBytes() as counted:
-        found = kernel.attend(*given, Scoring(0.4))
-        assert counted.now <= masks + found.nbytes + 4 * 4 * 64**2 * 3  # those of one short piece
+        found = kernel.attend(*given, scoring)
+        assert counted.now < 4 * 4 * size**2 / 4
         found.sum().backward()
     assert counted.peak < 4 * 4 * size**2 / 4
 
@@ -277,12 +280,12 @@ def test_gradients_that_differ_are_found(
         monkeypatch.delattr(shrunk, "shrunk")
     make("Llama").save_pretrained(tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
-    attend = BucketKernel.attend
+    attend = NodeKernel.attend
 
     def wrong(self: Any, query: Tensor, key: Tensor, *rest: Any) -> Tensor:
         return attend(self, query, key.roll(1, dims=1), *rest)
 
-    monkeypatch.setattr(BucketKernel, "attend", wrong)
+    monkeypatch.setattr(NodeKernel, "attend", wrong)
     shutil.rmtree(tmp_path / "asyncrl", ignore_errors=True)  # what was found before
     before = full_state(policy)
     with caplog.at_level(logging.WARNING):
