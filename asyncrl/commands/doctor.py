@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
-    from asyncrl.launch.checks import ALL, MACHINE, Finding, examine
-    from asyncrl.launch.notes import Inputs
+    from asyncrl.launch.checks import ALL, MACHINE, examine
+    from asyncrl.launch.notes import Inputs, Note
 
     checks = ALL
     try:
@@ -44,9 +44,9 @@ def main(argv: list[str]) -> int:
         checks, config = MACHINE, compose([*NO_MODEL, *options.overrides], options.config_dir)
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for a run
 
-    def shown(findings: Iterable[Finding]) -> Iterable[str]:
+    def shown(findings: Iterable[Note]) -> Iterable[str]:
         """The level of each, printed as soon as it is found."""
-        for level, check, text in findings:
+        for level, text, check in findings:
             first, _, more = text.partition("\n")
             print(f"{level:<8} {check:<14} {first}", flush=True)
             if more:

@@ -14,6 +14,7 @@ import psutil
 from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.model_directory import parameter_count
+from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.launch.run_directory import creatable
 from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.memory import main_memory
@@ -279,8 +280,8 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
         )
 
 
-def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
-    """A line of the plan, or two with adapters, and a warning; '' for each that there is not."""
+def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
+    """A line of the plan, or two with adapters, and a warning if there is cause for one."""
     with quick_imports():
         import torch._dynamo  # noqa: F401 (now, without garbage collection)
 
@@ -288,23 +289,23 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
     with recorded() as failure:
         found = footprint(config)
     if failure:
-        return "", f"the memory of a trainer rank is not estimated: {failure.line}"
+        yield warning(f"the memory of a trainer rank is not estimated: {failure.line}")
+        return
     ranks, there, own = config.trainer.ranks, room(config, gpu), psutil.Process().memory_info().rss
     out = version_bytes(config)
     parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
     each = ", ".join(f"{name} {sized(size)}" for name, size in parts.items())
     micro = f"a micro-batch of {found.rows} x {found.length} tokens {sized(found.work)}"
-    line = (
+    yield ok(
         f"memory        tensors of a trainer rank: {each}, {micro}, {sized(found.total)} in all; "
         f"its process takes about {sized(own)} beside them, and versions on their way out "
         f"{sized(out)} of main memory"
     )
     if found.adapted:
-        line += f"\nadapters      {found.adapted}"
+        yield ok(f"adapters      {found.adapted}")
     needed = ranks * (found.total if gpu else found.total + out)
-    if there is None or needed <= there:
-        return line, ""
-    return line, (
-        f"{ranks} trainer ranks need {sized(needed)}, and there are {sized(there)}; set a "
-        f"smaller trainer.micro_batch_tokens, {LESS_MEMORY}"
-    )
+    if there is not None and needed > there:
+        yield warning(
+            f"{ranks} trainer ranks need {sized(needed)}, and there are {sized(there)}; set a "
+            f"smaller trainer.micro_batch_tokens, {LESS_MEMORY}"
+        )

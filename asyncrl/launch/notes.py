@@ -34,6 +34,7 @@ class Note(NamedTuple):
 
     level: Level
     text: str
+    check: str = ""  # by which one, once it is collected
 
 
 def ok(text: str) -> Note:

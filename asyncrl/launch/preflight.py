@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import logging
@@ -16,12 +17,32 @@ import msgspec
 
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch.data import RunData, check_data
-from asyncrl.launch.estimates import cost_warnings, sees_gpu, sized
-from asyncrl.launch.model_directory import chat_template
-from asyncrl.launch.notes import Note, ok, warning
-from asyncrl.launch.run_directory import creatable, run_directory
-from asyncrl.store.schema import DATABASE
+from asyncrl.launch import placement
+from asyncrl.launch.data import check_data
+from asyncrl.launch.estimates import (
+    check_memory,
+    cost_warnings,
+    describe_costs,
+    describe_memory,
+    describe_time,
+    describe_work,
+    on_gpu,
+    sees_gpu,
+    sized,
+)
+from asyncrl.launch.model_directory import chat_template, check_model
+from asyncrl.launch.models import resolve_models
+from asyncrl.launch.notes import Inputs, Note, ok, warning
+from asyncrl.launch.run_directory import (
+    begun_with,
+    check_resumed,
+    check_run_directory,
+    creatable,
+    run_directory,
+)
+from asyncrl.launch.servers import check_servers
+from asyncrl.observe.trackers import check_trackers
+from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.tools import Tool, Toolbox
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.model_files import weight_bytes
@@ -32,8 +53,25 @@ OWN_NAME = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # nothing else is removed
 SHOWN = 80  # characters of a reply
 
 
-def check_ray(config: RunConfig) -> None:
-    """Ray is installed, where it is asked for."""
+def check_directory(inputs: Inputs) -> Iterator[Note]:
+    check_run_directory(inputs.config)
+    check_schema(run_directory(inputs.config))
+    yield ok(str(run_directory(inputs.config)))
+
+
+def resolve_model(inputs: Inputs) -> Iterator[Note]:
+    """Also completes the configuration, which all later checks read."""
+    from asyncrl.algorithms.recipe import with_group_policy  # imports torch
+
+    inputs.config = with_group_policy(resolve_models(inputs.config, begun_with(inputs.config)))
+    check_resumed(inputs.config)
+    check_model(inputs.config)
+    yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
+
+
+def check_launch(inputs: Inputs) -> Iterator[Note]:
+    """Ray and trackers are installed, where they are asked for."""
+    config = inputs.config
     if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
         raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or leave them out")
     for role, gpus in config.launch.gpus.items():
@@ -44,17 +82,20 @@ def check_ray(config: RunConfig) -> None:
             )
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
+    check_trackers(config)
+    yield ok(f"{len(placement.plan(config))} processes")
 
 
-def load_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
-    """`check_data`, without the logs of libraries."""
+def load_data(inputs: Inputs) -> Iterator[Note]:
     with _quiet():
-        return check_data(config, tools)
+        data = inputs.data = check_data(inputs.config, inputs.tools)
+    held_out = f", {len(data.test)} held out" if data.test is not None else ""
+    yield ok(f"{len(data.train)} samples{held_out}")
+    yield from map(warning, data.warnings)
 
 
-def check_names(config: RunConfig) -> Mapping[str, Tool]:
-    """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit. Returns
-    the tools."""
+def check_plugins(inputs: Inputs) -> Iterator[Note]:
+    """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit."""
     from asyncrl.algorithms.recipe import compose
     from asyncrl.conversation.parsers import load_parser
     from asyncrl.engines.base import engines
@@ -62,7 +103,7 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     from asyncrl.gateway import load_agent
     from asyncrl.rollout.components import load_scorer, load_toolbox
 
-    toolbox = load_toolbox(config)
+    config, toolbox = inputs.config, load_toolbox(inputs.config)
     if config.rollout.environment:
         load_environment(config.rollout.environment)
     if config.rollout.agent:
@@ -72,47 +113,56 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     load_parser(config.rollout.parser)
     if not config.engine.remote and config.engine.name not in engines:
         engines.load(config.engine.name)
-    return toolbox.tools
+    inputs.tools = toolbox.tools
+    yield ok(f"tools: {', '.join(inputs.tools) or 'none'}; parser {config.rollout.parser}")
 
 
-def check_template(config: RunConfig, tools: Mapping[str, Tool], data: RunData) -> list[str]:
+def check_template(inputs: Inputs) -> Iterator[Note]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
-    what answers a turn; or the conversations that are to be learned. Returns warnings about what it does."""
+    what answers a turn; or the conversations that are to be learned."""
     from asyncrl.algorithms.recipe import imitates
     from asyncrl.rollout.components import check_chat
     from asyncrl.rollout.demonstrations import check_demonstrations
 
+    config, tools, data = inputs.config, inputs.tools, inputs.samples
     with _quiet():
-        if imitates(config):
-            check_demonstrations(config, tools, "data.train", data.train)
-            if data.test is not None:
-                check_demonstrations(config, tools, "data.test", data.test)
-            return []
-        return check_chat(config, tools, data.train[0].prompt)
+        if not imitates(config):
+            yield from map(warning, check_chat(config, tools, data.train[0].prompt))
+            return
+        check_demonstrations(config, tools, "data.train", data.train)
+        if data.test:
+            check_demonstrations(config, tools, "data.test", data.test)
 
 
-def describe_chat(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> tuple[list[str], int]:
-    """How turns end, and the first prompt exactly as the model reads it, for a person to read; and how many
-    tokens that has. Of a conversation that is to be learned: what precedes its first answer."""
+def describe_chat(inputs: Inputs) -> Iterator[Note]:
+    """How turns end, and the first prompt exactly as the model reads it; of a conversation that is to be
+    learned: what precedes its first answer."""
     from asyncrl.conversation.demonstration import demonstrated
     from asyncrl.rollout.components import load_rules
     from asyncrl.rollout.demonstrations import shown_tools
 
+    config, sample, box = inputs.config, inputs.samples.train[0], Toolbox(inputs.tools)
     with _quiet():
         rules = load_rules(config)
     ends = rules.chat.stop_ids
     stops = ", ".join(f"{rules.chat.decode([end, end])} ({end})" for end in ends)
-    stop = f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}"
+    yield ok(f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}")
     if config.rollout.environment or config.rollout.agent:  # which write more, or all of it
-        return [stop], 0
-    box = Toolbox(tools)
+        return
     if sample.demonstration:
         turns = demonstrated(rules, sample, shown_tools(box, sample))
         ids = turns[0].context if isinstance(turns, tuple) else ()  # the check before has refused a Fail
     else:
         ids = rules.chat.prompt_ids(sample.prompt, box.schemas(sample))
+    inputs.prompt = len(ids)
     count = f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}"
-    return [stop, f"{count}:\n{rules.chat.decode(ids)}"], len(ids)
+    yield ok(f"{count}:\n{rules.chat.decode(ids)}")
+
+
+def check_sample(inputs: Inputs) -> Iterator[Note]:
+    sample = inputs.samples.train[0]
+    if not (inputs.config.rollout.agent or sample.demonstration):
+        yield from asyncio.run(try_sample(inputs.config, inputs.tools, sample))
 
 
 async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> list[Note]:
@@ -149,48 +199,62 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return {key: [*part.get("enum", ()), kinds.get(part.get("type"), 1)][0] for key, part in needed.items()}
 
 
-def check_device(config: RunConfig) -> None:
+def check_device(inputs: Inputs) -> Iterator[Note]:
     """A GPU that is asked for exists."""
-    if config.model.device == "cuda" and sees_gpu(config) is False:
+    if inputs.config.model.device == "cuda" and sees_gpu(inputs.config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
+    yield ok(f"model.device={inputs.config.model.device}, {inputs.config.model.dtype}")
 
 
-def check_weights_directory(config: RunConfig) -> str:
+def check_room(inputs: Inputs) -> Iterator[Note]:
+    if inputs.config.total_steps:
+        check_memory(inputs.config, sees_gpu(inputs.config))
+        yield ok("has room for weights, gradients and optimizer state")
+
+
+def check_weights_directory(inputs: Inputs) -> Iterator[Note]:
     """Versions can be written where the configuration says; where it insists on /dev/shm, there is room for
-    as many as are kept. Returns where, and how much they take, for a person to read."""
+    as many as are kept."""
     from asyncrl.weights.disk import bytes_needed, weights_directory
 
+    config = inputs.config
     needed = bytes_needed(
         weight_bytes(config.model.path), config.weights.full_every > 1, config.engine.keepers
     )
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
-    return f"{where}, at most {sized(needed)} at once"
+    yield ok(f"versions go to {where}, at most {sized(needed)} at once")
 
 
-def check_checkpoint_directory(config: RunConfig) -> str:
+def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     """Checkpoints can be written to a directory; what is elsewhere the trainer finds out. Those that a resume
-    needs are there. Returns a warning where it can do without."""
+    needs are there; it may do without."""
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader
 
-    place, database = checkpoints_of(config, run_directory(config)), run_directory(config) / DATABASE
+    config, run_dir = inputs.config, run_directory(inputs.config)
+    place, database = checkpoints_of(config, run_dir), run_dir / DATABASE
     if place.local and config.checkpoint.directory:
         creatable(Path(place.root), "checkpoint.directory")
     if database.exists() and database.stat().st_size:
-        with closing(RunReader.open(run_directory(config))) as reader:
+        with closing(RunReader.open(run_dir)) as reader:
             known, first = reader.checkpoints(), reader.covered
         if known and max(place.steps(), default=-1) < first:
             gone = f"{place.root}: the run's checkpoints, up to step {known[-1]}, are gone"
             if first:
                 raise ConfigError(f"{gone}; put them back, or begin a new run with another name=…")
-            return f"{gone}: all steps are repeated from their plans"
+            yield warning(f"{gone}: all steps are repeated from their plans")
     elif config.checkpoint.directory and place.steps():
         raise ConfigError(
             f"checkpoint.directory: {place.root} holds checkpoints of a run of this name, of which there is "
-            f"nothing in {run_directory(config)}; choose another name=…, or restore that directory"
+            f"nothing in {run_dir}; choose another name=…, or restore that directory"
         )
-    return ""
+    yield ok(config.checkpoint.directory or "in the run directory")
+
+
+def check_remote(inputs: Inputs) -> Iterator[Note]:
+    check_servers(inputs.config)
+    yield ok("keys, addresses and commands" if inputs.config.engine.remote else "none")
 
 
 def outside_weights(config: RunConfig) -> list[Path]:
@@ -218,59 +282,77 @@ def record_place(config: RunConfig) -> None:
         file.write(f"{own_name(run_dir, config.name)}\t{run_dir.resolve()}\n")
 
 
-def warnings(config: RunConfig) -> list[str]:
-    """Settings that are valid but probably a mistake, one line each."""
+def check_settings(inputs: Inputs) -> Iterator[Note]:
+    """What is valid, but probably a mistake."""
     from asyncrl.conversation.parsers import detect, parsers
 
-    slots = config.rollout.workers * config.rollout.slots
+    config, gpu, trains = inputs.config, sees_gpu(inputs.config), inputs.config.total_steps > 0
+    rollout, engine, parser = config.rollout, config.engine, config.rollout.parser
+    slots = rollout.workers * rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
-    ahead = "max" if config.buffer.target_staleness == "auto" else "target"
-    rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
-    trains = config.total_steps > 0
-    parser, engine, gpu = config.rollout.parser, config.engine, sees_gpu(config)
-    calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
+    if trains and slots > live:
+        ahead = "max" if config.buffer.target_staleness == "auto" else "target"
+        yield warning(
+            f"at most {live} episodes run at once, (1 + {ahead}_staleness) * groups_per_batch * "
+            f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay "
+            "empty"
+        )
+    longest, budget = rollout.rows * rollout.max_tokens, config.trainer.micro_batch_tokens
+    if trains and longest > budget:
+        yield warning(
+            f"an episode may have {longest} tokens (rollout.max_tokens, times max_rows), more than "
+            f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory"
+        )
+    if gpu is False and engine.remote and not (engine.urls or engine.server_command):
+        yield warning(
+            "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
+            "then engine=sglang_cpu"
+        )
+    if trains and not config.checkpoint.every and config.total_steps > CheckpointConfig().every:
+        yield warning(
+            "checkpoint.every=0: until the checkpoint at the end, or at a 1,000th step, all turns stay on "
+            "the disk, what is known of them in memory, and a crash costs all steps since"
+        )
+    if gpu is False and config.trainer.offload_optimizer:
+        yield warning("trainer.offload_optimizer has no effect on a CPU, where all is in main memory")
+    calls = (rollout.tools or rollout.environment or rollout.agent) and parser in parsers
     fitting = detect(chat_template(config)) if calls else None
-    found = {
-        f"at most {live} episodes run at once, (1 + {ahead}_staleness) * groups_per_batch * "
-        f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay empty": (
-            trains and slots > live
-        ),
-        f"an episode may have {rows * config.rollout.max_tokens} tokens (rollout.max_tokens, times "
-        f"max_rows), more than trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, "
-        "and needs the memory": (trains and rows * config.rollout.max_tokens > budget),
-        "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
-        "then engine=sglang_cpu": (
-            gpu is False and engine.remote and not (engine.urls or engine.server_command)
-        ),
-        "checkpoint.every=0: until the checkpoint at the end, or at a 1,000th step, all turns stay on the "
-        "disk, what is known of them in memory, and a crash costs all steps since": (
-            trains and not config.checkpoint.every and config.total_steps > CheckpointConfig().every
-        ),
-        "trainer.offload_optimizer has no effect on a CPU, where all is in main memory": (
-            gpu is False and config.trainer.offload_optimizer
-        ),
-        f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
-        f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
-        f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
-        f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your own "
-        "(docs/parsers.md)": bool(config.rollout.tools) and not fitting and parser in parsers,
-    }
-    return [
-        *(message for message, applies in found.items() if applies),
-        *(cost_warnings(config, gpu) if trains else ()),
-    ]
+    if fitting not in (None, parser):
+        yield warning(
+            f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
+            f"taken for text; set rollout.parser={fitting}"
+        )
+    if calls and rollout.tools and not fitting:
+        yield warning(
+            f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
+            f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "
+            "own (docs/parsers.md)"
+        )
+    if trains:
+        yield from map(warning, cost_warnings(config, gpu))
 
 
-def describe_cluster(config: RunConfig) -> list[str]:
+def describe_cluster(inputs: Inputs) -> Iterator[Note]:
     """Who would go where on the Ray cluster that there is, a line for each machine; none without one. Raises
     ConfigError where it cannot have them all."""
-    if config.launch.kind != "ray" or not config.launch.ray_address:
-        return []
-    from asyncrl.launch.ray import planned
+    launch = inputs.config.launch
+    if launch.kind == "ray" and launch.ray_address:
+        from asyncrl.launch.ray import planned
 
-    host = config.launch.host
-    with _quiet():
-        return planned(config, own_address() if host == EVERY_ADDRESS else host)
+        with _quiet():
+            here = own_address() if launch.host == EVERY_ADDRESS else launch.host
+            yield from map(ok, planned(inputs.config, here))
+
+
+def estimate(inputs: Inputs) -> Iterator[Note]:
+    if inputs.config.total_steps:
+        config, gpu, prompt = inputs.config, sees_gpu(inputs.config), inputs.prompt
+        train, test = len(inputs.samples.train), len(inputs.samples.test or ())
+        yield from map(ok, describe_work(config, train, test, prompt))
+        yield from map(ok, describe_costs(config, gpu))
+        yield from describe_memory(config, gpu)
+        if on_gpu(config, gpu) is False and not inputs.samples.train[0].demonstration:
+            yield from map(ok, describe_time(config, test, prompt))
 
 
 @contextmanager

@@ -99,10 +99,10 @@ def _plan(config: RunConfig) -> int:
     if changed := resumed_with(inputs.config):
         print(f"goes on with other keys: {changed}\n")
     print(*placement.describe(shown, placement.plan(shown), sees_gpu(shown)), sep="\n")
-    for level, name, text in found:
+    for level, text, name in found:
         if level == "ok" and name in (checks.CLUSTER.name, checks.SAMPLE.name, checks.ESTIMATE.name):
             print(text)
-    for level, _, text in found:
+    for level, text, _ in found:
         if level == "warning":
             print(f"warning: {text}")
     return COMPLETED

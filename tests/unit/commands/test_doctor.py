@@ -18,10 +18,12 @@ from asyncrl.config import parse
 from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine, preflight
+from asyncrl.launch.data import RunData
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.notes import Inputs
 from asyncrl.types import Message, Sample
 from tests.fakes.chatml import save_tiny_chat_model
+from tests.fakes.data import stored
 
 ROW = {
     "data_source": "d",
@@ -69,8 +71,9 @@ def test_errors_are_collected_each_with_what_to_do(
 def test_of_a_conversation_to_learn_what_precedes_its_first_answer_is_shown(overrides: list[str]) -> None:
     talk = (Message("user", "1 + 1?"), Message("assistant", "It is 2."))
     config = resolve_models(compose(["algorithm=sft", *overrides]))
-    (_, shown), _ = preflight.describe_chat(config, {}, Sample(0, "d", talk, "", given=0))
-    assert shown.endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
+    data = RunData(stored([Sample(0, "d", talk, "", given=0)]), None, [])
+    _, shown = preflight.describe_chat(Inputs(config, data=data))
+    assert shown.text.endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_without_a_model_the_machine_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,15 +263,18 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     found = Footprint(2 * 10**8, 4 * 10**8, 2 * 10**8, 3 * 10**8, rows=4, length=512)
     monkeypatch.setattr("asyncrl.trainer.footprint.footprint", lambda config: found)
     monkeypatch.setattr(estimates, "main_memory", lambda: MainMemory(2_000_000_000, 0))
-    line, warning = describe_memory(config(model), gpu=False)
-    assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in all" in line
-    assert not warning and "versions on their way out 400.0 MB of main memory" in line
-    _, warning = describe_memory(config(model, trainer={"ranks": 2}), gpu=False)
-    assert "2 trainer ranks need 2.6 GB, and there are 2.0 GB" in warning and "activation_check" in warning
+    (line,) = describe_memory(config(model), gpu=False)
+    assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in all" in line.text
+    assert line.level == "ok" and "versions on their way out 400.0 MB of main memory" in line.text
+    _, short = describe_memory(config(model, trainer={"ranks": 2}), gpu=False)
+    assert (
+        "2 trainer ranks need 2.6 GB, and there are 2.0 GB" in short.text and "activation_check" in short.text
+    )
+    assert short.level == "warning"
     deltas = {"trainer": {"ranks": 2}, "weights": {"full_every": 4}}
-    line, warning = describe_memory(config(model, **deltas), gpu=False)
-    assert "versions on their way out 300.0 MB of main memory" in line, "three copies of half of it"
-    assert "2 trainer ranks need 2.8 GB" in warning
+    line, short = describe_memory(config(model, **deltas), gpu=False)
+    assert "versions on their way out 300.0 MB of main memory" in line.text, "three copies of half of it"
+    assert "2 trainer ranks need 2.8 GB" in short.text
 
 
 @pytest.mark.parametrize(
@@ -305,8 +308,8 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
 
 def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     (model / "config.json").write_text("{}")
-    line, warning = describe_memory(config(model), gpu=False)
-    assert not line and warning.startswith("the memory of a trainer rank is not estimated: ")
+    (line,) = describe_memory(config(model), gpu=False)
+    assert line.level == "warning" and line.text.startswith("the memory of a trainer rank is not estimated: ")
 
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])

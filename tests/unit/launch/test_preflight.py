@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, servers
-from asyncrl.launch.notes import ok
+from asyncrl.launch.notes import Inputs, ok
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 
@@ -87,13 +87,15 @@ def test_resume_decides_about_an_existing_run(tmp_path: Path) -> None:
 def test_ray_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"which is not installed; pip install 'asyncrl\[ray\]'"):
-        preflight.check_ray(config(tmp_path, launch={"kind": "ray"}))
+        list(preflight.check_launch(Inputs(config(tmp_path, launch={"kind": "ray"}))))
 
 
 @pytest.mark.parametrize("gpus", [1.5, 0.00001])
 def test_gpus_that_ray_cannot_reserve_are_refused(tmp_path: Path, gpus: float) -> None:
     with pytest.raises(ConfigError, match=r"launch.gpus: Ray reserves no .* \(engine\); give a whole number"):
-        preflight.check_ray(config(tmp_path, launch={"kind": "ray", "gpus": {"engine": gpus}}))
+        list(
+            preflight.check_launch(Inputs(config(tmp_path, launch={"kind": "ray", "gpus": {"engine": gpus}})))
+        )
 
 
 def begun(tmp_path: Path) -> None:
@@ -162,33 +164,39 @@ def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.Monk
     wanting = config(tmp_path, model=model)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"model\.device is cuda"):
-        preflight.check_device(wanting)
-    preflight.check_device(config(tmp_path, model=model, launch={"kind": "ray"}))
+        list(preflight.check_device(Inputs(wanting)))
+    list(preflight.check_device(Inputs(config(tmp_path, model=model, launch={"kind": "ray"}))))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    preflight.check_device(wanting)
+    list(preflight.check_device(Inputs(wanting)))
+
+
+def warnings(config: RunConfig) -> list[str]:
+    found = list(preflight.check_settings(Inputs(config)))
+    assert all(note.level == "warning" for note in found)
+    return [note.text for note in found]
 
 
 def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
     batch = {"groups_per_batch": 4, "episodes_per_group": 4}
-    assert not preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 80}))
-    (line,) = preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 27, "workers": 3}))
+    assert not warnings(config(tmp_path, buffer=batch, rollout={"slots": 80}))
+    (line,) = warnings(config(tmp_path, buffer=batch, rollout={"slots": 27, "workers": 3}))
     assert "at most 80 episodes run at once, (1 + max_staleness)" in line and "1 of 81 slots" in line
     batch["target_staleness"] = 1
-    (line,) = preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 11, "workers": 3}))
+    (line,) = warnings(config(tmp_path, buffer=batch, rollout={"slots": 11, "workers": 3}))
     assert "at most 32 episodes run at once, (1 + target_staleness)" in line and "1 of 33 slots" in line
 
 
 def test_no_checkpoint_but_the_last_is_worth_a_warning_where_there_are_many_steps(tmp_path: Path) -> None:
     rare: dict[str, Any] = {"checkpoint": {"every": 0}, "rollout": {"slots": 1}}
-    assert not preflight.warnings(config(tmp_path, total_steps=50, **rare))
-    (line,) = preflight.warnings(config(tmp_path, total_steps=51, **rare))
+    assert not warnings(config(tmp_path, total_steps=50, **rare))
+    (line,) = warnings(config(tmp_path, total_steps=51, **rare))
     assert "checkpoint.every=0" in line and "all turns stay on the disk" in line
 
 
 def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
     rollout = {"slots": 1, "max_tokens": 1024, "history": "fork", "max_rows": 8}
-    assert not preflight.warnings(config(tmp_path, rollout=rollout))
-    (line,) = preflight.warnings(config(tmp_path, rollout=rollout | {"max_rows": 9}))
+    assert not warnings(config(tmp_path, rollout=rollout))
+    (line,) = warnings(config(tmp_path, rollout=rollout | {"max_rows": 9}))
     assert "an episode may have 9216 tokens" in line and "micro_batch_tokens (8192)" in line
 
 
@@ -204,23 +212,23 @@ def test_servers_for_gpus_where_there_are_none_are_worth_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (line,) = preflight.warnings(config(tmp_path, engine={"name": "sglang"}))
+    (line,) = warnings(config(tmp_path, engine={"name": "sglang"}))
     assert "engine=sglang starts servers on GPUs" in line and "then engine=sglang_cpu" in line
     for own in ({"urls": ["http://127.0.0.1:1"]}, {"server_command": ["launch"]}):
-        assert not preflight.warnings(config(tmp_path, engine={"name": "sglang", **own}))
+        assert not warnings(config(tmp_path, engine={"name": "sglang", **own}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
-    assert not preflight.warnings(config(tmp_path, engine={"name": "sglang"}))
+    assert not warnings(config(tmp_path, engine={"name": "sglang"}))
 
 
 def test_a_parser_that_does_not_fit_the_template_is_worth_a_warning(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ '[TOOL_CALLS]' }}")
     model = {"path": str(tmp_path)}
     calling: dict[str, Any] = {"slots": 1, "tools": ["calculator"]}
-    (line,) = preflight.warnings(config(tmp_path, model=model, rollout=calling))
+    (line,) = warnings(config(tmp_path, model=model, rollout=calling))
     assert "rollout.parser is hermes" in line and "set rollout.parser=mistral" in line
-    assert not preflight.warnings(config(tmp_path, model=model, rollout=calling | {"parser": "mistral"}))
-    assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
+    assert not warnings(config(tmp_path, model=model, rollout=calling | {"parser": "mistral"}))
+    assert not warnings(config(tmp_path, model=model, rollout={"slots": 1}))
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", "{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>"])
@@ -229,10 +237,10 @@ def test_a_template_that_shows_no_calls_is_worth_a_warning_where_there_are_tools
 ) -> None:
     (tmp_path / "chat_template.jinja").write_text(template)
     model, calling = {"path": str(tmp_path)}, {"slots": 1, "tools": ["calculator"]}
-    (line,) = preflight.warnings(config(tmp_path, model=model, rollout=calling))
+    (line,) = warnings(config(tmp_path, model=model, rollout=calling))
     assert "rollout.parser is hermes" in line and "gemma4, glm, harmony, hermes, kimi" in line
-    assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
-    own = preflight.warnings(config(tmp_path, model=model, rollout=calling | {"parser": "my.py:read"}))
+    assert not warnings(config(tmp_path, model=model, rollout={"slots": 1}))
+    own = warnings(config(tmp_path, model=model, rollout=calling | {"parser": "my.py:read"}))
     assert own == []
 
 
@@ -247,11 +255,11 @@ def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(10))
     insisting = config(tmp_path, model={"path": str(tmp_path / "model")}, weights={"directory": "shm"})
     with pytest.raises(ConfigError, match="40 bytes free and the weights need 50"):
-        preflight.check_weights_directory(insisting)
+        list(preflight.check_weights_directory(Inputs(insisting)))
     version = preflight.outside_weights(insisting)[0] / "e0001-v00000001"
     version.mkdir(parents=True)
     (version / "model.safetensors").write_bytes(bytes(10))
-    preflight.check_weights_directory(insisting)
+    list(preflight.check_weights_directory(Inputs(insisting)))
 
 
 def test_versions_are_written_and_removed_where_nodes_share_a_path(tmp_path: Path) -> None:
@@ -262,7 +270,7 @@ def test_versions_are_written_and_removed_where_nodes_share_a_path(tmp_path: Pat
         return config(tmp_path, model=model, weights={"directory": directory})
 
     shared = at(str(tmp_path / "shared"))
-    preflight.check_weights_directory(shared)
+    list(preflight.check_weights_directory(Inputs(shared)))
     assert not (tmp_path / "shared").exists()
     memory, path = sorted(preflight.outside_weights(shared), key=lambda each: each.is_relative_to(tmp_path))
     assert memory.parent == disk.SHARED_MEMORY and path.parent == tmp_path / "shared"
@@ -271,7 +279,7 @@ def test_versions_are_written_and_removed_where_nodes_share_a_path(tmp_path: Pat
         "shared": "'shared' is none of auto, shm, run, an absolute path",
     }.items():
         with pytest.raises(ConfigError, match=says):
-            preflight.check_weights_directory(at(directory))
+            list(preflight.check_weights_directory(Inputs(at(directory))))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +329,9 @@ def test_a_sample_goes_through_each_tool_and_the_reward(tmp_path: Path) -> None:
     rollout = {"tools": [str(tmp_path / "mine.py")], "reward": f"{tmp_path / 'own.py'}:score"}
     asked = config(tmp_path, rollout=rollout)
     sample = Sample(0, "d", (Message("user", "?"),), '"four"')
-    found = asyncio.run(preflight.try_sample(asked, preflight.check_names(asked), sample))
+    inputs = Inputs(asked)
+    assert len(list(preflight.check_plugins(inputs))) == 1
+    found = asyncio.run(preflight.try_sample(asked, inputs.tools, sample))
     broken, weather, right, nothing = found
     unknown = asyncio.run(
         preflight.try_sample(asked, {}, msgspec.structs.replace(sample, ground_truth="null"))

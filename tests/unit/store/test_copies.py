@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
+from asyncrl.launch.notes import Inputs, ok
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock
 from asyncrl.store.copies import BEYOND, restore
@@ -173,21 +174,22 @@ def test_a_database_that_is_gone_is_said_before_the_start(tmp_path: Path, left: 
 def test_checkpoints_that_are_gone_are_said_before_the_start(tmp_path: Path) -> None:
     run = trained(tmp_path / "t")
     config = msgspec.structs.replace(run.state.config, run_dir=str(tmp_path))
-    assert not check_checkpoint_directory(config)
+    assert list(check_checkpoint_directory(Inputs(config))) == [ok("in the run directory")]
     run.checkpoint(keep=2)
     run.turn()
-    said = check_checkpoint_directory(config)
-    assert "up to step 3, are gone" in said and "repeated from their plans" in said
+    said, _ = check_checkpoint_directory(Inputs(config))
+    assert "up to step 3, are gone" in said.text and "repeated from their plans" in said.text
+    assert said.level == "warning"
     while run.buffer.committed < 6:
         run.play()
     run.checkpoint(keep=2)
     run.forget()
     with pytest.raises(ConfigError, match="up to step 6, are gone; put them back"):
-        check_checkpoint_directory(config)
+        list(check_checkpoint_directory(Inputs(config)))
     place = tmp_path / "t" / "checkpoints" / "step-3"
     place.mkdir(parents=True)
     (place / "manifest.json").touch()
-    assert not check_checkpoint_directory(config)
+    assert list(check_checkpoint_directory(Inputs(config))) == [ok("in the run directory")]
     run.store.close()
 
 
