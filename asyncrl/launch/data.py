@@ -77,9 +77,10 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
 def _check_split(config: RunConfig, split: str, tools: Mapping[str, Tool]) -> tuple[Samples, list[str]]:
     from asyncrl.algorithms.recipe import imitates  # here: it takes a second
 
-    layout = _layout(
-        config, imitates(config) and (split == "train" or None)
-    )  # None: held-out rows may be both
+    needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
+    truth = f"rollout.reward {needing[0]}" if needing else ""
+    demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
+    layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
     samples, warnings = prepare(config, split, layout, load_rooms(config, tools))
     if complaint := _no_numbers(config, samples):
         warnings.append(f"data.{split}: {complaint}")
@@ -134,13 +135,6 @@ def _no_numbers(config: RunConfig, samples: Samples) -> str:
 def _rewards(config: RunConfig) -> set[str]:
     reward = config.rollout.reward
     return {reward} if isinstance(reward, str) else set(reward)
-
-
-def _layout(config: RunConfig, demonstrations: bool | None) -> RowLayout:
-    """How rows become samples in this run."""
-    needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
-    truth = f"rollout.reward {needing[0]}" if needing else ""
-    return RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
 
 
 @dataclass
@@ -200,12 +194,9 @@ class Room:
         if none and (self.over or self.empty):
             advice = f"{over}; raise rollout.max_tokens" if self.over else f"{empty}, and there are no others"
             raise ConfigError(advice)
-        left_out = "; they were left out (data.filter_overlong)"
-        fate = (
-            left_out
-            if filtered
-            else f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
-        )
+        fate = f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
+        if filtered:
+            fate = "; they were left out (data.filter_overlong)"
         return [f"{over}{fate}"] * bool(self.over) + [f"{empty}; they were left out"] * bool(self.empty)
 
 

@@ -64,9 +64,8 @@ def cpu_speed(dtype: str, rows: int) -> float:
     import torch
     from torch.utils.benchmark import Timer
 
-    given = {
-        name: torch.ones(size, 768, dtype=getattr(torch, dtype)) for name, size in (("a", rows), ("b", 768))
-    }
+    kind = getattr(torch, dtype)
+    given = {"a": torch.ones(rows, 768, dtype=kind), "b": torch.ones(768, 768, dtype=kind)}
     return 2 * rows * 768**2 / Timer("a @ b.T", globals=given, num_threads=1).timeit(5).median
 
 
@@ -176,12 +175,8 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
         )
     embedded = 0 if config.engine.remote else config.rollout.workers
     busy, cores = config.launch.threads * (embedded + config.trainer.ranks), len(os.sched_getaffinity(0))
-    if (
-        config.launch.threads > 1
-        and on_gpu(config, gpu) is False
-        and config.launch.kind == "local"
-        and busy > cores
-    ):
+    here = config.launch.kind == "local" and on_gpu(config, gpu) is False
+    if here and config.launch.threads > 1 and busy > cores:
         yield (
             f"launch.threads={config.launch.threads} makes {busy} busy threads on {cores} cores: OpenMP "
             "threads that wait for each other take many times as long (7 s became 95 s); set launch.threads=1"

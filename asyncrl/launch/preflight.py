@@ -17,19 +17,9 @@ import msgspec
 
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch import placement
+from asyncrl.launch import estimates, placement
 from asyncrl.launch.data import check_data
-from asyncrl.launch.estimates import (
-    check_memory,
-    cost_warnings,
-    describe_costs,
-    describe_memory,
-    describe_time,
-    describe_work,
-    on_gpu,
-    sees_gpu,
-    sized,
-)
+from asyncrl.launch.estimates import on_gpu, sees_gpu, sized
 from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.notes import Inputs, Note, ok, warning
@@ -208,7 +198,7 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
 
 def check_room(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
-        check_memory(inputs.config, sees_gpu(inputs.config))
+        estimates.check_memory(inputs.config, sees_gpu(inputs.config))
         yield ok("has room for weights, gradients and optimizer state")
 
 
@@ -329,7 +319,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             "own (docs/parsers.md)"
         )
     if trains:
-        yield from map(warning, cost_warnings(config, gpu))
+        yield from map(warning, estimates.cost_warnings(config, gpu))
 
 
 def describe_cluster(inputs: Inputs) -> Iterator[Note]:
@@ -348,11 +338,11 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
         config, gpu, prompt = inputs.config, sees_gpu(inputs.config), inputs.prompt
         train, test = len(inputs.samples.train), len(inputs.samples.test or ())
-        yield from map(ok, describe_work(config, train, test, prompt))
-        yield from map(ok, describe_costs(config, gpu))
-        yield from describe_memory(config, gpu)
+        yield from map(ok, estimates.describe_work(config, train, test, prompt))
+        yield from map(ok, estimates.describe_costs(config, gpu))
+        yield from estimates.describe_memory(config, gpu)
         if on_gpu(config, gpu) is False and not inputs.samples.train[0].demonstration:
-            yield from map(ok, describe_time(config, test, prompt))
+            yield from map(ok, estimates.describe_time(config, test, prompt))
 
 
 @contextmanager

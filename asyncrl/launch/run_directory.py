@@ -38,14 +38,8 @@ PATHS = ("data.train", "model.path", "checkpoint.directory")
 KEPT = (
     *PATHS,
     *("data.columns", "data.dataset", "data.system_prompt", "data.filter_overlong", "data.order"),
-    *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
-    *(
-        "algorithm.steps_per_batch",
-        "model.lora_rank",
-        "model.lora_alpha",
-        "critic.backbone",
-        "trainer.optimizer",
-    ),
+    *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group", "critic.backbone"),
+    *("algorithm.steps_per_batch", "trainer.optimizer", "model.lora_rank", "model.lora_alpha"),
     *("model.template", "model.template_args"),
 )
 

@@ -36,11 +36,9 @@ def check_servers(config: RunConfig) -> None:
             "engine.name is sglang, which is not installed here: pip install sglang (for GPUs), or attach "
             "to servers with engine.urls=[…]; on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
         )
-    elif (
-        config.weights.transport == "ipc"
-        and not engine.server_command
-        and importlib.util.find_spec("checkpoint_engine") is None
-    ):
+    elif config.weights.transport != "ipc" or engine.server_command:
+        return
+    elif importlib.util.find_spec("checkpoint_engine") is None:
         raise ConfigError(
             "weights.transport=ipc has servers use checkpoint-engine, which is not installed here: "
             "pip install checkpoint-engine, or set weights.transport=collective"

@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, assert_never
@@ -76,7 +77,7 @@ class Session:
         self._config, self._run_dir = config, run_dir
         self._supervisor, self._view, self._on_step = supervisor, view, on_step
         self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
-        self._admission = Admission(run_dir, endpoints)
+        self._admit = partial(admit, run_dir, endpoints)
         self._heard_at: float | None = None  # the coordinator's last message; None before the first
         self._began_at = 0.0
         self._signals = 0
@@ -124,7 +125,7 @@ class Session:
                 elif self._outcome is None or not self._coordinator_lives():
                     return self._final_outcome(ended)
             self._check_trainer()
-            self._admission.tick(self._link)
+            self._admit(self._link)
             if self._stop_by is not None and now > self._stop_by:
                 return self._late()
             if self._stop_by is None and (overdue := self._watch(now)):
@@ -274,23 +275,18 @@ class Session:
                 signal.signal(number, handler)
 
 
-class Admission:
-    """The launcher's side of `asyncrl invite`, which makes a FIFO that only its user may open, and reads
-    a token from it. Only the launcher has the keys of the run, and they are in no file."""
-
-    def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
-        self._run_dir, self._endpoints = run_dir, endpoints
-
-    def tick(self, link: Link) -> None:
-        """Answer all who ask. A token is of use once the coordinator has read the Invite."""
-        for path in self._run_dir.glob("invite-*"):
-            with suppress(OSError):  # nobody reads any more
-                fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-                path.unlink()
-                with os.fdopen(fifo, "w") as asking:
-                    invite, token = invitation(self._endpoints, path.name.split("-")[1], TOKEN_SECONDS)
-                    link.send(invite)
-                    asking.write(token)
+def admit(run_dir: Path, endpoints: Endpoints, link: Link) -> None:
+    """Answer all who `asyncrl invite`: each makes a FIFO that only its user may open, and reads a token from
+    it, which is of use once the coordinator has read the Invite. Only the launcher has the keys of the run,
+    and they are in no file."""
+    for path in run_dir.glob("invite-*"):
+        with suppress(OSError):  # nobody reads any more
+            fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            path.unlink()
+            with os.fdopen(fifo, "w") as asking:
+                invite, token = invitation(endpoints, path.name.split("-")[1], TOKEN_SECONDS)
+                link.send(invite)
+                asking.write(token)
 
 
 def ask_for_token(run_dir: Path, role: str, seconds: float = ANSWER_SECONDS) -> str:

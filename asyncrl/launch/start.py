@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
                 config.observe.console, config.name, config.total_steps, config.validation.success, run_dir
             )
         )
-        picture = stack.enter_context(open_picture(run_dir)) if config.observe.plot else None
+        picture = stack.enter_context(closing(LivePicture(run_dir))) if config.observe.plot else None
 
         def on_row(report: StepReport) -> None:
             trackers.log(report.step, report.metrics, report.values)
@@ -161,17 +161,17 @@ class LivePicture:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None  # the newest drawing, over or under way
         self._begun = float("-inf")
 
     def update(self) -> None:
         """After a row of metrics: start a drawing, unless there was one a short time ago."""
         now = time.monotonic()
-        if now - self._begun < EVERY or (self._process and self._process.poll() is None):
+        if now - self._begun < EVERY or (self.process and self.process.poll() is None):
             return
         self._begun = now
         with suppress(OSError):  # no more processes, or no memory for one: the run is worth more
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "asyncrl.observe.plot", str(self._run_dir.absolute())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -180,23 +180,9 @@ class LivePicture:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
-    @property
-    def process(self) -> subprocess.Popen[bytes] | None:
-        """The newest drawing, over or under way."""
-        return self._process
-
     def close(self) -> None:
         """End the one under way."""
-        if self._process and self._process.poll() is None:
-            self._process.kill()
+        if self.process and self.process.poll() is None:
+            self.process.kill()
             with suppress(subprocess.TimeoutExpired):  # of low priority, on a busy machine
-                self._process.wait(END)
-
-
-@contextmanager
-def open_picture(run_dir: Path) -> Iterator[LivePicture]:
-    picture = LivePicture(run_dir)
-    try:
-        yield picture
-    finally:
-        picture.close()
+                self.process.wait(END)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from asyncrl.launch import start as module
-from asyncrl.launch.start import open_picture
+from asyncrl.launch.start import LivePicture
 
 
 def test_one_drawing_at_a_time_and_not_too_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"training/step": 1.0, "time_s": 1.0}) + "\n")
-    with open_picture(tmp_path) as picture:
+    with closing(LivePicture(tmp_path)) as picture:
         picture.update()
         first = picture.process
         assert first is not None
@@ -33,7 +34,7 @@ def test_one_drawing_at_a_time_and_not_too_often(tmp_path: Path, monkeypatch: py
 def test_a_drawing_that_is_over_is_not_repeated_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_picture(tmp_path / "away") as picture:
+    with closing(LivePicture(tmp_path / "away")) as picture:
         picture.update()
         first = picture.process
         assert first is not None and first.wait(120) == 0  # no row yet: nothing to draw
@@ -45,6 +46,6 @@ def test_a_machine_without_room_for_a_drawing_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.sys, "executable", str(tmp_path / "gone"))
-    with open_picture(tmp_path) as picture:
+    with closing(LivePicture(tmp_path)) as picture:
         picture.update()
         assert picture.process is None
