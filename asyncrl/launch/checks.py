@@ -12,7 +12,7 @@ from typing import NamedTuple
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.launch import machine, preflight
-from asyncrl.launch.notes import Inputs, Note
+from asyncrl.launch.data import Inputs, Note
 
 
 class Check(NamedTuple):

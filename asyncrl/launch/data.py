@@ -1,4 +1,5 @@
-"""The data of a run before it starts: read, checked, and saved for the coordinator."""
+"""The data of a run before it starts: read, checked, and saved for the coordinator; with it, what checks work
+on, and what they say."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -238,3 +239,38 @@ def load_rooms(config: RunConfig, tools: Mapping[str, Tool]) -> dict[bool, Room]
     prompts = Room("prompts", longest, tokens, shown, short, fate)
     conversations = Room("conversations", rollout.max_tokens, whole, shown)
     return {True: conversations} | ({} if rollout.agent else {False: prompts})
+
+
+Level = Literal["ok", "warning", "error", "skipped"]
+
+
+@dataclass
+class Inputs:
+    """Of a run. A check may complete them for later ones: `config` gets directories for the names of models,
+    `tools` and `data` are loaded. `prompt`: tokens of the first one."""
+
+    config: RunConfig
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    data: RunData | None = None
+    prompt: int = 0
+
+    @property
+    def samples(self) -> RunData:
+        assert self.data is not None, "the check of the data comes first"
+        return self.data
+
+
+class Note(NamedTuple):
+    """One thing that a check has found."""
+
+    level: Level
+    text: str
+    check: str = ""  # by which one, once it is collected
+
+
+def ok(text: str) -> Note:
+    return Note("ok", text)
+
+
+def warning(text: str) -> Note:
+    return Note("warning", text)

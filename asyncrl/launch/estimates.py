@@ -13,8 +13,8 @@ import psutil
 
 from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError, recorded
+from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.model_directory import parameter_count
-from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.launch.run_directory import creatable
 from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.memory import main_memory

@@ -14,8 +14,8 @@ from pathlib import Path
 import asyncrl
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES
+from asyncrl.launch.data import Inputs, Note, ok, warning
 from asyncrl.launch.estimates import sized
-from asyncrl.launch.notes import Inputs, Note, ok, warning
 from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.imports import quick_imports

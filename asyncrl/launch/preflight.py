@@ -18,11 +18,10 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch import estimates, placement
-from asyncrl.launch.data import check_data
+from asyncrl.launch.data import Inputs, Note, check_data, ok, warning
 from asyncrl.launch.estimates import on_gpu, sees_gpu, sized
 from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.models import resolve_models
-from asyncrl.launch.notes import Inputs, Note, ok, warning
 from asyncrl.launch.run_directory import (
     begun_with,
     check_resumed,

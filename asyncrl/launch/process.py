@@ -1,15 +1,23 @@
-"""A process as the supervisor sees it: a local one, or a Ray actor."""
+"""A process as the supervisor sees it, and those of this machine; `ray` has those of others."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.launch.placement import RolePlace
+import msgspec
+
+from asyncrl.isolation import wrapper
+from asyncrl.isolation.child import wrapped
+from asyncrl.launch.placement import RolePlace, Unit, environment
+from asyncrl.wire.sockets import Endpoints
 
 # Exit codes of a role's process. Any other, or a signal, is a crash.
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -68,3 +76,76 @@ def log_tail(path: Path, lines: int = 12) -> str:
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+class LocalProcess:
+    """A role in a wrapper process, which kills all descendants when the role or the launcher has ended."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.name = name
+        self._process, self._log = process, log
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs; bound its log, as the supervisor asks often."""
+        bound_log(self._log)
+        return self._process.poll()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            wrapper.kill(self._process.pid)
+
+
+@contextmanager
+def full_pipe(content: bytes) -> Iterator[int]:
+    """The end of a pipe that a child reads this content from: less than a pipe holds (64 KiB)."""
+    end, ours = os.pipe()
+    try:
+        with os.fdopen(ours, "wb") as file:
+            file.write(content)
+        yield end
+    finally:
+        os.close(end)
+
+
+class LocalSpawner:
+    """Starts roles as local processes."""
+
+    def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
+        self._run_dir, self._endpoints = run_dir, endpoints
+
+    def __call__(self, order: ProcessSpec) -> LocalProcess:
+        """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
+        the terminal reaches only the launcher, which stops everything in order; at a signal to all processes
+        of a job (Slurm's) workers leave, and the others wait for the launcher (`role.main`)."""
+        path = log_path(self._run_dir, order.place.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        given = self._endpoints.given_to(order.place.role)
+        with path.open("ab") as log, full_pipe(msgspec.msgpack.encode(given)) as told:
+            process = subprocess.Popen(
+                wrapped(self._command(order), grace=math.inf),
+                stdin=told,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment(order.place),
+                start_new_session=True,
+            )
+        return LocalProcess(order.place.name, process, path)
+
+    def rendezvous(self, unit: Unit, incarnation: str) -> str:
+        """URL of a new file for the rendezvous of the ranks of one start; '' for a single process."""
+        if len(unit.places) == 1:
+            return ""
+        path = (self._run_dir / "rendezvous" / incarnation).absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.as_uri()
+
+    def _command(self, order: ProcessSpec) -> list[str]:
+        place = order.place
+        return [
+            *(sys.executable, "-m", "asyncrl.launch.role", place.role),
+            *("--index", str(place.index)),
+            *("--run-dir", str(self._run_dir)),
+            *("--incarnation", order.incarnation),
+            *("--rendezvous", order.rendezvous),
+            *("--target", place.target),
+        ]

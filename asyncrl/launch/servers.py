@@ -62,13 +62,9 @@ def check_urls(config: RunConfig) -> None:
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import look
 
-    async def check_url(url: str) -> None:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            await look(config, url, *keys(config.engine))
-
     for url in config.engine.urls:
         try:
-            asyncio.run(check_url(url))
+            asyncio.run(asyncio.wait_for(look(config, url, *keys(config.engine)), ANSWER_SECONDS))
         except TimeoutError:
             raise ConfigError(f"engine.urls: {url} does not answer within {ANSWER_SECONDS:g} s") from None
         except EngineError as error:

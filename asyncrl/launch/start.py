@@ -19,10 +19,9 @@ from asyncrl.config import RunConfig, without_defaults
 from asyncrl.errors import recorded
 from asyncrl.launch import checks, placement, preflight
 from asyncrl.launch.console import Console, open_console
+from asyncrl.launch.data import Inputs
 from asyncrl.launch.estimates import sees_gpu
-from asyncrl.launch.local import LocalSpawner
-from asyncrl.launch.notes import Inputs
-from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, Spawn
+from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
 from asyncrl.launch.run_directory import locked, resumed_with, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor

@@ -18,7 +18,7 @@ import psutil
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import placement, session
-from asyncrl.launch.local import LocalSpawner
+from asyncrl.launch.process import LocalSpawner
 from asyncrl.launch.run_directory import locked
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.launch import placement
-from asyncrl.launch.local import LocalSpawner
+from asyncrl.launch.process import LocalSpawner
 from asyncrl.launch.run_directory import locked
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.sockets import choose_endpoints

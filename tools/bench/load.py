@@ -49,7 +49,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator.loop import Coordinator, run
 from asyncrl.data import Samples, samples_path
 from asyncrl.isolation.child import raise_file_limit
-from asyncrl.launch.local import full_pipe
+from asyncrl.launch.process import full_pipe
 from asyncrl.observe.files import read_summary
 from asyncrl.types import Message, Sample, StopReason, Turn, VersionSpan
 from asyncrl.types import TurnReply as Replies

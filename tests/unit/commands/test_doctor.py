@@ -18,9 +18,8 @@ from asyncrl.config import parse
 from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine, preflight
-from asyncrl.launch.data import RunData
+from asyncrl.launch.data import Inputs, RunData
 from asyncrl.launch.models import resolve_models
-from asyncrl.launch.notes import Inputs
 from asyncrl.types import Message, Sample
 from tests.fakes.chatml import save_tiny_chat_model
 from tests.fakes.data import stored

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, servers
-from asyncrl.launch.notes import Inputs, ok
+from asyncrl.launch.data import Inputs, ok
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 

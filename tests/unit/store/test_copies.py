@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
-from asyncrl.launch.notes import Inputs, ok
+from asyncrl.launch.data import Inputs, ok
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock
 from asyncrl.store.copies import BEYOND, restore
