@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from asyncrl.errors import one_line
+from asyncrl.errors import lacks_memory, one_line
 
 logger = logging.getLogger(__name__)
 AGREE = 1e-3  # log-probs of one model in float32, computed in two ways, differ by less
@@ -48,6 +49,11 @@ def unknown(arguments: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, one in given.items() if isinstance(one, Tensor) or one not in (None, False))
 
 
+def passes(error: Exception) -> bool:
+    """The error says something of the machine now, not of the model: no result is kept."""
+    return lacks_memory(error) or isinstance(error, OSError) or "new thread" in str(error)
+
+
 def remembered(
     config: PreTrainedConfig, purpose: str, check: Callable[[PreTrainedModel], dict[str, str]]
 ) -> dict[str, str] | None:
@@ -62,6 +68,7 @@ def remembered(
         file = cached / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
         with suppress(OSError, msgspec.DecodeError):
             return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+        logger.info("a small copy of %s is checked, once on this machine", type(config).__name__)
         found = check(shrunk(narrow))
     except Exception as error:
         kind, why = type(config).__name__, one_line(error)
@@ -82,9 +89,9 @@ def remembered(
 def _versions() -> tuple[str, ...]:
     """Those of torch, transformers, and the code here that computes with models."""
     root = Path(__file__).parent
-    files = [Path(__file__), *sorted(root.glob("trainer/*.py")), *sorted(root.glob("engines/torch/*.py"))]
+    files = [Path(__file__), *sorted(root.glob("trainer/*.py")), *sorted(root.glob("engines/**/*.py"))]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return torch.__version__, transformers.__version__, code
+    return torch.__version__, transformers.__version__, platform.machine(), code
 
 
 def shrunk(narrow: PreTrainedConfig) -> PreTrainedModel:

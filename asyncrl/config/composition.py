@@ -27,7 +27,15 @@ SEVERAL = "rollout.reward"  # takes several names with options; keys of the same
 def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     """The configuration of configs/, `config_dir` and `overrides`."""
     base = config_root() / "configs"
-    return _composed(base, [*_search_path(base, config_dir), *_opened(overrides)], config_dir)
+    config = _composed(base, [*_search_path(base, config_dir), *_opened(overrides)], config_dir)
+    kl, keys = config.kl, _keys_of(overrides)
+    coef_set = "kl.coef" in keys or kl.coef != KLConfig().coef
+    if kl.where == "none" and kl.coef and coef_set and "kl.where" not in keys:
+        raise ConfigError(
+            f"kl.coef={kl.coef:g} has no effect: kl.where is none; add kl.where=loss_unweighted (as in "
+            "verl and TRL), loss or reward, or leave it out"
+        )
+    return config
 
 
 def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
@@ -46,7 +54,6 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
     from yaml import MarkedYAMLError
 
     root = str(config_root())
-    keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
     OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
     try:
@@ -54,7 +61,7 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
             composed = hydra.compose("config", overrides)
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(error, keys) from None
+        raise _explain(error, _keys_of(overrides)) from None
     except MarkedYAMLError as error:
         mark, what = error.problem_mark, error.problem or error.context
         place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
@@ -68,14 +75,11 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
     for key, value in _keys(found):
         if value == MISSING:
             raise MissingKeyError(key)
-    config = parse(_with_root(found, root))
-    kl, coef_set = config.kl, "kl.coef" in keys or config.kl.coef != KLConfig().coef
-    if kl.where == "none" and kl.coef and coef_set and "kl.where" not in keys:
-        raise ConfigError(
-            f"kl.coef={kl.coef:g} has no effect: kl.where is none; add kl.where=loss_unweighted (as in "
-            "verl and TRL), loss or reward, or leave it out"
-        )
-    return config
+    return parse(_with_root(found, root))
+
+
+def _keys_of(overrides: Iterable[str]) -> set[str]:
+    return {override.partition("=")[0].lstrip("+~") for override in overrides}
 
 
 def config_root() -> Path:

@@ -220,7 +220,8 @@ class CheckpointConfig(Section, frozen=True):
     """Checkpoints, and the exports in them."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: at the end, and at each 1,000th step: all turns are kept until then."""
+    """Steps between checkpoints; 0: one at each 1,000th step and one at the end. Turns since the newest
+    checkpoint stay on the disk, as a resume needs them."""
     keep: Positive = 2
     """Newest checkpoints kept."""
     best: bool = False

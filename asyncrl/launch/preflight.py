@@ -161,22 +161,28 @@ async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sampl
     from asyncrl.rollout.components import load_scorer
     from asyncrl.tools.toolbox import call_tool
 
-    found, scorer = list[Note](), load_scorer(config)
+    found = list[Note]()
     for name, tool in tools.items():
         call = ToolCall(name, msgspec.json.encode(_arguments(tool.schema["function"])).decode())
         reply = await call_tool(tool, call, config.rollout.tool_timeout, sample)
         line = f"sample        {name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
         found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
-    truth = json.loads(sample.ground_truth)
+    truth, scorer = json.loads(sample.ground_truth), load_scorer(config)
     right = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
-    for what, answer in [right] * (truth is not None) + [("no text", "")]:
-        given = RewardInput(sample, answer, (*sample.prompt, Message("assistant", answer)), transcript=answer)
-        with recorded() as failure:
-            score = f"{(await scorer.score(given)).score:g}"
-            score += " (it may look for a format around it)" * (score == "0" and bool(answer))
-        why = f"rollout.reward fails for {what} as the answer to the first sample: {failure.line}"
-        found.append(warning(why) if failure else ok(f"sample        {what} as the answer scores {score}"))
-    await scorer.close()
+    try:
+        for what, answer in [right] * (truth is not None) + [("no text", "")]:
+            said = (*sample.prompt, Message("assistant", answer))
+            with recorded() as failure:
+                score = (
+                    f"{(await scorer.score(RewardInput(sample, answer, said, transcript=answer))).score:g}"
+                )
+                score += " (it may look for a format around it)" * (score == "0" and bool(answer))
+            why = f"rollout.reward fails for {what} as the answer to the first sample: {failure.line}"
+            found.append(
+                warning(why) if failure else ok(f"sample        {what} as the answer scores {score}")
+            )
+    finally:
+        await scorer.close()
     return found
 
 
@@ -184,8 +190,11 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """What a tool's schema takes: first choices, or 1."""
     schema = function.get("parameters", {})
     kinds = {"string": "1", "boolean": True, "array": [], "object": {}}
-    needed = {key: schema["properties"].get(key, {}) for key in schema.get("required", ())}
-    return {key: [*part.get("enum", ()), kinds.get(part.get("type"), 1)][0] for key, part in needed.items()}
+    known = schema.get("properties") or {}
+    needed = {key: known.get(key, {}) for key in schema.get("required", ())}
+    return {
+        key: [*part.get("enum", ()), kinds.get(str(part.get("type")), 1)][0] for key, part in needed.items()
+    }
 
 
 def check_device(inputs: Inputs) -> Iterator[Note]:

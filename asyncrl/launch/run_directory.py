@@ -18,7 +18,7 @@ import psutil
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import mark_start
-from asyncrl.store.launches import described, differences, launches_of, tree
+from asyncrl.store.launches import described, launches_of, tree
 from asyncrl.store.reader import meta_of
 from asyncrl.store.segments import fsync
 from asyncrl.weights.model_files import MODEL, identity
@@ -135,11 +135,19 @@ def resumed_with(config: RunConfig) -> str:
 
 
 def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Each of them, or a key under it, with its value before and now; not what an older one lacks."""
-    before = begun_with(config)
-    for key, (old, new) in differences([before, tree(config)]).items() if before else ():
-        if old is not None and any(f"{key}.".startswith(f"{kept}.") for kept in keys):
+    """Each of them with its value before and now; not what an older one lacks."""
+    before, now = begun_with(config), tree(config)
+    for key in keys:
+        old, new = (_value(one, key) for one in (before, now))
+        if old not in (None, new):
             yield key, old, new
+
+
+def _value(section: Any, key: str) -> Any:
+    """By dotted key; None where there is none."""
+    for name in key.split("."):
+        section = section.get(name) if isinstance(section, dict) else None
+    return section
 
 
 def _check_group_size(config: RunConfig, before: Any) -> None:

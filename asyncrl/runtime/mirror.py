@@ -297,8 +297,13 @@ class Mirror:
             return "", ""
         if self._server is None:
             address = f"tcp://{local_address(self._endpoints.control)}:*"
-            self._gate = Gate(self._endpoints, owner=self._role)
-            self._server = VersionServer(self._gate, address, lambda: self._directory, self._arriving)
+            gate = Gate(self._endpoints, owner=self._role)
+            try:
+                self._server = VersionServer(gate, address, lambda: self._directory, self._arriving)
+            except BaseException:
+                gate.close()
+                raise
+            self._gate = gate
         return self._server.address, self._server.key
 
     def _answer(self, link: Link) -> tuple[OpenedVersion | FileBytes, list[bytes]]:

@@ -118,7 +118,7 @@ def _place(new: Path) -> Path:
 def restore(run_dir: Path) -> list[str]:
     """Put the newest good copy into the place of run.db; lines that say what is lost. The caller holds the
     run's lock. ConfigError when there is no good copy."""
-    path, folder, aside = run_dir / DATABASE, run_dir / FOLDER, run_dir / "damaged"
+    path, folder = run_dir / DATABASE, run_dir / FOLDER
     good = next(filter(_is_good, _found(folder)), None)
     if good is None:
         raise ConfigError(f"{path}: no good copy in {folder}; begin a new run with another name=…")
@@ -129,7 +129,7 @@ def restore(run_dir: Path) -> list[str]:
             epoch = BEYOND + max(_number(place, query) for place in (run_dir, *_found(folder)))
             db.execute("UPDATE meta SET value=? WHERE key=?", (str(epoch), key))
     good, knew = _place(new), _known(run_dir)
-    aside.mkdir(exist_ok=True)
+    (aside := run_dir / f"damaged-{good.name}").mkdir(exist_ok=True)
     shutil.copyfile(good / DATABASE, fresh := run_dir / f"{DATABASE}.new")
     fsync(fresh)
     for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"):
@@ -154,7 +154,7 @@ def _is_good(copy: Path) -> bool:
         with closing(RunReader.open(copy)) as reader:
             issued = reader.load().next_group * len(reader.groups()[-1].members)
             return issued == sum(reader.counts().values())
-    except (AsyncrlError, *UNDECODABLE) as error:
+    except (AsyncrlError, LookupError, *UNDECODABLE) as error:
         log.error("%s: %s", copy, one_line(error))
         return False
 

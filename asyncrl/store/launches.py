@@ -15,6 +15,7 @@ import msgspec
 from asyncrl.config import RunConfig, leaves
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.store.reader import meta_of
+from asyncrl.store.schema import StoreError
 
 KEY = "launches"  # in meta
 Tree = Mapping[str, Any]  # a configuration, section by section
@@ -31,9 +32,14 @@ decode = msgspec.json.Decoder(list[LaunchRecord]).decode
 
 
 def launches_of(run_dir: Path) -> list[LaunchRecord]:
-    """Oldest first; [] without a run. An older version's store has none: then that of config.yaml."""
-    path = run_dir / "config.yaml"
-    if (found := decode(meta_of(run_dir, KEY) or "[]")) or not path.exists():
+    """Oldest first; [] without a run. Where the store has none or cannot be read: that of config.yaml."""
+    path, found = run_dir / "config.yaml", list[LaunchRecord]()
+    try:
+        found = decode(meta_of(run_dir, KEY) or "[]")
+    except StoreError:
+        if not path.exists():
+            raise
+    if found or not path.exists():
         return found
     try:
         return [LaunchRecord(0, msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any]))]
@@ -44,7 +50,12 @@ def launches_of(run_dir: Path) -> list[LaunchRecord]:
 
 
 def at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
-    """The launch that trained a step, from 1; for 0, what is not trained yet, the newest."""
+    """The launch that trained a step, from 1; for 0, what is not trained yet, the newest. ConfigError without
+    any."""
+    if not launches:
+        raise ConfigError("the run has no record of its configuration: run.db and config.yaml are gone")
+    if 0 < step <= launches[0].step:
+        raise ConfigError(f"step {step} is of an older version, which kept no record of its configuration")
     return next((one for one in reversed(launches) if one.step < step or not step), launches[0])
 
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
-from asyncrl.errors import lacks_memory, one_line
-from asyncrl.shrunk import AGREE, RESERVED
+from asyncrl.errors import one_line
+from asyncrl.shrunk import AGREE, RESERVED, passes
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
@@ -73,7 +73,7 @@ def examine(
             if forest is not None and forest.unknown:
                 found[way] = f"has attention with {', '.join(sorted(forest.unknown))}"
         except Exception as error:
-            if lacks_memory(error):
+            if passes(error):
                 raise
             found[way] = f"fails with {one_line(error)}"
         root.zero_grad()

@@ -228,9 +228,11 @@ def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
     that of padded rows, and runs no fake tensors of a CPU."""
     gpu = torch.cuda.is_available() and config.model.device != "cpu"
     wanted = config.trainer.packing
+    if gpu or wanted == "padded":
+        return "padded"
     with _disable_current_modes():  # a small copy is computed with, and does not count
         found = findings(lm.config)
-    if gpu or wanted == "padded" or unfit(lm, wanted, found, config.trainer.sequence_parallel):
+    if unfit(lm, wanted, found, config.trainer.sequence_parallel):
         return "padded"
     lm.set_attn_implementation(NAME)
     return wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -60,9 +59,12 @@ def _often(name: str, what: str, least: float = MOST) -> Callable[[Sequence[Row]
 
 def _nothing_taught(first: Sequence[Row], last: Sequence[Row]) -> str:
     share, score = _mean(last, "critic/zero_advantage_frac") or 0.0, _mean(last, REWARD) or 0.0
-    solved = score > 0 and score >= MOST * max(row.get(HIGHEST, math.inf) for row in (*first, *last))
-    why = "their samples are solved" if solved else "few of their samples are solved"
-    return f"{share:.0%} of the trained episodes have advantage 0: {why}" if share >= MOST else ""
+    if share < MOST:
+        return ""
+    highest = max((row[HIGHEST] for row in last if HIGHEST in row), default=score)
+    return (
+        f"{share:.0%} of the trained episodes have advantage 0; mean score {score:.3g}, highest {highest:.3g}"
+    )
 
 
 def _collapse(first: Sequence[Row], last: Sequence[Row]) -> str:
@@ -105,7 +107,7 @@ RULES = (
     _Rule(
         "nothing to learn",
         _nothing_taught,
-        "where samples are solved use harder ones, or stop; else easier ones, or a larger "
+        "where that is the score of a solved sample use harder ones, or stop; else easier ones, or a larger "
         "buffer.episodes_per_group",
     ),
     _Rule(

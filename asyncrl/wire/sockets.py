@@ -193,6 +193,7 @@ class Hub:
     sent is encrypted by another thread than that of other channels."""
 
     def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate, large: bool = False) -> None:
+        listening = gate.listeners.open(endpoint)  # it may fail, and an open socket keeps its context
         self.socket: zmq.Socket = gate.context.socket(zmq.ROUTER)
         _configure(self.socket)
         if large:
@@ -201,7 +202,7 @@ class Hub:
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may dial again before its old end is gone
-        self.socket.setsockopt(zmq.USE_FD, gate.listeners.open(endpoint))
+        self.socket.setsockopt(zmq.USE_FD, listening)
         self.socket.bind(endpoint)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where it was free
         self._gate, self._codecs = gate, {role: Codec(union) for role, union in unions.items()}

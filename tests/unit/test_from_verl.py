@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl import cli
 from asyncrl.config import RunConfig
 from asyncrl.config.base import leaves
-from asyncrl.config.composition import compose, defaults, verl_rows
+from asyncrl.config.composition import compose, defaults, recompose, verl_rows
 from asyncrl.errors import ConfigError
 
 NAMED = ["name=x", "model.path=m", "data.train=t"]
@@ -119,6 +121,12 @@ def test_what_the_table_names_is_there() -> None:
 def test_what_is_said_of_a_key(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         compose([*NAMED, *given])
+
+
+def test_a_run_that_was_begun_with_an_idle_coefficient_can_be_read_again(tmp_path: Path) -> None:
+    config = compose([*NAMED, "kl.coef=0.1", "kl.where=none"])
+    (tmp_path / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    assert recompose(tmp_path, []).kl == config.kl
 
 
 def test_a_coefficient_of_the_kl_goes_with_where_it_is() -> None:

@@ -134,7 +134,8 @@ def _listed_call(value: Any, key: str = "arguments", named: str = "name") -> Raw
         call = _object_call(value, key, named)
     except Malformed as error:
         return error
-    return call._replace(id=_own_id(value.get("id")) or str(value.get("tool_call_id", "")))
+    given = value.get("tool_call_id", "")
+    return call._replace(id=_own_id(value.get("id")) or (str(given) if isinstance(given, str | int) else ""))
 
 
 # -- <|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|> ---
@@ -158,7 +159,7 @@ _GEMMA = Tags("<|tool_call>", "<tool_call|>")
 _GEMMA_NAME = re.compile(r"\s*call:([^\s{}<>]+)\s*(?=\{)")
 _GEMMA_WORD = r'[^\s:,{}\[\]<>"][^:,{}\[\]<>"]*+'
 _GEMMA_PARTS = re.compile(
-    rf'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>{_GEMMA_WORD})(?=:)|{_GEMMA_WORD}|(?P<open>[{{\[])'
+    rf'<\|"\|>(?P<text>.*?)<\|"\|>|"(?:[^"\\<]|\\[^<])*+"|(?P<key>{_GEMMA_WORD})(?=:)|{_GEMMA_WORD}|(?P<open>[{{\[])'
     r"|(?P<close>[}\]])|<\|tool_call>|[\s,:]++|.",
     re.DOTALL,
 )
@@ -180,7 +181,8 @@ def _gemma_call(text: str, at: int) -> tuple[RawCall, int]:
             break
         end, kind = part.end(), part.lastgroup
         quoted = part["text"] if kind == "text" else part[0].strip() if kind == "key" else None
-        written.append(part[0].replace("None", "null") if quoted is None else json.dumps(quoted))
+        plain = "null" if part[0].strip() == "None" else part[0]
+        written.append(plain if quoted is None else json.dumps(quoted))
         depth += (kind == "open") - (kind == "close")
         if not depth:
             break

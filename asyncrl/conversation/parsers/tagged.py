@@ -77,7 +77,7 @@ _TOOL_CALL = Tags("<tool_call>", "</tool_call>")
 _QWEN3 = TaggedCalls(
     call=Tags("<function=", "</function>"),
     begins="<function=name>",
-    head=re.compile(r"(?P<name>[^<>\n]*)>"),
+    head=re.compile(r"(?P<name>[^<>\n]*)(?<!/)>"),
     argument=re.compile(r"<parameter=(?P<key>[^<>\n]*)>"),
     value=Tags("<parameter=", "</parameter>"),
     sections=(_TOOL_CALL,),

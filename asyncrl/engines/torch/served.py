@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.batch import Batcher
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.shrunk import AGREE, RESERVED, remembered
+from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
 from asyncrl.types import Generation
 
 NEW, LONGEST, CHUNK = 24, 112, 24  # tokens of a turn; of a slot; of a step's prompts
@@ -25,7 +25,7 @@ def check_served(model_path: str) -> None:
     if found and (problem := found["decoding"]):
         kind = (config.architectures or [type(config).__name__])[0]
         raise ConfigError(
-            f"engine.name=torch: the embedded engine cannot serve {kind}: it {problem}; use engine=sglang"
+            f"engine.name=torch: the embedded engine cannot serve {kind}: {problem}; use engine=sglang"
         )
 
 
@@ -43,8 +43,10 @@ def decodes(model: PreTrainedModel) -> str:
         found["d"] = _turns(batcher, {"c": prompts["d"]})["c"]
         gap = max(_gap(plain, prompts[name], turn) for name, turn in found.items())
     except Exception as error:
-        return f"fails with {one_line(error)}"
-    return "" if gap < AGREE else f"gives log-probs that differ by {gap:.1e} from those of a plain forward"
+        if passes(error):
+            raise
+        return str(error) if isinstance(error, ConfigError) else f"it fails with {one_line(error)}"
+    return "" if gap < AGREE else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
 
 
 def _turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:

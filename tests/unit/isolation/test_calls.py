@@ -6,6 +6,8 @@ import asyncio
 import gc
 import math
 import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
@@ -115,6 +117,15 @@ def test_what_ends_its_process_ends_its_call() -> None:
     with calls.exits_raise():
         asyncio.run(main())
     assert os._exit is end
+
+
+def test_a_vital_thread_ends_such_a_process_all_the_same() -> None:
+    code = (
+        "from asyncrl.errors import vital_thread; from asyncrl.isolation.calls import exits_raise\n"
+        "with exits_raise():\n    vital_thread('gate', lambda: 1 / 0).join()\nprint('goes on')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and not ended.stdout and "thread 'gate' has died" in ended.stderr
 
 
 def test_a_worker_is_such_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,15 @@ def broken() -> str:
 REWARD = "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / len(solution_str)\n"
 
 
+def test_arguments_are_made_up_for_what_servers_say_of_their_tools() -> None:
+    """MCP's schemas come as they are: a type may be a list, and what is required need not be described."""
+    properties = {"a": {"type": ["string", "null"]}, "b": {"enum": ["x"]}, "c": {"type": "boolean"}}
+    given = {"parameters": {"properties": properties, "required": ["a", "b", "c"]}}
+    assert preflight._arguments(given) == {"a": 1, "b": "x", "c": True}
+    assert preflight._arguments({"parameters": {"required": ["q"]}}) == {"q": 1}
+    assert preflight._arguments({}) == {}
+
+
 def test_a_sample_goes_through_each_tool_and_the_reward(tmp_path: Path) -> None:
     """With arguments made from the schema; answered by its ground truth, and by nothing."""
     (tmp_path / "mine.py").write_text(f"from typing import Literal\n{TOOLS}")

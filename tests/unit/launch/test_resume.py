@@ -14,8 +14,10 @@ import pytest
 from asyncrl.config import RunConfig, parse, read_config
 from asyncrl.coordinator.state import load_state
 from asyncrl.errors import ConfigError
+from asyncrl.launch import run_directory as run_directories
 from asyncrl.launch.model_directory import check_model
 from asyncrl.launch.run_directory import check_resumed, locked, resumed_with, run_directory
+from asyncrl.store.launches import tree
 from asyncrl.store.runstore import RunStore
 from tests.fakes.data import give, rows
 from tests.fakes.mail import Sent
@@ -135,6 +137,23 @@ def test_a_resume_says_what_it_changes(run: Callable[..., RunConfig], model: Pat
         "model.dtype: bfloat16 → float32, total_steps: 100 → 7, trainer.lr: 1e-06 → 0.5"
     )
     assert not resumed_with(run()) and not resumed_with(run(name="new", trainer={"lr": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "old", "new"),
+    [
+        ("data", "columns", {"prompt": "q"}, {"prompt": "q", "ground_truth": "a"}),
+        ("trainer", "optimizer", {"adamw": {"eps": 1e-6}}, {"adamw": {"eps": 1e-6, "weight_decay": 0.1}}),
+    ],
+)
+def test_an_option_added_to_a_key_that_must_stay_is_refused(
+    run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, section: str, key: str, old: Any, new: Any
+) -> None:
+    more = {"train": "t"} if section == "data" else {}
+    before, now = (run(**{section: {key: options, **more}}) for options in (old, new))
+    monkeypatch.setattr(run_directories, "begun_with", lambda config: tree(before))
+    with pytest.raises(ConfigError, match=rf"^{section}\.{key}: .* was begun with"):
+        check_resumed(now)
 
 
 def test_a_new_run_names_a_width_that_the_weights_have_not(model: Path) -> None:

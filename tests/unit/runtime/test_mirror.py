@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import re
 import shutil
@@ -349,7 +348,7 @@ def test_a_server_that_dies_ends_its_process_by_name(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = queue.Queue[int]()
-    monkeypatch.setattr(os, "_exit", ended.put)
+    monkeypatch.setattr("asyncrl.errors._exit", ended.put)
     monkeypatch.setattr(module, "STALL_S", 0.5)
     machines.root._chains = None  # type: ignore[assignment]
     with pytest.raises(Unavailable):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import queue
 import time
 from collections.abc import Iterator, Mapping
@@ -210,7 +209,7 @@ def test_a_gate_that_dies_ends_its_process_by_name(
 ) -> None:
     """Nobody would be let in any more: its process is replaced."""
     ended = queue.Queue[int]()
-    monkeypatch.setattr(os, "_exit", ended.put)
+    monkeypatch.setattr("asyncrl.errors._exit", ended.put)
     visitors.gate.members = None  # type: ignore[assignment]
     visitors.open(b"observer/0/x").connect(visitors.endpoints.control)
     assert ended.get(timeout=30) == 1
