@@ -159,7 +159,7 @@ _GEMMA = Tags("<|tool_call>", "<tool_call|>")
 _GEMMA_NAME = re.compile(r"\s*call:([^\s{}<>]+)\s*(?=\{)")
 _GEMMA_WORD = r'[^\s:,{}\[\]<>"][^:,{}\[\]<>"]*+'
 _GEMMA_PARTS = re.compile(
-    rf'<\|"\|>(?P<text>.*?)<\|"\|>|"(?:[^"\\<]|\\[^<])*+"|(?P<key>{_GEMMA_WORD})(?=:)|{_GEMMA_WORD}|(?P<open>[{{\[])'
+    rf'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>{_GEMMA_WORD})(?=:)|{_GEMMA_WORD}|(?P<open>[{{\[])'
     r"|(?P<close>[}\]])|<\|tool_call>|[\s,:]++|.",
     re.DOTALL,
 )

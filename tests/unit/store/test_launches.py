@@ -22,7 +22,7 @@ def config(lr: float, **keys: Any) -> RunConfig:
         ([(0, 0.1), (20, 0.2)], {20: 0.1, 21: 0.2, 0: 0.2}),
         ([(0, 0.1), (20, 0.2), (10, 0.3)], {10: 0.1, 11: 0.3, 25: 0.3, 0: 0.3}),
         ([(0, 0.1), (20, 0.2), (10, 0.2)], {10: 0.1, 11: 0.2}),  # the same launch, from an older checkpoint
-        ([(7, 0.1)], {3: 0.1, 8: 0.1}),  # begun by a version that recorded none
+        ([(7, 0.1)], {0: 0.1, 8: 0.1}),  # begun by a version that recorded none
     ],
 )
 def test_a_step_has_the_configuration_that_trained_it_last(
@@ -32,6 +32,14 @@ def test_a_step_has_the_configuration_that_trained_it_last(
     for step, lr in begun:
         launches = since(launches, step, config(lr))
     assert {step: at(launches, step).config["trainer"]["lr"] for step in found} == found
+
+
+def test_steps_of_a_version_that_kept_no_record_are_not_given_the_new_keys() -> None:
+    launches = since([], 7, config(0.1))
+    with pytest.raises(ConfigError, match="step 3 is of an older version"):
+        at(launches, 3)
+    with pytest.raises(ConfigError, match="no record of its configuration"):
+        at([], 0)
 
 
 def test_what_does_not_change_a_run_makes_no_launch_of_its_own() -> None:
