@@ -215,7 +215,8 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
 
 
 def _skeleton(kind: Any, path: str, config: RunConfig, depth: int) -> PreTrainedModel:
-    model = skeleton(kind, path, config.model.dtype)
+    with unset_fake_temporarily():  # parameters that are fake cannot be emptied in torch 2.11
+        model = skeleton(kind, path, config.model.dtype)
     layers = set(layers_of(model)) if depth and path == config.model.path else set()
     for stack in [part for part in model.modules() if isinstance(part, nn.ModuleList) and layers & {*part}]:
         del stack[depth:]
