@@ -1,0 +1,191 @@
+"""What a part is given, what it yields, and what several of them do. torch is imported where it is used: the
+driver does without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+TRACEBACK_LINES = 12
+NOT_JUDGED = "CPU: not judged"
+# A vocabulary and layers that a CPU computes in seconds, in the shape of the Qwen3 that they stand for.
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 640,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a part found. `ok`: whether it meets `goal`; None where there is nothing to judge."""
+
+    name: str
+    value: str
+    goal: str = ""
+    ok: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A part's circumstances. `kind`: cuda or cpu. `deadline`: of time.monotonic(), when the part is killed.
+    `work`: a directory of its own, removed at the end. `kit`: the folder that has site, asyncrl, configs,
+    examples, models and tests."""
+
+    kind: str
+    deadline: float
+    work: Path
+    kit: Path
+
+    @property
+    def small(self) -> bool:
+        """Sizes that take seconds on one core."""
+        return self.kind == "cpu"
+
+    @cached_property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu") if self.small else torch.device("cuda", 0)
+
+    def left(self) -> float:
+        """Seconds until the part is killed."""
+        return self.deadline - time.monotonic()
+
+    def judged(self, ok: bool) -> bool | None:
+        """`ok` on a GPU, None on a CPU: for a goal that only a GPU can meet."""
+        return None if self.small else ok
+
+    def model_config(self, name: str, **other: Any) -> Any:
+        """The transformers configuration of `qwen3-0.6b`, `-1.7b` or `-4b`; `other` keys are replaced. On a
+        CPU it is a small one of the same family."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.kit / "models" / name)
+        for key, value in ((SMALL if self.small else {}) | other).items():
+            setattr(config, key, value)
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        return config
+
+    def random_model(self, name: str, *, dtype: str = "bfloat16", spread: float = 2.5, **other: Any) -> Path:
+        """A directory with a model of that configuration, random weights, and the demo's tokenizer. It is
+        written once for all parts. `spread`: standard deviation of its logits; by itself it is below 1, and
+        log-probs would be almost flat."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        changes = "".join(f"-{key}={value}" for key, value in sorted(other.items()))
+        made = self.work.parent / "models" / f"{name}-{dtype}-{spread:g}{changes}"
+        if made.exists():
+            return made
+        config = self.model_config(name, **other)
+        torch.manual_seed(0)
+        with self.device:
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        with torch.no_grad():
+            model.model.norm.weight.fill_(spread / (config.initializer_range * config.hidden_size**0.5))
+        written = made.with_name(f"{made.name}.{os.getpid()}")
+        model.save_pretrained(written)
+        for file in (self.kit / "examples/multiturn/calculator/model").glob("tokenizer*.json"):
+            shutil.copy(file, written)
+        written.rename(made)
+        return made
+
+
+class Timing(NamedTuple):
+    """The median of `repeats` measurements."""
+
+    seconds: float
+    repeats: int
+
+    def __str__(self) -> str:
+        unit, factor = ("s", 1) if self.seconds >= 1 else ("ms", 1000)
+        return f"{self.seconds * factor:.3g} {unit} (median of {self.repeats})"
+
+
+def timed(work: Callable[[], object], context: Context, *, repeats: int = 3, warm_up: int = 1) -> Timing:
+    """The time of `work`, on a GPU until it is idle again."""
+    found = []
+    for number in range(warm_up + repeats):
+        synchronize(context)
+        began = time.perf_counter()
+        work()
+        synchronize(context)
+        if number >= warm_up:
+            found.append(time.perf_counter() - began)
+    return Timing(statistics.median(found), repeats)
+
+
+def synchronize(context: Context) -> None:
+    if not context.small:
+        import torch
+
+        torch.cuda.synchronize(context.device)
+
+
+def attempt(name: str, measure: Callable[[], Finding], context: Context) -> Iterator[Finding]:
+    """What `measure` finds, or its exception as a finding that is not ok; afterwards no memory is held."""
+    try:
+        yield measure()
+    except Exception as error:
+        yield failure(name, error)
+    finally:
+        release(context)
+
+
+def failure(name: str, error: BaseException) -> Finding:
+    """An exception as a finding, with the last lines of its traceback."""
+    lines = "".join(traceback.format_exception(error)).strip().splitlines()
+    first = str(error).strip().splitlines()
+    summary = f"{type(error).__name__}: {first[0] if first else ''}"[:300]
+    return Finding(name, summary, ok=False, note="\n".join(lines[-TRACEBACK_LINES:]))
+
+
+def release(context: Context) -> None:
+    """Give the GPU's memory back, as far as nothing refers to it."""
+    import gc
+
+    gc.collect()
+    if not context.small:
+        import torch
+
+        with suppress(RuntimeError):  # after an error of a kernel every call fails
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Matrix products in float32 without TF32."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def append(file: Path, finding: Finding) -> None:
+    """Add it to a JSON-lines file; it is there even if this process is killed next."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(finding.__dict__) + "\n")

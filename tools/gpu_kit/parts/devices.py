@@ -1,0 +1,119 @@
+"""Which versions and which GPU are here, does everything import, and how fast are products and copies?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+
+from parts.common import Context, Finding, attempt, timed
+
+SECONDS = 15
+GOAL = "everything imports"
+
+PACKAGES = ["torch", "transformers", "accelerate", "numpy", "safetensors", "tokenizers"]
+KIT = ["msgspec", "zmq", "hydra", "omegaconf", "zstandard", "xxhash", "psutil", "aiohttp", "rich"]
+OPTIONAL_ONES = ["triton", "pyarrow", "matplotlib", "pytest", "sglang"]
+MODULES = [
+    "asyncrl",
+    "asyncrl.cli",
+    "asyncrl.trainer.rank",
+    "asyncrl.engines.torch.engine",
+    "asyncrl.launch.start",
+]
+
+
+def run(context: Context) -> Iterator[Finding]:
+    yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
+    yield from imports()
+    yield from machine(context)
+    if not context.small:
+        yield from gpus()
+    yield from attempt("matrix products", lambda: products(context), context)
+    yield from attempt("copies", lambda: copies(context), context)
+
+
+def imports() -> Iterator[Finding]:
+    yield Finding("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES))
+    missing = []
+    for name in [*PACKAGES, *KIT, *MODULES]:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            missing.append(f"{name}: {type(error).__name__}: {error}")
+    yield Finding("imports", "; ".join(missing) or "all", "everything imports", not missing)
+    asyncrl = sys.modules.get("asyncrl")
+    yield Finding("asyncrl is at", str(getattr(asyncrl, "__file__", "nowhere")))
+    there = [name for name in OPTIONAL_ONES if importlib.util.find_spec(name)]
+    yield Finding("optional packages", f"{', '.join(there)}; not here: {sorted({*OPTIONAL_ONES} - {*there})}")
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def machine(context: Context) -> Iterator[Finding]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("machine", f"{cores} cores, {memory / 2**30:.0f} GiB of memory")
+    for place in ("/dev/shm", str(context.work)):
+        if os.path.isdir(place):
+            name = "/dev/shm" if place == "/dev/shm" else "scratch"
+            yield Finding(name, f"{shutil.disk_usage(place).free / 2**30:.1f} GiB free")
+    compiler = next((found for name in ("gcc", "cc", "clang") if (found := shutil.which(name))), "none")
+    yield Finding("C compiler", compiler, note="triton compiles its launchers with one")
+
+
+def gpus() -> Iterator[Finding]:
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        yield Finding(
+            f"GPU {index}",
+            f"{facts.name}, compute {facts.major}.{facts.minor}, {facts.multi_processor_count} processors, "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+        )
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    yield Finding(
+        "CUDA",
+        f"torch is built for {torch.version.cuda}; the driver has {driver}; NCCL {torch.cuda.nccl.version()}",
+    )
+
+
+def products(context: Context) -> Finding:
+    """The ceiling of matrix products: what MFU is measured against in practice."""
+    import torch
+
+    found = []
+    size = 512 if context.small else 8192
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(size, size, device=context.device, dtype=dtype) for _ in range(2))
+        spent = timed(lambda a=a, b=b: a @ b, context, repeats=5, warm_up=2)
+        found.append(f"{str(dtype)[6:]} {2 * size**3 / spent.seconds / 1e12:.3g} TFLOP/s")
+    precision = torch.get_float32_matmul_precision()
+    return Finding("matrix products", f"{', '.join(found)} ({size}³, median of 5, float32 {precision})")
+
+
+def copies(context: Context) -> Finding:
+    """The ceilings of copies within the device, to the host, and back."""
+    import torch
+
+    size = 1 << (24 if context.small else 30)
+    here, host = (torch.zeros(size, dtype=torch.uint8, device=place) for place in (context.device, "cpu"))
+    there = torch.empty_like(here)
+    ways = {"within the device": lambda: there.copy_(here), "to pageable memory": lambda: host.copy_(here)}
+    if not context.small:
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        ways["to pinned memory"] = lambda: pinned.copy_(here, non_blocking=True)
+        ways["from pinned memory"] = lambda: here.copy_(pinned, non_blocking=True)
+    rates = [f"{name} {size / timed(way, context).seconds / 1e9:.3g} GB/s" for name, way in ways.items()]
+    return Finding("copies", f"{', '.join(rates)} ({size >> 20} MiB, median of 3)")
