@@ -1,16 +1,16 @@
 """A corpus of passages with its BM25 index on disk, memory-mapped: the workers of a machine share its pages.
 
-corpus.jsonl ──► <cache>/<key>/{passages.arrow, *.npy, vocab.json}     key: file, its size and time, stopwords
+corpus.jsonl ──► <cache>/<key>/, as bm25s writes it     key: file, its size and time, stopwords
 """
 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import logging
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 
+from asyncrl.data.rows import read_rows
 from asyncrl.errors import ConfigError, one_line
 
-FORMAT = 1  # of what is in the cache; part of the key
-BATCH = 4096  # passages read, tokenised and written at once
+FORMAT = 2  # of what is in the cache; part of the key
 WORD = r"(?u)\b\w+\b"
 TEXTS = ("text", "contents")
 log = logging.getLogger("asyncrl.tools")
@@ -57,26 +56,28 @@ class Corpus:
 
     def __init__(self, home: Path, stopwords: str) -> None:
         import bm25s
-        import pyarrow as pa
+        from bm25s.utils.corpus import JsonlCorpus
 
         self._stopwords = stopwords
         self._index = bm25s.BM25.load(home, mmap=True, show_progress=False)
-        with pa.memory_map(str(home / "passages.arrow")) as source:
-            self._passages = pa.ipc.open_file(source).read_all()
+        self._passages = JsonlCorpus(home / "corpus.jsonl", show_progress=False, verbosity=0)
+        self._reading = threading.Lock()  # bm25s moves one position in the file
+        self._passage(self._index.scores["num_docs"] - 1)  # it raises where the file is shorter
 
     def __len__(self) -> int:
-        return int(self._passages.num_rows)
+        return len(self._passages)
 
     def search(self, query: str, k: int) -> list[Passage]:
         """At most k passages that share a word with the query, best first; the corpus's order breaks ties."""
-        words = [word for word in _words([query], self._stopwords)[0] if word in self._index.vocab_dict]
+        (asked,) = _tokenized([query], self._stopwords, return_ids=False)
+        words = [word for word in asked if word in self._index.vocab_dict]
         if not words:
             return []
         return [self._passage(index) for index in _best(self._index.get_scores(words), k)]
 
     def _passage(self, index: int) -> Passage:
-        title, text = (self._passages[name][index].as_py() for name in ("title", "text"))
-        return Passage(title, text)
+        with self._reading:
+            return Passage(*self._passages[index])
 
 
 def _best(scores: np.ndarray, k: int) -> list[int]:
@@ -91,9 +92,11 @@ def _best(scores: np.ndarray, k: int) -> list[int]:
 
 
 def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Corpus:
-    """The corpus of a .parquet or .jsonl file. The first process to open it builds the index, others wait for
-    that. ConfigError for a file or a directory that cannot be used."""
-    path = _source(source)
+    """The corpus of a file of rows. The first process to open it builds the index, others wait for that.
+    ConfigError for a file or a directory that cannot be used."""
+    path = Path(source).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"search: there is no corpus {source}; set corpus to a file")
     _check_language(stopwords)
     home = _cache(cache) / _key(path, stopwords)
     try:
@@ -125,81 +128,39 @@ def _opened(path: Path, home: Path, stopwords: str) -> Corpus:
 
 
 def _build(path: Path, home: Path, stopwords: str) -> None:
+    """The file is read twice: so its passages are never all in memory."""
     import bm25s
-    import pyarrow as pa
 
-    schema = pa.schema([("title", pa.large_string()), ("text", pa.large_string())])
-    vocabulary: dict[str, int] = {}
-    tokens: list[list[int]] = []
-    with pa.OSFile(str(home / "passages.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        passages = _read_passages(path)
-        while batch := list(itertools.islice(passages, BATCH)):
-            documents = [{"title": found.title, "text": found.text} for found in batch]
-            writer.write_batch(pa.RecordBatch.from_pylist(documents, schema))
-            for words in _words([f"{found.title}\n{found.text}" for found in batch], stopwords):
-                tokens.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
-    if not vocabulary:
+    texts = (f"{found.title}\n{found.text}" for found in _read_passages(path))
+    found = _tokenized(texts, stopwords)
+    if not found.vocab:
         raise ConfigError(f"search: {path} has no words to search")
     index = bm25s.BM25()
-    index.index((tokens, vocabulary), show_progress=False)
-    index.save(home, show_progress=False)
+    index.index(found, show_progress=False)
+    kept = ((found.title, found.text) for found in _read_passages(path))
+    index.save(home, kept, show_progress=False)
 
 
-def _words(texts: list[str], stopwords: str) -> list[list[str]]:
+def _tokenized(texts: Any, stopwords: Any, **options: Any) -> Any:
     import bm25s
 
-    given: Any = stopwords or []
-    found: Any = bm25s.tokenize(
-        texts, token_pattern=WORD, stopwords=given, return_ids=False, show_progress=False
+    return bm25s.tokenize(
+        texts, stopwords=stopwords or [], token_pattern=WORD, show_progress=False, **options
     )
-    return list(found)
 
 
 def _read_passages(path: Path) -> Iterator[Passage]:
     """In order. ConfigError names the document that has none."""
-    documents = _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
-    for number, document in enumerate(documents, start=1):
+    for number, document in enumerate(read_rows(path), start=1):
         try:
             yield passage(document)
         except ValueError as error:
             raise ConfigError(f"search: {path}, document {number}: {error}") from None
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-        columns = [name for name in file.schema_arrow.names if name in (*TEXTS, "title")]
-        for batch in file.iter_batches(BATCH, columns=columns):
-            yield from batch.to_pylist()
-    except pa.ArrowException as error:
-        raise ConfigError(f"search: {path} is no parquet file ({one_line(error)})") from None
-
-
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise ConfigError(f"search: {path}, line {number}: {one_line(error)}") from None
-
-
-def _source(source: str) -> Path:
-    path = Path(source).expanduser().resolve()
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise ConfigError(f"search: corpus {source!r} must be a .parquet or a .jsonl file")
-    if not path.is_file():
-        raise ConfigError(f"search: there is no corpus {source}; set corpus to a file")
-    return path
-
-
 def _check_language(stopwords: str) -> None:
     try:
-        _words([""], stopwords)
+        _tokenized([""], stopwords)
     except ValueError as error:
         raise ConfigError(f"search: stopwords {stopwords!r}: {one_line(error)}") from None
 

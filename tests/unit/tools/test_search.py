@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +175,31 @@ def test_uses_of_one_corpus_share_it(jsonl: Path, tmp_path: Path) -> None:
 def test_a_damaged_index_is_built_again(jsonl: Path, tmp_path: Path, builds: list[Path]) -> None:
     open_corpus(str(jsonl), str(tmp_path / "cache"))
     (home,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    for name in ("passages.arrow", "indptr.csc.index.npy", "vocab.index.json"):
-        os.truncate(home / name, 10)
+    files = sorted(path.name for path in home.iterdir())
+    assert len(files) >= 5
+    for name in files:
+        os.truncate(home / name, (home / name).stat().st_size // 2)
         assert titles(open_corpus(str(jsonl), str(tmp_path / "cache")).search("sett", 1)) == ["Badgers"]
-    assert len(builds) == 4
+    assert len(builds) == 1 + len(files)
+
+
+def test_searches_side_by_side_read_their_own_passages(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(f'{{"title": "{i}", "text": "w{i} {"x " * 500}"}}\n' for i in range(40)))
+    corpus = open_corpus(str(path), str(tmp_path / "cache"))
+    wrong: list[int] = []
+
+    def reads(first: int) -> None:
+        wrong.extend(i for i in range(first, first + 3000) if corpus._passage(i % 40).title != str(i % 40))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(reads, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
@@ -191,11 +214,12 @@ def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> N
     ("name", "content", "complaint"),
     [
         ("missing.jsonl", None, "there is no corpus"),
-        ("corpus.csv", "a,b", "must be a .parquet or a .jsonl file"),
+        ("corpus.txt", "a,b", "no data file by its name"),
         ("broken.jsonl", '{"text": "a"}\n{oops\n', "line 2"),
-        ("list.jsonl", "[1]\n", "line 1"),
-        ("empty.jsonl", "", "no words to search"),
-        ("fake.parquet", "PAR?", "is no parquet file"),
+        ("list.jsonl", "[1]\n", "an object is expected, not list"),
+        ("empty.jsonl", "", "is empty"),
+        ("wordless.jsonl", '{"text": "?"}', "no words to search"),
+        ("fake.parquet", "PAR?", "not readable as parquet"),
         ("other.parquet", [{"question": "?"}], "document 1: no text or contents"),
     ],
 )
