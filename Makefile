@@ -4,7 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
-PYTEST := $(BIN)/python -m pytest
+# Bytecode is kept whatever the environment says: each process of each run would compile the package anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Two tests at a time, a file by one of the two processes (tests/conftest.py).
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # The SGLang that tests run against, in an environment of its own; another version gets another environment.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _group(nodeid)
+            return _group(nodeid.partition("::")[0])
 
     return FileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first: with quick ones at the end neither process waits long for the other."""
-    items.sort(key=lambda item: [not _group(item.nodeid).startswith(slow) for slow in SLOW])
+    items.sort(key=lambda item: _order(item.nodeid.partition("::")[0]))
 
 
-def _group(nodeid: str) -> str:
-    path = Path(nodeid.partition("::")[0])
+@cache
+def _order(file: str) -> list[bool]:
+    return [not _group(file).startswith(slow) for slow in SLOW]
+
+
+@cache
+def _group(file: str) -> str:
+    path = Path(file)
     return "sglang" if path.parent.name == "sglang" and path.stem != "test_training" else str(path)

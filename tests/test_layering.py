@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
@@ -55,7 +56,9 @@ def imports(path: Path) -> Iterator[str]:
                 yield full if full in MODULES else str(node.module)
 
 
-GRAPH = {name: sorted(set(imports(path))) for name, path in MODULES.items()}
+@cache  # not at import: every process of a test run collects this file, one runs it
+def graph() -> dict[str, list[str]]:
+    return {name: sorted(set(imports(path))) for name, path in MODULES.items()}
 
 
 def package(module: str) -> str:
@@ -71,7 +74,7 @@ def test_every_package_has_a_level() -> None:
 def test_imports_go_to_a_level_below() -> None:
     wrong = [
         f"{here} imports {there}"
-        for here, found in GRAPH.items()
+        for here, found in graph().items()
         for there in found
         if there in MODULES and package(here) and package(there) not in ("", package(here))
         if LEVEL[package(there)] >= LEVEL[package(here)]
@@ -82,7 +85,7 @@ def test_imports_go_to_a_level_below() -> None:
 def test_some_libraries_have_one_importer() -> None:
     wrong = [
         f"{here} imports {there}"
-        for here, found in GRAPH.items()
+        for here, found in graph().items()
         for there in found
         if (owners := OWNED.get(there.split(".")[0]))
         and MODULES[here] not in [ROOT / owner for owner in owners]
@@ -97,7 +100,7 @@ def test_files_form_no_cycle() -> None:
         assert name not in above, " -> ".join([*above[above.index(name) :], name])
         if name in done:
             return
-        for there in GRAPH[name]:
+        for there in graph()[name]:
             if there in MODULES and there != name:
                 visit(there, (*above, name))
         done.add(name)

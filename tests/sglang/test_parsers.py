@@ -98,7 +98,9 @@ def schema(name: str, **arguments: Any) -> str:
 
 def corpus() -> list[SharedTurn]:
     cases = (
-        (name, case) for name in DETECTORS for case in yaml.safe_load((CORPORA / f"{name}.yaml").read_text())
+        (name, case)
+        for name in DETECTORS
+        for case in yaml.load((CORPORA / f"{name}.yaml").read_text(), yaml.CSafeLoader)
     )
     return [SharedTurn(name, case["case"], case["text"], (schema("f"),)) for name, case in cases]
 

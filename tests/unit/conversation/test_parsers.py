@@ -5,6 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from functools import cache
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ NAMES = parsers.names()
 few = settings(max_examples=25, deadline=None)  # of each format
 
 
+@cache
 def corpus(name: str) -> list[dict[str, Any]]:
-    return yaml.safe_load((CORPORA / f"{name}.yaml").read_text())
+    return yaml.load((CORPORA / f"{name}.yaml").read_text(), yaml.CSafeLoader)  # ten times as fast
 
 
 CASES = [pytest.param(name, case, id=f"{name}: {case['case']}") for name in NAMES for case in corpus(name)]

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from asyncrl.config import DataConfig
@@ -91,6 +90,8 @@ def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> No
 
 
 def test_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets  # here: it imports pandas, and few tests need either
+
     asked: list[Any] = []
 
     def load(name: str, chosen: str | None, **more: Any) -> Any:
@@ -113,7 +114,7 @@ def test_a_hub_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     def load(*_: Any, **__: Any) -> Any:
         raise ConnectionError("Couldn't reach\n'a/b' on the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset", load)
     with pytest.raises(
         ConfigError, match=r"a/b: the split 'train' cannot be loaded .*without network"
     ) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -15,6 +16,7 @@ from asyncrl.wire.messages import channels
 from asyncrl.wire.messages.shared import WireMessage
 
 ROOT = Path(asyncrl.__file__).parent
+MATCH = re.compile(r"^ +match .*:$", re.M)
 MESSAGES = {
     one.__name__
     for union in vars(channels).values()
@@ -32,7 +34,7 @@ class MatchOfMessages(NamedTuple):
 
 def matches() -> Iterator[MatchOfMessages]:
     for path in sorted(ROOT.rglob("*.py")):
-        if "match " not in (text := path.read_text()):
+        if not MATCH.search(text := path.read_text()):
             continue
         for function in ast.walk(ast.parse(text)):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
