@@ -151,9 +151,12 @@ class Chat:
     def _without_control(self, text: str) -> str:
         return self._control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
 
-    def check(self, history: Literal["append", "fork", "fold"], roles: Iterable[str]) -> list[str]:
+    def check(
+        self, history: Literal["append", "fork", "fold"], roles: Iterable[str], shown: bool = False
+    ) -> list[str]:
         """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:
-        ConfigError if not. Returns warnings about what works, but perhaps not as expected."""
+        ConfigError if not. Returns warnings about what works, but perhaps not as expected. `shown`:
+        the prompts show calls of all tools."""
         roles = tuple(dict.fromkeys(roles))
         warnings = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
         warnings += [
@@ -165,7 +168,7 @@ class Chat:
             return warnings
         if self._render.shape.user_replies:
             warnings.append("the chat template has no tool role: replies are shown as messages of the user")
-        if not self._probe.shows_tools():
+        if not (shown or self._probe.shows_tools()):
             chatml = "<|im_end|>" in self._tokenizer.get_added_vocab()
             ready = "=chatml_tools, which does" if chatml else " to a Jinja file that does"
             warnings.append(

@@ -283,6 +283,7 @@ def record_place(config: RunConfig) -> None:
 def check_settings(inputs: Inputs) -> Iterator[Note]:
     """What is valid, but probably a mistake."""
     from asyncrl.conversation.parsers import detect, parsers
+    from asyncrl.rollout.components import shown_calls
 
     config, gpu, trains = inputs.config, sees_gpu(inputs.config), inputs.config.total_steps > 0
     rollout, engine, parser = config.rollout, config.engine, config.rollout.parser
@@ -320,7 +321,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
             f"taken for text; set rollout.parser={fitting}"
         )
-    if calls and rollout.tools and not fitting:
+    shown = fitting or (calls and shown_calls(config, inputs.tools, inputs.samples.train[0].prompt))
+    if calls and rollout.tools and not shown:
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
             f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Rules
-from asyncrl.conversation.parsers import load_parser
+from asyncrl.conversation.parsers import load_parser, parse_turn
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.observe.files import first_day
@@ -99,4 +99,14 @@ def check_chat(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Messa
             chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
         except ConfigError as error:
             raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
-    return chat.check(rollout.history, ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment))
+    roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
+    return chat.check(rollout.history, roles, shown=tools.keys() <= shown_calls(config, tools, prompt))
+
+
+def shown_calls(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Message, ...]) -> set[str]:
+    """The tools that turns of the model in the prompt (worked examples) call, as the parser reads them."""
+    parser, schemas = load_parser(config.rollout.parser), tuple(tool.schema_text for tool in tools.values())
+    turns = [
+        parse_turn(parser, message.content, schemas) for message in prompt if message.role == "assistant"
+    ]
+    return {call.name for turn in turns for call in turn.calls} & tools.keys()

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, servers
-from asyncrl.launch.data import Inputs, ok
+from asyncrl.launch.data import Inputs, RunData, ok
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 
@@ -171,7 +171,8 @@ def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def warnings(config: RunConfig) -> list[str]:
-    found = list(preflight.check_settings(Inputs(config)))
+    data = RunData([Sample(0, "sums", (Message("user", "1+1?"),), "2")], None, [])
+    found = list(preflight.check_settings(Inputs(config, data=data)))
     assert all(note.level == "warning" for note in found)
     return [note.text for note in found]
 

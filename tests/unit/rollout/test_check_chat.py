@@ -13,9 +13,11 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.components import check_chat, load_chat
+from asyncrl.launch.data import Inputs, RunData
+from asyncrl.launch.preflight import check_settings
+from asyncrl.rollout.components import check_chat, load_chat, shown_calls
 from asyncrl.tools import Tool, load_tools, tool
-from asyncrl.types import Message
+from asyncrl.types import Message, Sample
 from tests.fakes.chatml import TEMPLATE as CHATML
 from tests.fakes.families import tokenizer_of
 
@@ -128,3 +130,33 @@ def test_a_generation_configuration_that_cannot_be_read_is_refused(
     (saved("qwen2.5", tmp_path) / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"generation_config\.json: .*{says}"):
         load_chat(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("said", "warned"),
+    [
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>', False),
+        ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', True),  # no tool of the run
+        ("calculator(2+3)", True),  # no call to the parser
+    ],
+)
+def test_worked_calls_in_the_prompt_say_what_the_template_does_not(
+    tmp_path: Path, said: str, warned: bool
+) -> None:
+    tokenizer = copy.copy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path)
+    run, tools = config(tmp_path, rollout={"tools": ["calculator"]}), tools_of("calculator")
+    shown = (Message("assistant", said), Message("tool", "5"), Message("assistant", "5"))
+    sample = Sample(0, "sums", (*FIRST, *shown, *FIRST), "5")
+    inputs = Inputs(run, tools, RunData([sample], None, []))
+    parser = [note.text for note in check_settings(inputs) if "how the model writes calls" in note.text]
+    assert [bool(parser), bool(check_chat(run, tools, sample.prompt))] == [warned, warned]
+
+
+def test_a_call_of_one_tool_does_not_show_the_others(tmp_path: Path) -> None:
+    run = config(saved("qwen2.5", tmp_path))
+    call = Message("assistant", '<tool_call>{"name": "calculator", "arguments": {}}</tool_call>')
+    tools = tools_of("calculator", f"{__name__}:pick")
+    assert shown_calls(run, tools, (*FIRST, call)) == {"calculator"}
+    assert not shown_calls(run, tools, (Message("user", call.content),))  # nobody's turn but the model's
