@@ -40,7 +40,6 @@ from asyncrl.errors import ConfigError, EngineError, ProtocolError
 from asyncrl.gateway import completions, responses
 from asyncrl.gateway.wire import ApiError
 from asyncrl.rollout.context import turns_of
-from asyncrl.tools.mcp_relay import is_message
 from asyncrl.types import Message, Sample, Turn, TurnReply
 from asyncrl.weights import collective_messages
 from asyncrl.wire.enrolment import read_token
@@ -211,7 +210,6 @@ def targets() -> list[Target]:
         Target("error of a server", error_text, EngineError, dict[str, dict[str, str]], json),
         Target("chat completions", completions.read, ApiError, completions.ChatRequest, json),
         Target("responses", responses.read, ApiError, responses.ResponsesRequest, json),
-        Target("line of an MCP server", is_message, ValueError, dict[str, str], json),
     ]
 
 

@@ -31,6 +31,11 @@ def called(name: str, arguments: dict[str, str]) -> Any:
     if BROKEN == "dies" and not os.path.exists(sys.argv[2]):  # in the first call
         open(sys.argv[2], "w").close()
         os._exit(3)
+    if BROKEN == "noisy":
+        with open(sys.argv[2], "w") as file:
+            file.write(str(os.getpid()))
+        while True:
+            print("x" * 1000)
     text = str(os.getpid()) if name == "pid" else os.environ.get(arguments["name"], "unset")
     text = "x" * 30_000_000 if BROKEN == "huge" else text
     return {"content": 7 if BROKEN == "bad_result" else [{"type": "text", "text": text}]}

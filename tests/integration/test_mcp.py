@@ -22,7 +22,7 @@ import pytest
 from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools
-from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
+from asyncrl.tools.mcp_client import MAX_BYTES, MAX_UNANSWERED, close_servers
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -37,7 +37,7 @@ run: Callable[[Coroutine[Any, Any, Any]], Any]
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that do not end when they are asked to are here on purpose."""
-    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.1)
+    monkeypatch.setattr("asyncrl.tools.mcp_client.END_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -241,7 +241,7 @@ def test_nothing_that_a_server_started_outlives_a_worker_that_is_killed() -> Non
 @pytest.mark.parametrize("closed", [True, False])
 def test_servers_can_save_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
     """When a worker closes its toolbox, and when its event loop ends without that."""
-    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", DEADLINE)
+    monkeypatch.setattr("asyncrl.tools.mcp_client.END_SECONDS", DEADLINE)
     left = tmp_path / "left"
     tools = tools_of(command=f"{PLAIN} tidy {left}")
     left.unlink()  # of the connection that listed the tools
@@ -279,6 +279,29 @@ def test_a_lost_call_is_repeated_only_where_the_server_allows_it(tmp_path: Path)
 def test_a_result_without_bounds_ends_the_server_not_the_worker() -> None:
     reply = ask(tools_of(command=f"{PLAIN} huge"), "pid")
     assert "that are no MCP messages of at most 8388608 bytes" in (reply.error or "")
+
+
+def test_a_server_that_only_makes_noise_is_gone_before_it_is_called_again(tmp_path: Path) -> None:
+    tools = tools_of(command=f"{PLAIN} noisy {tmp_path / 'pid'}")
+    assert "that are no MCP messages" in (ask(tools, "pid").error or "")
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_the_package_alone_has_no_bound() -> None:
+    """The reason for pipes of our own; should this fail, the package's `stdio_client` will do."""
+    from mcp import StdioServerParameters, stdio_client
+
+    text = f"'x' * {MAX_BYTES + 1}"
+    line = (
+        f"""print('{{"jsonrpc": "2.0", "method": "a", "params": {{"b": "' + {text} + '"}}}}', flush=True)"""
+    )
+
+    async def main() -> int:
+        server = StdioServerParameters(command=sys.executable, args=["-S", "-c", line])
+        async with stdio_client(server) as (received, _):
+            return len((await received.receive()).message.params["b"])
+
+    assert run(asyncio.wait_for(main(), DEADLINE)) > MAX_BYTES
 
 
 # -- a server per episode ----------------------------------------------------------------------------------
