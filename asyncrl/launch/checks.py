@@ -76,6 +76,7 @@ MACHINE = (
     LIBRARIES,
     Check("GPUs", machine.check_gpus, ("libraries",)),
     Check("NCCL", machine.check_nccl, ("libraries",)),
+    Check("network", machine.check_network, ("libraries",)),
     Check("SGLang", machine.check_sglang),
     Check("ports", machine.check_ports),
     Check("open files", machine.check_files),

@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import chain, combinations, product
 from pathlib import Path
 
+import psutil
+
 import asyncrl
+from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES
 from asyncrl.launch.data import Inputs, Note, ok, warning
 from asyncrl.launch.estimates import sized
+from asyncrl.launch.nodes import is_loopback
 from asyncrl.launch.run_directory import creatable, run_directory
-from asyncrl.observe.machine import list_gpus
+from asyncrl.observe.machine import gpu_driver, list_gpus
 from asyncrl.runtime.imports import quick_imports
+from asyncrl.weights.model_files import weight_bytes
 from asyncrl.wire.listening import SPARE
 from asyncrl.wire.sockets import choose_endpoints
 
 LITTLE_DISK = 1e9  # bytes; a checkpoint of 0.1B parameters takes more
-SGLANG_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+INTERFACES = "NCCL_SOCKET_IFNAME"
+UNSET = "^docker,lo"  # what NCCL takes then
+LITTLE_SHARED = 1e9  # bytes; NCCL's documentation asks for them, and containers have 64 MiB
+KERNELS = ("sgl_kernel", "flashinfer")  # SGLang imports the first on every GPU, and does without the second
+# Prints the version, and then what does not go, of the modules that are named, where there is a GPU to use.
+BROKEN = "cannot be imported:"
+ASK_SGLANG = f"""
+import sys
+from importlib import import_module, metadata
+print(metadata.version("sglang"))
+if sys.argv[1:] and import_module("torch").cuda.is_available():
+    for name in sys.argv[1:]:
+        try:
+            import_module(name)
+        except Exception as error:
+            print(name, {BROKEN!r}, *str(error).split()[:40])
+"""
 VERSION_SECONDS = 60.0  # on a busy machine, from a cold disk
 
 
@@ -56,14 +79,71 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
         raise ConfigError(f"torch cannot use the GPUs: {one_line(error)}; nvidia-smi may say more") from None
     if names:
         yield ok(f"CUDA {version.cuda}: " + ", ".join(f"{p.name}, {sized(p.total_memory)}" for p in names))
+        if inputs.config.launch.kind == "local":  # Ray deals GPUs itself
+            yield from _check_peers(inputs.config, count)
     elif listed := list_gpus():
-        built = f"is built for CUDA {version.cuda}" if version.cuda else "is built without CUDA"
-        yield warning(
-            f"nvidia-smi lists {len(listed)}, and torch, which {built}, can use none; install "
-            "a torch that fits the driver"
-        )
+        text = f"nvidia-smi lists {len(listed)}, and torch can use none: {_why_unusable()}"
+        own = _servers_here(inputs.config) and not inputs.config.engine.server_command  # this Python's
+        if own or inputs.config.model.device == "cuda":
+            raise ConfigError(text)
+        yield warning(text)
     else:
         yield ok("none; the trainer runs on the CPU")
+
+
+def _why_unusable() -> str:
+    """Why torch uses none of the GPUs that the driver lists, and what to do about it."""
+    from torch import cuda, version
+
+    driver, newest = gpu_driver()
+    major, built = newest.partition(".")[0], version.cuda
+    fitting = f"a torch that is built for CUDA {major or 'of the driver'}"
+    if not built:
+        return f"it is built without CUDA; install {fitting}"
+    both = f"it is built for CUDA {built}, and the driver ({driver}) runs CUDA {newest} at most"
+    if major and int(major) < int(built.partition(".")[0]):
+        return f"{both}; install a driver for CUDA {built}, or {fitting}"
+    with recorded() as failure:
+        cuda.init()  # type: ignore[no-untyped-call]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    return f"{both} ({failure.line}); CUDA_VISIBLE_DEVICES is {visible!r}"
+
+
+def _servers_here(config: RunConfig) -> bool:
+    return config.engine.remote and not config.engine.urls and config.launch.kind == "local"
+
+
+def _grouped(config: RunConfig) -> bool:
+    """Processes on GPUs of this machine speak NCCL: ranks, those of a server, or both with each other."""
+    from torch.cuda import is_available
+
+    tp = config.engine.tp if _servers_here(config) else 1
+    return is_available() and (max(config.trainer.ranks, tp) > 1 or config.weights.transport != "disk")
+
+
+def _check_peers(config: RunConfig, count: int) -> Iterator[Note]:
+    """GPUs that exchange tensors can read each other's memory."""
+    from torch.cuda import can_device_access_peer
+
+    from asyncrl.engines.sglang.process import base_gpu
+
+    started = config.engine.servers if _servers_here(config) else 0
+    ranks = {rank % count for rank in range(config.trainer.ranks) if config.model.device != "cpu"}
+    firsts = [base_gpu(config, index, count) for index in range(started)]
+    servers = [range(first, min(first + config.engine.tp, count)) for first in firsts]
+    across = {*product(ranks, chain(*servers))} if config.weights.transport != "disk" else set()
+    within = {pair for group in (ranks, *servers) for pair in combinations(group, 2)}
+    apart = {pair for pair in across | within if pair[0] != pair[1] and not can_device_access_peer(*pair)}
+    text = f"GPUs {', '.join(f'{a}-{b}' for a, b in sorted(apart))} cannot read each other's memory"
+    if config.weights.transport == "ipc" and apart.intersection(across):
+        raise ConfigError(
+            f"{text}, as weights.transport=ipc does between ranks and servers; set it to collective, or disk"
+        )
+    if apart:
+        yield warning(
+            f"{text} (nvidia-smi topo -p2p r): NCCL goes through /dev/shm, which is slower; if a run hangs "
+            "in its first collective, export NCCL_P2P_DISABLE=1"
+        )
 
 
 def check_nccl(inputs: Inputs) -> Iterator[Note]:
@@ -83,35 +163,73 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
         yield ok("none; one rank, and weights through files, do without")
 
 
+def check_network(inputs: Inputs) -> Iterator[Note]:
+    """The interfaces that processes on GPUs would use among each other. On Ray one that is told nothing takes
+    that of its machine's address (`launch.ray.use_interface_of`)."""
+    config, named, stats = inputs.config, os.environ.get(INTERFACES, ""), psutil.net_if_stats()
+    ray, far = bool(config.launch.ray_address), config.engine.urls and not is_loopback(config.launch.host)
+    seen = ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in stats.items())
+    usable = [name for name, its in stats.items() if its.isup and _means(named or UNSET, name)]
+    problem = ""
+    if named and not usable:
+        problem = f"{INTERFACES}={named} means none that is up of {seen}; correct it, or unset it"
+    elif (ray or far) and all("loopback" in stats[name].flags for name in usable):
+        problem = f"only loopback is left of {seen}: other machines cannot be reached; see {INTERFACES}"
+    elif far and not named and len(usable) > 1:
+        problem = f"NCCL may take any of {seen}; export {INTERFACES}=NAME here and for the servers"
+    if not problem or not (ray or _grouped(config)):
+        yield ok(seen)
+    elif named and not (usable or ray):
+        raise ConfigError(problem)
+    else:
+        yield warning(problem)
+
+
+def _means(named: str, interface: str) -> bool:
+    """As NCCL reads its variable: `eth,ib` begin so, `=eth0` is called so, and `^docker,lo` do not."""
+    names = named.removeprefix("^").removeprefix("=").split(",")
+    whole = named.removeprefix("^").startswith("=")
+    found = interface in names if whole else interface.startswith(tuple(names))
+    return found != named.startswith("^")
+
+
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
-    """The version of the servers that the run would start; `check_servers` sees that there is a program."""
+    """The version of the servers that the run would start, and with GPUs its kernels; `check_servers` sees
+    that there is a program."""
     engine = inputs.config.engine
     program = engine.server_command[0] if engine.server_command else sys.executable
     if not engine.remote:
         yield ok(f"not used: engine.name is {engine.name}")
-    elif engine.urls or inputs.config.launch.kind == "ray":
+    elif not _servers_here(inputs.config):
         yield ok("on other machines, or started already: not looked at here")
     elif not Path(program).name.startswith("python"):
         yield ok(f"{program} is not Python: its version is seen when the server starts")
     else:
-        yield _sglang_of(program)
+        on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
+        yield from _sglang_of(program, on_gpu)
 
 
-def _sglang_of(program: str) -> Note:
+def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
     from asyncrl.engines.sglang.versions import DIALECTS
 
-    command = [program, "-c", SGLANG_VERSION]
+    command = [program, "-c", ASK_SGLANG, *KERNELS * on_gpu]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         printed = getattr(error, "stderr", None)  # bytes, or none, at a timeout
         lines = printed.strip().splitlines() if isinstance(printed, str) else []
         said = lines[-1] if lines else one_line(error)
-        return warning(f"{program} does not tell its version of sglang ({said}); install it there")
-    found, known = done.stdout.strip(), ", ".join(DIALECTS)
+        yield warning(f"{program} does not tell its version of sglang ({said}); install it there")
+        return
+    found, *lines = done.stdout.strip().splitlines()
+    known, advice = ", ".join(DIALECTS), f"{program} -m pip install sglang=={found}"
     if found not in DIALECTS:
         raise ConfigError(f"{program} has sglang {found}; install one of {known} there")
-    return ok(f"{found} ({program})")
+    for line in (line for line in lines if BROKEN in line):
+        if line.startswith(KERNELS[0]):
+            raise ConfigError(f"sglang {found} cannot start on a GPU: {line}; {advice}")
+        yield warning(f"sglang {found} is slower without: {line}; {advice}")
+    yield ok(f"{found} ({program})")
 
 
 def check_ports(inputs: Inputs) -> Iterator[Note]:
@@ -132,13 +250,27 @@ def check_files(inputs: Inputs) -> Iterator[Note]:
 
 
 def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
-    from asyncrl.weights.disk import SHARED_MEMORY
+    """It has room for weights, where they are to go there, and for NCCL."""
+    from asyncrl.weights.disk import SHARED_MEMORY, bytes_needed
 
-    if SHARED_MEMORY.is_dir():
-        usage = shutil.disk_usage(SHARED_MEMORY)
-        yield ok(f"{sized(usage.free)} of {sized(usage.total)} free")
-    else:
+    if not SHARED_MEMORY.is_dir():
         yield warning(f"{SHARED_MEMORY} is missing: weights go through the run directory, which is slower")
+        return
+    config, weights = inputs.config, inputs.config.weights
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    needed = bytes_needed(weight_bytes(config.model.path), weights.full_every > 1, config.engine.keepers)
+    here = weights.transport == "disk" and weights.directory in ("auto", "shm")
+    little = usage.total < LITTLE_SHARED
+    parts = {
+        f"the versions of the weights take {sized(needed)}": here and needed > usage.free,
+        "versions of larger models do not fit": here and little and not needed,
+        "NCCL wants 1 GB": little and _grouped(config),
+    }
+    text = f"{sized(usage.free)} of {sized(usage.total)} free"
+    text = ", and ".join([text, *(part for part, applies in parts.items() if applies)])
+    advice = "in a container: docker run --shm-size=16g, or --ipc=host"
+    advice += "; or weights.directory=run, or a path on a fast disk" * here
+    yield warning(f"{text}; {advice}") if little and any(parts.values()) else ok(text)
 
 
 def check_locks(inputs: Inputs) -> Iterator[Note]:

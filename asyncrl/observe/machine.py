@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -19,6 +20,7 @@ from asyncrl.errors import UNDECODABLE
 CPUINFO = Path("/proc/cpuinfo")
 LIST_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 LIST_SECONDS = 10.0
+VERSIONS = re.compile(r"Driver Version: *(\S+).*CUDA (?:UMD )?Version: *(\d+\.\d+)")
 PACKAGES = ("torch", "transformers", "sglang")
 
 
@@ -70,3 +72,12 @@ def list_gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return ["GPUs that nvidia-smi could not list"]
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+
+
+def gpu_driver() -> tuple[str, str]:
+    """Versions of the driver and of the newest CUDA that it runs; '' where nvidia-smi does not name them."""
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(LIST_GPUS[:1], capture_output=True, text=True, timeout=LIST_SECONDS)
+        if found := VERSIONS.search(asked.stdout):
+            return found[1], found[2]
+    return "", ""
