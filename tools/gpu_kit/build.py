@@ -84,7 +84,7 @@ def write_models(models: Path) -> None:
             vocab_size=151_936,
             max_position_embeddings=40_960,
             rms_norm_eps=1e-6,
-            rope_theta=1e6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             tie_word_embeddings=True,
             dtype=torch.bfloat16,
             architectures=["Qwen3ForCausalLM"],

@@ -1,0 +1,237 @@
+"""Does the embedded engine record the log-probs that the trainer computes, also across a change of weights?
+
+Turns of 16 sessions with prompts of other lengths are sampled together, by a model of random weights in the
+size of Qwen3 0.6B: greedy, at temperature 1 and at 0.7. The trainer's policy then scores the same tokens, a
+row at a time. The noise floor is the trainer's own: how far its log-probs of these tokens differ between rows
+one by one and all rows in one padded batch, where products have other shapes. Both are maxima over all tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config import ModelConfig
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.engines.torch.engine import TorchEngine, build
+from asyncrl.trainer.model import Policy, load_policy, shards
+from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.world import World, join, leave
+from asyncrl.types import Generation, PolicyVersion
+from parts.common import Context, Finding, attempt, exact_float32
+from tests.fakes.weights import publish
+
+SECONDS = 60
+GOAL = "float32 1e-4; bfloat16 within twice its noise floor"
+
+SESSIONS, MODEL = 16, "qwen3-0.6b"
+STEPS = 320  # before weights change: the engine records its steps after 300 of a kind
+FLOAT32_GOAL, FLOORS = 1e-4, 2.0
+
+
+class Sizes(NamedTuple):
+    prompts: tuple[int, int]  # shortest and longest
+    new: int
+    longest: int  # of a slot
+
+
+class Setup(NamedTuple):
+    """Both sides, with the same weights. `temperatures`: of the sessions; 0 is greedy, recorded as 1."""
+
+    context: Context
+    dtype: str
+    engine: TorchEngine
+    policy: Policy
+    prompts: list[tuple[int, ...]]
+    temperatures: list[float]
+    sizes: Sizes
+
+    def request(self, number: int, name: str, new: int) -> Request:
+        sampling = Sampling(new, stop_ids=(), temperature=self.temperatures[number])
+        return Request(f"{name}-{number}", self.prompts[number], sampling, key=number)
+
+    async def generate(self, name: str, new: int) -> list[Generation]:
+        """A turn of every session, together."""
+        return await asyncio.gather(
+            *(self.engine.generate(self.request(number, name, new)) for number in range(len(self.prompts)))
+        )
+
+    @torch.no_grad()
+    def score(self, turns: Sequence[Generation], *, together: bool) -> list[np.ndarray]:
+        """The trainer's log-probs of these turns, of all rows in one batch or one by one."""
+        rows = [np.array([*prompt, *turn.ids]) for prompt, turn in zip(self.prompts, turns, strict=True)]
+        numbers = [[*range(len(rows))]] if together else [[number] for number in range(len(rows))]
+        found: list[np.ndarray] = []
+        for batch in numbers:
+            lengths = [len(turns[number].ids) for number in batch]
+            starts = [len(self.prompts[number]) for number in batch]
+            spans = zip(starts, lengths, strict=True)
+            temperature = [self.temperatures[number] or 1.0 for number in batch]
+            chosen = Selected.of(
+                [rows[number] for number in batch],
+                np.repeat(np.arange(len(batch)), lengths),
+                np.concatenate([np.arange(start, start + length) for start, length in spans]),
+                torch.tensor(temperature).repeat_interleave(torch.tensor(lengths)),
+            )
+            logp = self.policy(chosen.to(self.context.device)).logp.float().cpu().numpy()
+            self.policy.reshard()  # type: ignore[operator]
+            found += np.split(logp, np.cumsum(lengths)[:-1])
+        return found
+
+
+def run(context: Context) -> Iterator[Finding]:
+    world = join(0, 1, device=context.device.type)
+    path = context.random_model(MODEL, dtype="bfloat16")
+    try:
+        for dtype in ("float32", "bfloat16"):
+            found: list[Finding] = []
+            yield from attempt(
+                dtype, lambda d=dtype, f=found: both_sides(context, world, path, d, f), context
+            )
+            yield from found
+    finally:
+        leave()
+
+
+def both_sides(context: Context, world: World, path: Path, dtype: str, more: list[Finding]) -> Finding:
+    """Compare them at rest; then, in bfloat16 or on a CPU, while weights change."""
+    with exact_float32():
+        began = time.monotonic()
+        setup = set_up(context, world, path, dtype)
+        loaded = time.monotonic() - began
+
+        async def both() -> Finding:
+            try:
+                finding = await at_rest(setup, loaded)
+                if dtype == "bfloat16" or context.small:
+                    more.extend(await updated(setup))
+                return finding
+            finally:
+                await setup.engine.close()
+
+        return asyncio.run(both())
+
+
+def set_up(context: Context, world: World, path: Path, dtype: str) -> Setup:
+    sizes = Sizes((5, 30), 24, 1200) if context.small else Sizes((20, 200), 64, 1200)
+    engine = build(str(path), dtype, SESSIONS, sizes.longest, device=str(context.device))
+    policy = load_policy(ModelConfig(path=str(path), dtype=dtype), world)  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(*sizes.prompts, SESSIONS)
+    prompts = [tuple(rng.integers(0, policy.vocabulary, length).tolist()) for length in lengths]
+    return Setup(context, dtype, engine, policy, prompts, [0.0, 1.0, 0.7, 1.0] * (SESSIONS // 4), sizes)
+
+
+async def at_rest(setup: Setup, loaded: float) -> Finding:
+    began = time.monotonic()
+    turns = await setup.generate("first", setup.sizes.new)
+    spent = time.monotonic() - began
+    finding = judge(setup, setup.dtype, turns)
+    speed = f"{sum(len(turn.ids) for turn in turns) / spent:.0f} tokens/s at {SESSIONS} sessions (first turn)"
+    return Finding(**finding.__dict__ | {"note": f"{finding.note}; {speed}; both loaded in {loaded:.1f} s"})
+
+
+def judge(setup: Setup, name: str, turns: Sequence[Generation]) -> Finding:
+    """The largest difference, beside its goal."""
+    alone, together = setup.score(turns, together=False), setup.score(turns, together=True)
+    engine = [np.array(turn.logprobs, dtype=np.float32) for turn in turns]
+    gaps = [np.abs(a - b) for a, b in zip(engine, alone, strict=True)]
+    gap = np.concatenate(gaps)
+    floor = np.abs(np.concatenate(alone) - np.concatenate(together))
+    goal = FLOAT32_GOAL if setup.dtype == "float32" else FLOORS * float(floor.max())
+    modes = {"greedy": 0.0, "T=1": 1.0, "T=0.7": 0.7}
+    largest = {
+        mode: max(float(one.max()) for one, t in zip(gaps, setup.temperatures, strict=True) if t == value)
+        for mode, value in modes.items()
+    }
+    parts = [f"{mode} {one:.1e}" for mode, one in largest.items()]
+    return Finding(
+        name,
+        f"{gap.max():.1e} (mean {gap.mean():.1e}), floor {floor.max():.1e} (mean {floor.mean():.1e})",
+        f"≤ {goal:.1e}" + ("" if setup.dtype == "float32" else " (twice the floor)"),
+        bool(np.isfinite(gap).all() and gap.max() <= goal),
+        f"{len(gap)} tokens, log-probs from {np.concatenate(alone).min():.1f} to "
+        f"{np.concatenate(alone).max():.2f}; largest gap {', '.join(parts)}",
+    )
+
+
+async def updated(setup: Setup) -> list[Finding]:
+    """Weights change in mid-generation: tokens before are the old policy's, turns after it the new one's."""
+    engine, name = setup.engine, setup.dtype
+    most = setup.sizes.longest - max(map(len, setup.prompts)) - 1
+    turning = asyncio.create_task(setup.generate("second", most))
+    await grown(setup, STEPS * SESSIONS, turning)
+    old, new = await asyncio.to_thread(changed, setup.policy)
+    ref = await asyncio.to_thread(
+        publish, as_published(setup), setup.context.work / name, PolicyVersion(0, 1)
+    )
+    before, began = engine.tokens, time.monotonic()
+    await engine.load(ref)
+    loading = (
+        f"loaded in {time.monotonic() - began:.2f} s, in which {engine.tokens - before} tokens were sampled"
+    )
+    await grown(setup, 8 * SESSIONS, turning)
+    for number in range(SESSIONS):
+        engine.release(f"second-{number}")
+    turns = await turning
+    fill(setup.policy, old)
+    earlier = judge(
+        setup, f"{name}: tokens before a change of weights", [first_version(turn) for turn in turns]
+    )
+    fill(setup.policy, new)
+    versions = sorted({tuple(span.version for span in turn.spans) for turn in turns})
+    later = await setup.generate("third", setup.sizes.new)
+    return [
+        earlier,
+        Finding(
+            f"{name}: versions within those turns", str(versions), "[(0, 1)]", versions == [(0, 1)], loading
+        ),
+        judge(setup, f"{name}: turns after the change", later),
+    ]
+
+
+async def grown(setup: Setup, tokens: int, turning: asyncio.Task[Any]) -> None:
+    """Wait until so many more tokens are sampled, or the turns end."""
+    wanted = setup.engine.tokens + tokens
+    while setup.engine.tokens < wanted and not turning.done():
+        if setup.context.left() < 5:
+            raise TimeoutError(f"{setup.engine.tokens} of {wanted} tokens were sampled in time")
+        await asyncio.sleep(0.01)
+
+
+@torch.no_grad()
+def changed(policy: Policy) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Its weights before and after each was scaled by about 1, give or take a tenth."""
+    old = [weight.clone() for weight in own(policy)]
+    for weight in own(policy):
+        weight.mul_(1 + 0.1 * torch.randn_like(weight))
+    return old, [weight.clone() for weight in own(policy)]
+
+
+@torch.no_grad()
+def fill(policy: Policy, values: list[torch.Tensor]) -> None:
+    for weight, value in zip(own(policy), values, strict=True):
+        weight.copy_(value)
+
+
+def own(policy: Policy) -> list[torch.Tensor]:
+    """The only rank's shards of its weights: all of each."""
+    return [cast(DTensor, weight).to_local() for weight in policy.parameters()]
+
+
+def as_published(setup: Setup) -> dict[str, torch.Tensor]:
+    kept = getattr(torch, setup.dtype)
+    return {name: shard.to_local().to(kept) for name, shard in shards(setup.policy).items()}
+
+
+def first_version(turn: Generation) -> Generation:
+    end = turn.spans[0].end
+    return replace(turn, ids=turn.ids[:end], logprobs=turn.logprobs[:end])
