@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 TRACEBACK_LINES = 12
 NOT_JUDGED = "CPU: not judged"
-# What a CPU computes in seconds, in the shape of the Qwen3 that it stands for. Layers of this width need larger
-# weights for as much influence beside the embedding.
+# What a CPU computes in seconds, in the shape of the Qwen3 that it stands for. Layers of this width need
+# larger weights for as much influence beside the embedding.
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
