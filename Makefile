@@ -20,7 +20,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check gpu-kit gpu-kit-cpu check docs site clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check gpu-kit gpu-kit-cpu check-sglang-pins check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -68,6 +68,10 @@ gpu-kit-cpu: gpu-kit $(KIT_ENV)/bin/python  ## the kit in small sizes, on a CPU,
 	away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cp -r build/gpu-kit "$$away/kit" && out=$$PWD/gpu-report && \
 	cd "$$away/kit" && env -u PYTHONPATH $(abspath $(KIT_ENV))/bin/python check.py --device cpu --minutes 60 \
 		--out "$$out" $(ARGS)
+
+check-sglang-pins: $(VENV)/core  ## do asyncrl and SGLang still go into one environment? Downloads some GB, installs nothing
+	$(BIN)/python -m pip install --dry-run --ignore-installed --progress-bar off -c constraints-sglang.txt \
+		".[sglang,ray,agents,wandb,tensorboard]" checkpoint-engine
 
 check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/ruff check .

@@ -33,8 +33,10 @@ def check_servers(config: RunConfig) -> None:
         )
     elif not engine.server_command and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
-            "engine.name is sglang, which is not installed here: pip install sglang (for GPUs), or attach "
-            "to servers with engine.urls=[…]; on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
+            "engine.name is sglang, which is not installed here: for GPUs pip install '.[sglang]' "
+            "-c constraints-sglang.txt in a checkout, or name a program of another environment in "
+            "engine.server_command, or attach to servers with engine.urls=[…]; on a CPU, make sglang-cpu "
+            "in a checkout, then engine=sglang_cpu"
         )
     elif config.weights.transport != "ipc" or engine.server_command:
         return

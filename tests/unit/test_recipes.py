@@ -39,6 +39,17 @@ def test_there_are_three() -> None:
     assert [recipe[:2] for recipe in RECIPES] == [("0.6B", "1"), ("8B", "8"), ("32B", "16")]
 
 
+def test_the_first_run_of_the_readme_is_the_recipe_for_one_gpu_and_fits_eight() -> None:
+    section = (ROOT / "README.md").read_text().partition("## On a GPU")[2].partition("\n## ")[0]
+    (command,) = re.findall(r"^asyncrl train (.*?)^```$", section, re.M | re.S)
+    named = [key for key in overrides(command) if not key.startswith("name=")]
+    assert named == [key for key in overrides(RECIPES[0][2]) if not key.startswith("name=")]
+    (eight,) = re.findall(r"`(engine=sglang .*?)`", section)
+    at = next(index for index, key in enumerate(named) if key.startswith("engine="))
+    config = compose(["name=gsm8k", *named[:at], *eight.split()])
+    assert config.engine.servers * config.engine.tp + config.trainer.ranks == 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "published"),
