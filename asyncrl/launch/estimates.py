@@ -240,7 +240,10 @@ def version_bytes(config: RunConfig) -> int:
 
 
 def _state_share(trainer: TrainerConfig) -> float:
-    """Elements that the optimizer keeps per parameter: 2 for AdamW."""
+    """Elements that the optimizer keeps per parameter. Of AdamW it is known: to make an optimizer imports
+    torch's compiler, a second of each start."""
+    if trainer.optimizer == "adamw":
+        return 2.0
     from torch import Tensor, nn
 
     from asyncrl.trainer.optimizer import make_optimizer

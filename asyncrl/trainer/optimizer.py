@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from asyncrl.config import TrainerConfig
@@ -103,7 +102,7 @@ def take_step(
     for grad in grads:
         grad.mul_(scale)
     total = torch.nn.utils.get_total_norm(grads)
-    total = total.full_tensor() if isinstance(total, DTensor) else total
+    total = total.full_tensor() if hasattr(total, "full_tensor") else total  # it is a DTensor
     if clip:
         torch.nn.utils.clip_grads_with_norm_(trainable(model), clip, total)
     norm = float(total)

@@ -238,6 +238,8 @@ def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
     [
         ({}, 4 + 4 + 8),
         ({"model": {"lora_rank": 8}}, 4),
+        ({"trainer": {"optimizer": {"adamw": {"amsgrad": True}}}}, 4 + 4 + 12),
+        ({"trainer": {"optimizer": {"adamw": {}}}}, 4 + 4 + 8),
         ({"trainer": {"optimizer": "sgd"}}, 4 + 4),
         ({"trainer": {"optimizer": {"sgd": {"momentum": 0.9}}}}, 4 + 4 + 4),
         (CRITIC, 2 * (4 + 4 + 8)),
@@ -247,6 +249,12 @@ def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
 )
 def test_what_stays_in_memory(model: Path, keys: dict[str, Any], bytes_each: int) -> None:
     assert static_bytes(config(model, **keys)) == pytest.approx(100_000_001 * bytes_each, rel=0.01)
+
+
+def test_a_start_with_adamw_makes_no_optimizer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make one takes a second: torch imports its compiler."""
+    monkeypatch.setattr("asyncrl.trainer.optimizer.make_optimizer", None)
+    assert static_bytes(config(model)) == pytest.approx(100_000_001 * 16, rel=0.01)
 
 
 def test_what_cannot_fit_is_refused_with_the_keys_that_help(
