@@ -7,13 +7,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from asyncrl.trainer.prefix_tree import Forest
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+BLOCK = 128  # tokens of a block: what none of its queries sees is not computed
 
 
 class Scoring(NamedTuple):
@@ -26,53 +29,81 @@ class Scoring(NamedTuple):
 
 
 class FlexKernel:
-    """Nodes are numbered depth first, so a node's descendants are those up to its last one: a token sees
-    another if its node is a descendant of the other's, or the same, and its position is not before.
+    """Nodes lie in the sequence depth first, so what is below a node ends where its last descendant does: a
+    token sees those up to itself whose `end` is behind it. Layers share the masks.
 
-    Per token [T]: `node`, `last`, the last descendant of its node, and `position`.
+    Per token [T]: `end`, and `position` in its row. Numbers that a kernel reads are tensors: with dynamic
+    shapes torch compiles no captured numbers of Python.
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
-        node = torch.arange(len(forest.sizes)).repeat_interleave(torch.tensor(forest.sizes))
-        last = _last_descendants(forest).repeat_interleave(torch.tensor(forest.sizes))
-        self.node, self.last = node.to(device), last.to(device)
-        self.position = torch.from_numpy(forest.positions).to(device)
+        end = np.empty(len(forest.ids), dtype=np.int32)
+        for path, stop in zip(forest.paths, np.cumsum(forest.sizes), strict=True):
+            end[path] = stop  # in order: of what is on several paths the last one remains
+        position = forest.positions.astype(np.int32)
+        self.end, self.position = (torch.from_numpy(x).to(device) for x in (end, position))
         self._masks: dict[int | None, BlockMask] = {}
+        self._caps: dict[float, Callable[..., Tensor]] = {}
 
     def visible(self, window: int | None) -> MaskMod:
         """Whether the token at index q sees that at index k; any shapes."""
-        node, last, position = self.node, self.last, self.position
+        end, position = self.end, self.position
 
         def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            under = (node[k] <= node[q]) & (node[q] <= last[k])
-            back = position[q] - position[k]
-            near = back >= 0
-            return under & (near if window is None else near & (back < window))
+            return (k <= q) & (q < end[k])
 
-        return seen
+        if window is None:
+            return seen
+        reach = torch.tensor(window, device=end.device)
+
+        def near(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q < end[k]) & (position[q] - position[k] < reach)
+
+        return near
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """As `AttentionKernel`."""
+        if scoring.window not in self._masks:
+            self._masks[scoring.window] = self.block_mask(scoring.window)
+        if scoring.softcap is not None and scoring.softcap not in self._caps:
+            self._caps[scoring.softcap] = _capped(query.new_tensor(scoring.softcap))
         found = _flex(query.is_cuda)(
             query[None],
             key[None],
             value[None],
-            score_mod=None if scoring.softcap is None else _capped(scoring.softcap),
-            block_mask=self._block_mask(scoring.window),
+            score_mod=None if scoring.softcap is None else self._caps[scoring.softcap],
+            block_mask=self._masks[scoring.window],
             scale=scoring.scale,
             enable_gqa=query.shape[0] != key.shape[0],
+            kernel_options={"BACKEND": "TRITON"},  # one kernel for short rows, too
         )
         return found[0].transpose(0, 1)
 
-    def _block_mask(self, window: int | None) -> BlockMask:
-        if window not in self._masks:
-            size = len(self.node)
-            make = _block_masks(self.node.is_cuda)
-            self._masks[window] = make(self.visible(window), None, None, size, size, self.node.device)
-        return self._masks[window]
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Which blocks of keys a block of queries sees in part, and which all of it sees whole: from the
+        extremes of both. With a window some that none sees count as seen in part."""
+        size = len(self.end)
+        first = torch.arange(0, size, BLOCK, dtype=torch.int32, device=self.end.device)
+        last, short = first + BLOCK - 1, -size % BLOCK
+        ends, places = (pad(x, (0, short), value=size).view(-1, BLOCK) for x in (self.end, self.position))
+        some = (first <= first[:, None]) & (ends.amax(1) > first[:, None])
+        whole = (first < first[:, None]) & (ends.amin(1) > last[:, None])
+        if window is not None:
+            low, high = places.amin(1), pad(self.position, (0, short)).view(-1, BLOCK).amax(1)
+            some &= low[:, None] - high < window
+            whole &= high[:, None] - low < window
+        listed = [x for part in (some & ~whole, whole) for x in _listed(part)]
+        seen = self.visible(window)
+        return BlockMask.from_kv_blocks(*listed, BLOCK, seen, seq_lengths=(size, size))
 
 
-def _capped(bound: float) -> Callable[..., Tensor]:
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each row are true, and which, as BlockMask has them."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+def _capped(bound: Tensor) -> Callable[..., Tensor]:
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)
 
@@ -83,18 +114,3 @@ def _capped(bound: float) -> Callable[..., Tensor]:
 def _flex(compiled: bool) -> Any:
     """Not compiled it would hold a T x T matrix of scores. Shapes are dynamic: every batch has another."""
     return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
-
-
-@cache
-def _block_masks(compiled: bool) -> Any:
-    """Not compiled it would hold a T x T mask."""
-    return torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
-
-
-def _last_descendants(forest: Forest) -> Tensor:
-    """Of each node, the number of its last descendant."""
-    node_of = torch.arange(len(forest.sizes)).repeat_interleave(torch.tensor(forest.sizes))
-    last = torch.arange(len(forest.sizes))
-    for number, path in enumerate(forest.paths):  # in order: the last one that has a node above it remains
-        last[node_of[torch.from_numpy(path)].unique()] = number
-    return last

@@ -15,11 +15,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer import attention, prefix_tree
+from asyncrl.trainer import attention, flex, prefix_tree
 from asyncrl.trainer.attention import NodeKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.footprint import LiveBytes
@@ -181,9 +182,43 @@ def test_attention_is_that_under_a_dense_mask(
         patch.setattr(attention, "QUERIES", 7)
         found = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
     assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
-    flex = FlexKernel(forest, torch.device("cpu"))
+    kernel = FlexKernel(forest, torch.device("cpu"))
     at = torch.arange(size)
-    assert torch.equal(flex.visible(window)(at, at, at[:, None], at), seen)
+    assert torch.equal(kernel.visible(window)(at, at, at[:, None], at), seen)
+
+
+@settings(deadline=None, max_examples=40)
+@given(few_rows, st.sampled_from([None, 1, 3, 25]))
+def test_blocks_of_a_mask_are_those_that_some_query_sees(given: list[list[int]], window: int | None) -> None:
+    """With a window some that none sees may be among them; blocks taken as whole are whole in any case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "LEAST", 1)
+        patch.setattr(flex, "BLOCK", 8)
+        forest = plant([np.array(row) for row in given], shared=True)
+        kernel = FlexKernel(forest, torch.device("cpu"))
+        found, size = kernel.block_mask(window), len(forest.ids)
+        wanted = create_block_mask(kernel.visible(window), None, None, size, size, "cpu", 8)
+    assert found.shape == wanted.shape
+    (some, whole), (all_some, all_whole) = (_blocks(found), _blocks(wanted))
+    assert not (all_some & ~some).any() and not (whole & ~all_whole).any()
+    assert window is not None or (torch.equal(some, all_some) and torch.equal(whole, all_whole))
+
+
+def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks, blocks]: seen in part or whole; seen whole."""
+    counts, order = mask.full_kv_num_blocks, mask.full_kv_indices
+    assert counts is not None and order is not None
+    listed = torch.arange(order.shape[-1]) < counts[0, 0, :, None]
+    whole = torch.zeros_like(listed).scatter(1, order[0, 0].long(), listed)
+    return mask.to_dense()[0, 0].bool(), whole
+
+
+def test_a_kernel_captures_no_numbers() -> None:
+    """torch 2.11 fails to compile a captured number of Python with dynamic shapes."""
+    kernel = FlexKernel(plant(rows(), shared=True), torch.device("cpu"))
+    capped = flex._capped(torch.tensor(2.0))
+    for function in (kernel.visible(None), kernel.visible(25), capped):
+        assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
