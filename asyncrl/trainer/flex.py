@@ -92,9 +92,11 @@ class FlexKernel:
             low, high = places.amin(1), pad(self.position, (0, short)).view(-1, BLOCK).amax(1)
             some &= low[:, None] - high < window
             whole &= high[:, None] - low < window
-        listed = [x for part in (some & ~whole, whole) for x in _listed(part)]
-        seen = self.visible(window)
-        return BlockMask.from_kv_blocks(*listed, BLOCK, seen, seq_lengths=(size, size))
+        seen, lengths = self.visible(window), (size, size)
+        in_part, entire = _listed(some & ~whole), _listed(whole)
+        return BlockMask.from_kv_blocks(
+            *in_part, *entire, mask_mod=seen, BLOCK_SIZE=BLOCK, seq_lengths=lengths
+        )
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
