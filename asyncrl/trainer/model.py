@@ -154,10 +154,30 @@ def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: i
     return tuple(scores.logp.tolist())
 
 
-def shards(policy: Policy) -> dict[str, DTensor]:
+def shards(policy: Policy) -> Mapping[str, DTensor]:
     """The weights that others are given, by the model's own names: the trained ones themselves, or copies
-    with an adapter merged in. One that two modules share has the first name only. A collective."""
-    return dict(_published(policy))
+    with an adapter merged in. One that two modules share has the first name only. To read is a collective."""
+    return PublishedShards(policy)
+
+
+class PublishedShards(Mapping[str, DTensor]):
+    """Merges a weight when it is read: together the copies take as much memory of a GPU as the model."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._weights, self._adapters = dict(policy.lm.named_parameters()), policy.adapters
+        assert all(isinstance(w, DTensor) for w in self._weights.values()), "between forward and backward"
+        self._names = tuple(dict.fromkeys(piece.parameter for piece in policy.published))
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> DTensor:
+        weight = cast(DTensor, self._weights[name])
+        return weight if self._adapters is None else self._adapters.merged(name, weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def copied_buffers(policy: Policy, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -167,12 +187,3 @@ def copied_buffers(policy: Policy, own: Mapping[str, Tensor] | None = None) -> d
     return {
         piece.name: piece.within(own[piece.parameter].detach().to("cpu", copy=True)) for piece in policy.kept
     }
-
-
-@torch.no_grad()
-def _published(policy: Policy) -> Iterator[tuple[str, DTensor]]:
-    weights = dict(policy.lm.named_parameters())
-    assert all(isinstance(weight, DTensor) for weight in weights.values()), "between forward and backward"
-    for name in dict.fromkeys(piece.parameter for piece in policy.published):
-        weight = cast(DTensor, weights[name])
-        yield name, weight if policy.adapters is None else policy.adapters.merged(name, weight)

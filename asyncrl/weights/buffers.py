@@ -7,7 +7,7 @@ claim the same one. Copies are numbered, and a reader names the one it wants.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -59,14 +59,17 @@ class Buffers:
             self._changed.notify_all()
             return oldest
 
-    def copy(self, index: int, tensors: Sequence[Tensor]) -> None:
+    def copy(self, index: int, tensors: Iterable[Tensor]) -> None:
         """Copy and cast the tensors, of `size` numbers in all, into a buffer that was claimed."""
         buffer = self._buffers[index]
         with self._changed:
             buffer.copied = 0
-        parts = buffer.memory.split([tensor.numel() for tensor in tensors])
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor.reshape(-1), non_blocking=True)
+        start = 0
+        for tensor in tensors:
+            size = tensor.numel()
+            buffer.memory[start : start + size].copy_(tensor.reshape(-1), non_blocking=True)
+            start += size
+        assert start == self._size, "other tensors than the buffers are for"
         if self._pinned:
             # From a GPU all this is only enqueued, in front of the next change of the weights on the stream.
             # Not run so far, for lack of a GPU.

@@ -101,7 +101,7 @@ class HostShards:
 
     def copy(self, index: int, shards: Shards) -> None:
         """Copy this rank's shards, cast to the exported type. Not a collective."""
-        self._buffers.copy(index, [_local(shard) for shard in shards.values()])
+        self._buffers.copy(index, (_local(shard) for shard in shards.values()))
 
     def snapshot(
         self, index: int, version: PolicyVersion, seconds: float, buffers: Mapping[str, Tensor] = {}

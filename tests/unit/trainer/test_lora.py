@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,13 +9,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
 from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.shards import HostShards
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import export, full_state, plain_model, save_tiny_model, save_tiny_qwen
 
@@ -115,6 +118,29 @@ def test_merging_by_hand(world: World, path: str) -> None:
             changed += 1
         assert torch.allclose(merged[name], weight, atol=1e-9), name
     assert changed in (8, 14)
+
+
+def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
+    """All merged weights together would take as much memory as the model again."""
+    policy = adapted(path, world, "float32")
+    made, most = list[weakref.ref[DTensor]](), 0
+
+    def noted(adapters: Adapters, name: str, weight: DTensor) -> DTensor:
+        nonlocal most
+        found = merged(adapters, name, weight)
+        if found is not weight:
+            made.append(weakref.ref(found))
+        most = max(most, sum(one() is not None for one in made))
+        return found
+
+    merged = Adapters.merged
+    with mock.patch.object(Adapters, "merged", noted):
+        host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
+        host.copy(host.claim(lambda busy: [busy]), shards(policy))
+    assert len(made) > 8 and most <= 2
+    version = host.snapshot(0, PolicyVersion(0, 1), 0.0)
+    found = {name: t for bucket in version.buckets(1 << 20) for name, t in bucket.items()}
+    assert all(torch.equal(found[name], weight) for name, weight in full_state(policy).items())
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
