@@ -32,7 +32,15 @@ from parts.common import Context, Finding, append, failure
 
 HERE = Path(__file__).resolve().parent
 # In the order of their value: the last ones may find no time left.
-ORDER = ["devices", "engine", "memory", "weights", "offload"]
+ORDER = [
+    "devices",
+    "engine",
+    "demo",
+    "memory",
+    "weights",
+    "tests",
+    "offload",
+]
 SMALL_SECONDS = 120.0
 LEAST_S = 8.0  # a part that would get less is not started
 POLL_S = 0.1
