@@ -113,14 +113,20 @@ class WeightsConfig(Section, frozen=True):
     """Update servers one after another, so that generation never stops everywhere."""
 
 
+Tracker = Literal[
+    "wandb", "tensorboard", "swanlab", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"
+]
+
+
 class ObserveConfig(Section, frozen=True):
     """Console, trackers and plot."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """Live view on a terminal, where `g` and `b` show the newest good and bad transcript; elsewhere a line
     for each step."""
-    trackers: list[Literal["wandb", "tensorboard", "swanlab"]] = []
-    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or e.g. `WANDB_MODE=offline`."""
+    trackers: list[Tracker] = []
+    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or e.g. `WANDB_MODE=offline`. Those from
+    aim on, through accelerate, get numbers and the configuration only."""
     project: Text = "asyncrl"
     """Project name for trackers."""
     plot: bool = True

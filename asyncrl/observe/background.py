@@ -7,9 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from asyncrl.errors import recorded
 
+T = TypeVar("T")
 log = logging.getLogger("asyncrl.observe")
 
 
@@ -30,6 +33,22 @@ class Background:
             self._calls.put_nowait(function)
         except queue.Full:
             self._lose()
+
+    def ask(self, function: Callable[[], T], seconds: float) -> T:
+        """What it returns or raises, made like any call. TimeoutError: not within `seconds`."""
+        asked: Future[T] = Future()
+
+        def make() -> None:
+            try:
+                asked.set_result(function())
+            except Exception as error:
+                asked.set_exception(error)
+
+        self.call(make)
+        try:
+            return asked.result(seconds)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
 
     @property
     def idle(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncrl.config import RunConfig
+from asyncrl.config.base import leaves
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.observe.background import Background
 from asyncrl.observe.document import Texts, as_markdown
@@ -217,6 +218,36 @@ class _TensorBoardTracker:
         self._writer.close()
 
 
+class _AccelerateTracker:
+    """Has a place for numbers only. All calls are made in one thread, by which e.g. mlflow knows the run, and
+    none is waited for longer than PATIENCE."""
+
+    def __init__(self, tracker: Any, config: RunConfig) -> None:
+        self._tracker, self._calls = tracker, Background(tracker.name, 1)
+        self._calls.ask(lambda: self._start(config), PATIENCE)
+
+    def _start(self, config: RunConfig) -> None:
+        from accelerate.state import PartialState
+
+        PartialState(cpu=True)  # accelerate asks it whether this is the main process
+        self._tracker.start()
+        options = leaves(msgspec.to_builtins(config))
+        self._tracker.store_init_configuration(
+            {name: value if isinstance(value, int | float) else str(value) for name, value in options}
+        )
+
+    def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
+        named = {name.replace("@", "_at_"): value for name, value in metrics.items()}  # mlflow refuses it
+        self._calls.ask(lambda: self._tracker.log(named, step=step), PATIENCE)
+
+    def transcripts(self, step: int, entries: Sequence[Entry]) -> None: ...
+
+    def summarize(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        self._calls.ask(self._tracker.finish, PATIENCE)
+
+
 def _cell(value: Any) -> Any:
     """A table's columns have one type each."""
     return value if value is None or isinstance(value, bool | int | float) else str(value)
@@ -277,6 +308,22 @@ def _tensorboard(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     return _TensorBoardTracker(module.SummaryWriter(str(run_dir / "tensorboard")), config)
 
 
+def _accelerate(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind: Any = LOGGER_TYPE_TO_CLASS[module.__name__]
+    project, name = config.observe.project, config.name[:NAME_LIMIT]
+    options: dict[str, dict[str, Any]] = {
+        "aim": {"run_name": name, "logging_dir": str(run_dir), "experiment": project},
+        "clearml": {"run_name": project, "task_name": name},
+        "comet_ml": {"run_name": project},
+        "dvclive": {"dir": str(run_dir / "dvclive"), "save_dvc_exp": False},
+        "mlflow": {"experiment_name": project, "run_name": name},
+        "trackio": {"run_name": project, "name": name, "resume": "allow"},
+    }
+    return _AccelerateTracker(kind(**options[module.__name__]), config)
+
+
 def _described(config: RunConfig) -> dict[str, Any]:
     name = config.name[:NAME_LIMIT]
     return {"project": config.observe.project, "name": name, "config": msgspec.to_builtins(config)}
@@ -286,16 +333,19 @@ OPEN: dict[str, Callable[[Any, RunConfig, Path], Tracker]] = {
     "wandb": _wandb,
     "swanlab": _swanlab,
     "tensorboard": _tensorboard,
+    **dict.fromkeys(("aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"), _accelerate),
 }
 LOGGED_IN: dict[str, Callable[[Any], bool]] = {"wandb": _wandb_logged_in, "swanlab": _swanlab_logged_in}
-MODULES = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard"}
+MODULES = {"tensorboard": "torch.utils.tensorboard"}  # of the others: their names
+EXTRAS = ("wandb", "tensorboard", "swanlab")
 
 
 def _module(name: str) -> Any:
     try:
-        return importlib.import_module(MODULES[name])
+        return importlib.import_module(MODULES.get(name, name))
     except ImportError as error:
+        package = f"'asyncrl[{name}]'" if name in EXTRAS else name
         raise ConfigError(
-            f"tracker {name} is not installed ({error}); pip install 'asyncrl[{name}]', or leave it out of "
+            f"tracker {name} is not installed ({error}); pip install {package}, or leave it out of "
             "observe.trackers"
         ) from None

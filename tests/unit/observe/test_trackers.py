@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.files import mark_start
 from asyncrl.observe.summary import VALIDATED
-from asyncrl.observe.trackers import MODULES, OPEN, Trackers, check_trackers
+from asyncrl.observe.trackers import EXTRAS, MODULES, OPEN, Trackers, check_trackers
 
 
 def config(*names: str, run: str = "x") -> RunConfig:
@@ -27,9 +27,10 @@ def config(*names: str, run: str = "x") -> RunConfig:
 
 
 @pytest.mark.parametrize("name", sorted(OPEN))
-def test_an_uninstalled_one_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULES[name], None)
-    with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{name}\]'"):
+def test_an_uninstalled_one_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
+    package = rf"'asyncrl\[{name}\]'" if name in EXTRAS else name
+    with pytest.raises(ConfigError, match=f"pip install {package},"):
         check_trackers(config(name))
 
 
@@ -59,6 +60,48 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
     assert "    path: m" in texts["config"] or "  path: m" in texts["config"]
     assert "so it is 4" in texts["transcripts/validation"] and "score 1.0" in texts["transcripts/validation"]
     assert '"steps": 3' in texts["summary"]
+
+
+def test_a_tracker_of_accelerate_gets_numbers_and_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensorboard's, as that is installed."""
+    pytest.importorskip("tensorboard")
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", lambda **_: TensorBoardTracker("run", tmp_path))
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    mark_start(tmp_path)
+    with Trackers.open(config("mlflow"), tmp_path) as trackers:
+        play(trackers, tmp_path)
+        trackers.log(4, {"val-core/all/greedy/mean@1": 0.25})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    (score,), (held_out,) = (
+        events.Scalars(name) for name in ("critic/score/mean", "val-core/all/greedy/mean_at_1")
+    )
+    assert (score.step, score.value, held_out.step, held_out.value) == (3, 0.5, 4, 0.25)
+    (options,) = tmp_path.glob("run/*/hparams.yml")
+    assert "model.path: m" in options.read_text()
+
+
+def test_a_tracker_of_accelerate_that_hangs_at_its_start_is_refused_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    answers = threading.Event()
+    hanging = SimpleNamespace(name="mlflow", start=lambda: answers.wait(60))
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", lambda **_: hanging)
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    monkeypatch.setattr(trackers_module, "PATIENCE", 0.05)
+    mark_start(tmp_path)
+    says = r"tracker mlflow cannot be started: TimeoutError: no answer within 0.05 s; leave it out"
+    with pytest.raises(ConfigError, match=says), Trackers.open(config("mlflow"), tmp_path):
+        pass
+    answers.set()
 
 
 def play(trackers: Trackers, run_dir: Path) -> None:
