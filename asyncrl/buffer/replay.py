@@ -57,8 +57,7 @@ class ReplayBuffer:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
         self.greedy, self.reads = greedy, reads
         partial = config.group_policy == "partial" and not greedy
-        self._patience = config.group_deadline if partial else math.inf
-        self.deadlines = Deadlines(self._patience)
+        self.deadlines = Deadlines(config.group_deadline if partial else math.inf)
         self.group_size = config.episodes_per_group + greedy
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
@@ -98,12 +97,10 @@ class ReplayBuffer:
         left: dict[State, int],
         now: float,
     ) -> None:
-        """Take over what a store holds: live groups, their episodes, and the counts of the rest."""
+        """Take over, once and first, what a store holds: live groups, their episodes, counts of the rest."""
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
-        self.deadlines, self.meter = Deadlines(self._patience), FlowMeter()
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
-        self.tally, self.floors = Tally(), {}
         for group in self.live.values():
             self.cohorts.exclude(group.issued_step)
             self.deadlines.restore(group, now)

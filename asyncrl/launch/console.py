@@ -66,7 +66,7 @@ class Console:
         said = ((status.failed, before.failed), (status.alert, before.alert))
         news += [text for text, earlier in said if text and not earlier]
         now = time.monotonic()
-        done = status.step + status.gauges.get(BATCH, 0.0)
+        done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))  # a whole batch is not yet a step
         self.state.progress.update(done, status.phase == "running", now)
         for line in news:
             self._line(line)

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ from asyncrl.store.segments import fsync
 log = logging.getLogger("asyncrl.store")
 
 FOLDER, KEPT = "copies", 2
-PATIENCE = 60.0  # seconds that closing waits for a copy under way
+PATIENCE = 60.0  # seconds that closing waits for a copy under way, and after which one is named
 BEYOND = 1_000_000  # epochs: never are so many given between two checkpoints
 _ROWS = {  # that a copy has of each table
     **dict.fromkeys(("meta", "retired", "commits", "checkpoints", "versions"), ""),
@@ -42,11 +43,17 @@ class Copies:
     """Those of one run, for its coordinator. `due`: one is to be made after the next transaction."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._thread, self.due = run_dir, Thread(), False
+        self._run_dir, self._thread, self.due, self._began = run_dir, Thread(), False, 0.0
 
     @property
     def busy(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def late(self) -> float:
+        """Seconds that the copy under way has taken, once these are too many; 0 before."""
+        taken = time.monotonic() - self._began
+        return taken if self.busy and taken > PATIENCE else 0.0
 
     def wait(self) -> None:
         if self.busy:
@@ -69,6 +76,7 @@ class Copies:
             db.execute("BEGIN")
             db.execute("SELECT count(*) FROM run.meta").fetchone()  # from here on it sees this moment
             self._thread = Thread(target=_write, args=(db, new, dict(counts)), name="copy", daemon=True)
+            self._began = time.monotonic()
             self._thread.start()
         if failure:
             log.error("no copy of %s: %s", self._run_dir / DATABASE, failure.line)

@@ -17,6 +17,8 @@ from contextlib import ExitStack, suppress
 from asyncrl.errors import ConfigError
 
 SPARE = 256  # but at most a quarter of all
+WATCH = 10, 100  # milliseconds between two looks at the descriptors: the nearer the limit, the fewer
+FASTEST = 100  # descriptors in a millisecond: more than ZeroMQ accepts connections
 BACKLOG = 64  # connections that a socket may yet accept when it becomes deaf
 _NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that lets nothing pass
 _FILTER = struct.pack("HP", 1, ctypes.addressof(_NOTHING))
@@ -41,24 +43,25 @@ class Listeners:
             self._files.append(sock.detach())
         return self._files[-1]
 
-    def watch(self) -> None:
-        """Let them hear or be deaf. Must be called several times a second."""
+    def watch(self) -> int:
+        """Let them hear or be deaf. Returns in how many milliseconds it must be called again."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        spare = min(SPARE, limit // 4)
+        spare, room = min(SPARE, limit // 4), 0
         try:
             os.close(lowest := os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
-            deaf = lowest >= limit - spare
+            room = limit - spare - lowest
+            deaf = room <= 0
             if self.shortage:  # there may be gaps below
                 deaf = len(os.listdir("/proc/self/fd")) >= limit - 2 * spare
         except OSError:
             deaf = True
-        if deaf == bool(self.shortage):
-            return
-        wait = f"new connections wait: of {limit} open files {spare} are kept for others; raise ulimit -n"
-        self.shortage = [wait] if deaf else []
-        for file in self._files:
-            with suppress(OSError), socket.fromfd(file, socket.AF_INET, socket.SOCK_STREAM) as sock:
-                sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER if deaf else DETACH_FILTER, _FILTER)
+        if deaf != bool(self.shortage):
+            wait = f"new connections wait: of {limit} open files {spare} are kept for others; raise ulimit -n"
+            self.shortage = [wait] if deaf else []
+            for file in self._files:
+                with suppress(OSError), socket.fromfd(file, socket.AF_INET, socket.SOCK_STREAM) as sock:
+                    sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER if deaf else DETACH_FILTER, _FILTER)
+        return max(WATCH[0], min(WATCH[1], room // FASTEST))
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:

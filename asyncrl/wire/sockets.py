@@ -49,7 +49,6 @@ ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
 ZERO_COPY_RECV = 10
 RETRIED = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
 HANDSHAKE = 3000  # milliseconds in which a connection shows its key, or is closed
-WATCH = 10  # milliseconds between two looks at the descriptors
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
 LAST = int(zmq.DONTWAIT)  # flags of the last part of a message, and of those before it: ints, as sums of
@@ -153,8 +152,7 @@ class Gate:
         refused = 0
         with handler, suppress(zmq.ContextTerminated):
             while True:
-                self.listeners.watch()
-                if not handler.poll(WATCH):
+                if not handler.poll(self.listeners.watch()):
                     continue
                 version, request, _, address, _, _, *credentials = handler.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()

@@ -115,15 +115,16 @@ def load_parser(spec: str, where: str = "rollout.parser") -> Parser:
 def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = "") -> Parsed:
     """A turn, read. Without `tools` nothing is a call: text that looks like one is content. Where the end of
     the `prompt` opens a thought, the turn is read as if the model had: it thinks until it closes that. Where
-    it closes one, a closing tag in the turn is content. A thought is never content: where a parser of another
-    kind than CallFormat found one beside such a call, the content is without the call's text."""
+    it closes one, a closing tag is content, but for one that begins the turn. A thought is never content:
+    where a parser of another kind than CallFormat found one beside such a call, the content is without the
+    call's text."""
     think = parser.think if isinstance(parser, CallFormat) else THINK
     prompt, thinks = prompt.rstrip(), text.lstrip().startswith(think.open)
     if prompt.endswith(think.open) and not thinks:
         text = think.open + text
     if isinstance(parser, CallFormat):
-        if prompt.endswith(think.close) and not thinks:
-            text = think.open + think.close + text
+        if prompt.endswith(think.close) and not thinks:  # a tag that closes it again is no content
+            text = think.open + think.close * (not text.lstrip().startswith(think.close)) + text
         if not tools:
             reasoning, rest = split_reasoning(text, think)
             return Parsed(rest.strip(), reasoning=reasoning)

@@ -68,8 +68,12 @@ class TaggedCalls(NamedTuple):
         said = pair.groupdict().get("text")
         if said is None:
             arguments[key] = Untyped(value.removeprefix("\n").removesuffix("\n") if self.lines else value)
+        elif said in ("true", "string"):
+            arguments[key] = value
+        elif (read := value_of(value, NO_TEXT)) == value:
+            raise Malformed(f"the argument {quote(key)} of {quote(name)} is no JSON, as it is said to be")
         else:
-            arguments[key] = value if said in ("true", "string") else value_of(value, NO_TEXT)
+            arguments[key] = read
         return end + len(tag)
 
 

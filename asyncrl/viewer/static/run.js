@@ -38,10 +38,13 @@ export async function refresh(state) {
   shown = now;
 }
 
+// Runs without `rollout/tokens_per_s` are older: they recorded it as `perf/throughput`.
+const renamed = ({ "perf/throughput": old, ...rest }) => ({ "rollout/tokens_per_s": old, ...rest, ...("rollout/tokens_per_s" in rest && { "perf/throughput": old }) });
+
 function draw(state, answers) {
   const names = state.runs.map((run) => run.name);
   if (!document.getElementById("charts")) setup(names);
-  const tables = answers.map((answer) => ({ x: answer[shownBy], columns: answer.columns }));
+  const tables = answers.map((answer) => ({ x: answer[shownBy], columns: renamed(answer.columns) }));
   const again = () => draw(state, answers);
   const all = [...new Set(answers.flatMap((answer) => Object.keys(answer.columns)))].sort();
   const add = document.getElementById("add-metric");

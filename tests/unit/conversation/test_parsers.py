@@ -82,6 +82,7 @@ def test_the_end_of_the_prompt_says_whether_the_turn_begins_in_a_thought(tools: 
         ("It is", opened, "It is", ""),
         ("<think>It is</think> so.", opened, "It is", "so."),
         ("A </think> closes.", closed, "", "A </think> closes."),
+        ("\n</think>\n\nIt is </think> so.", closed, "", "It is </think> so."),
         ("<think>It is</think> so.", closed, "It is", "so."),
         ("It is</think> so.", other, "It is", "so."),
         ("It is", other, "", "It is"),

@@ -235,6 +235,8 @@ def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
     shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     text = out.getvalue().splitlines()[-1]
     assert text == "[running] step 0/10 (25% of the first batch) | elapsed 0:00:26"
+    shown.status(Status("running", 0, 10, {BATCH: 1.0}, ()))  # it is trained now, for who knows how long
+    assert shown.state.times == "elapsed 0:00:26"
     shown.step(10, METRICS)
     assert " step 10/10 | elapsed 0:00:26 | " in out.getvalue().splitlines()[-1]
     shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))

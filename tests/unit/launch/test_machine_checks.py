@@ -319,6 +319,18 @@ def test_the_network_interface_of_groups(
     assert list(notes) == [level] and re.search(words, notes[level]), notes
 
 
+@pytest.mark.parametrize(("workers", "level"), [(100, "ok"), (300, "warning")])
+def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch, workers: int, level: str) -> None:
+    monkeypatch.setattr(machine, "FILES", 256)
+    monkeypatch.setattr(machine, "ROLE_FILES", 1024)
+    monkeypatch.setattr(machine, "HARD_FILES", 1024)
+    notes = found(machine.check_files, config(rollout={"workers": workers}))
+    assert (
+        list(notes) == [level] and "1024 per process of a run (ulimit -n: 256, at most 1024)" in notes[level]
+    )
+    assert level == "ok" or "903 connections to the coordinator have no room; raise the hard" in notes[level]
+
+
 def test_without_gpus_nccl_has_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus_of_torch(monkeypatch, 0)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth9")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs, ok
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock
+from asyncrl.store import copies
 from asyncrl.store.copies import BEYOND, restore
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError, check_schema
@@ -77,6 +80,27 @@ def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile
     with closing(RunReader.open(tmp_path / "copies" / "000001")) as reader:
         assert restored(reader)[0].flow() == flow
     assert busy, "nothing was written meanwhile"
+    run.store.close()
+
+
+def test_a_copy_on_a_stuck_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log of run.db cannot be shortened meanwhile."""
+    run, stuck = trained(tmp_path), Event()
+    monkeypatch.setattr(copies, "_fill", lambda db, counts: stuck.wait(60))
+    run.checkpoint(keep=2)
+    run.turn()
+    run.store.sync()
+    run.store.commit()
+    assert not caplog.text
+    monkeypatch.setattr(copies, "PATIENCE", 0.0)
+    run.store.sync()
+    run.store.commit()
+    assert re.search(r"a copy takes \d+ s, is the disk stuck\? Its log grows", caplog.text)
+    stuck.set()
+    run.store.copies._thread.join(60)
+    assert not run.store.copies.late
     run.store.close()
 
 

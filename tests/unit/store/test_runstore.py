@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -199,6 +200,20 @@ def test_a_full_disk_is_written_when_there_is_room(tmp_path: Path, monkeypatch: 
         with pytest.raises(StorePaused, match=r"full; the run waits .* free disk space"):
             store.commit()
     store._db.execute("PRAGMA max_page_count=100000")
+    assert_written_once(store)
+
+
+def test_without_descriptors_it_waits_until_there_are_some(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    writes(store)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        with pytest.raises(StorePaused, match=r"Too many open files.*the run waits .*: raise ulimit -n"):
+            store.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert_written_once(store)
 
 

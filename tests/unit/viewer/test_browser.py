@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -22,6 +23,12 @@ ROWS = 'document.querySelectorAll("#list tbody tr").length'
 
 def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: Path) -> None:
     views = Views([save_run(tmp_path / "a"), save_run(tmp_path / "b", lr=0.5)], ended)
+    for run, more in (("a", {}), ("b", {"rollout/tokens_per_s": 900.0})):  # a: before it had that name
+        file = tmp_path / run / "metrics.jsonl"
+        rows = [
+            json.loads(line) | {"perf/throughput": 700.0} | more for line in file.read_text().splitlines()
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     write(tmp_path / "page.html", views)
 
     async def test() -> None:
@@ -61,6 +68,9 @@ async def zoomed_in(tab: Tab) -> None:
 async def looked_at(tab: Tab) -> None:
     """Curves, alerts and differences; by keys the list, a filter, an episode, its neighbour and its group."""
     await tab.until('document.querySelectorAll("canvas").length >= 2')
+    legends = await tab.run('[...document.querySelectorAll(".u-legend")].map(o => o.textContent).join()')
+    assert "a generated" in legends and "b generated" in legends and "b trained, with" in legends
+    assert "a trained, with" not in legends
     assert "skipped optimizer steps" in await tab.run("document.body.innerText")
     assert "trainer.lr" in await tab.run('document.getElementById("differences").innerText')
     await tab.press("2")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from asyncrl.wire.listening import SPARE, Listeners
 
 IDLE = """
 import os, resource, select, socket, sys, time
@@ -108,3 +112,17 @@ def test_idle_connections_cost_neither_files_nor_peers(tmp_path: Path, hard: int
     assert (int(lines["top"]) > 1024) == (hard > 1100), said
     wait = "new connections wait: of 1024 open files 256 are kept for others; raise ulimit -n"
     assert lines["wait"] == ("" if hard > 1100 else wait)
+
+
+@pytest.mark.parametrize(
+    ("left", "milliseconds"), [(20_000, 100), (5_000, 50), (1_100, 11), (100, 10), (0, 10)]
+)
+def test_an_idle_process_far_from_the_limit_looks_seldom(
+    monkeypatch: pytest.MonkeyPatch, left: int, milliseconds: int
+) -> None:
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    limit = lowest + SPARE + left if left else 4 * lowest // 3  # of so few a quarter is kept
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    listeners = Listeners()
+    assert listeners.watch() == milliseconds
+    assert bool(listeners.shortage) == (not left)
