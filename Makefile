@@ -20,7 +20,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check gpu-kit gpu-kit-cpu check-sglang-pins check docs site clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -68,6 +68,10 @@ gpu-kit-cpu: gpu-kit $(KIT_ENV)/bin/python  ## the kit in small sizes, on a CPU,
 	away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cp -r build/gpu-kit "$$away/kit" && out=$$PWD/gpu-report && \
 	cd "$$away/kit" && env -u PYTHONPATH $(abspath $(KIT_ENV))/bin/python check.py --device cpu --minutes 60 \
 		--out "$$out" $(ARGS)
+
+gpu-kit-smollm2: $(VENV)/core $(SMOLLM)/model.safetensors  ## SmolLM2 for the kit, to lie beside it: 87 MiB in parts of at most 40
+	$(BIN)/python tools/gpu_kit/four_bits.py pack --model $(SMOLLM) --data examples/multiturn/smollm2/data \
+		--out build/smollm2
 
 check-sglang-pins: $(VENV)/core  ## do asyncrl and SGLang still go into one environment? Downloads some GB, installs nothing
 	$(BIN)/python -m pip install --dry-run --ignore-installed --progress-bar off -c constraints-sglang.txt \

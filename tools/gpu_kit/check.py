@@ -36,10 +36,15 @@ ORDER = [
     "devices",
     "engine",
     "demo",
+    "packing",
+    "mfu",
     "memory",
     "weights",
     "tests",
+    "compile",
     "offload",
+    "smollm2",
+    "sglang",
 ]
 SMALL_SECONDS = 120.0
 LEAST_S = 8.0  # a part that would get less is not started

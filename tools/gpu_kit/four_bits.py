@@ -1,6 +1,6 @@
 """Pack a model's bfloat16 weights at 4 bits in groups of 32, and unpack them on another machine.
 
-    python tools/gpu_kit/four_bits.py pack --model .models/smollm2-135m-instruct --out build/gpu-kit/smollm2
+    python tools/gpu_kit/four_bits.py pack --model .models/smollm2-135m-instruct --out build/smollm2
     python four_bits.py unpack DIR        # in the packed folder; needs torch and safetensors
 
 The model of `make smollm2` was a GGUF file: 4-bit digits in groups, each with a scale and a minimum in
@@ -150,12 +150,19 @@ def main() -> int:
         "--model", type=Path, required=True, help="directory with model.safetensors in bfloat16"
     )
     packs.add_argument("--out", type=Path, required=True)
+    packs.add_argument("--data", type=Path, help="directory of Parquet files to come along, as JSON lines")
     unpacks = commands.add_parser("unpack", help="write the model's directory")
     unpacks.add_argument("out", type=Path)
     unpacks.add_argument("--folder", type=Path, default=Path(__file__).parent, help="default: this one")
     args = parser.parse_args()
     if args.command == "pack":
         index = pack(args.model, args.out)
+        import pyarrow.parquet  # not where it is unpacked
+
+        for table in args.data.glob("*.parquet") if args.data else ():
+            rows = pyarrow.parquet.read_table(table).to_pylist()
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (args.out / f"{table.stem}.jsonl").write_text(lines)
         size = sum(file.stat().st_size for file in args.out.iterdir())
         print(f"{args.out}: {size / 2**20:.1f} MiB, {index['parts']} parts, {index['wrong']} weights differ")
     else:
