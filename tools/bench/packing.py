@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -26,81 +24,14 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.model import Policy, load_policy
+from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
-from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World, join, leave
 
-MEMBERS = 8
+sys.path.insert(0, str(ROOT / "tools" / "gpu_kit"))
+from parts.rows import Rows, grouped, in_policy, plain_loop, ragged, seconds
+
 HEADER = ["rows", "way", "tokens computed", "s", "useful tokens/s", "of the plain loop", "of packed", "limit"]
-
-
-class Rows(NamedTuple):
-    """Rows of ids, and how many of each are its prompt."""
-
-    ids: list[np.ndarray]
-    prompts: list[int]
-
-    def selected(self, packing: Packing) -> Selected:
-        """The responses, which are what is scored."""
-        scored = [len(row) - prompt for row, prompt in zip(self.ids, self.prompts, strict=True)]
-        row = np.repeat(np.arange(len(scored)), scored)
-        spans = zip(self.prompts, self.ids, strict=True)
-        position = np.concatenate([np.arange(prompt, len(ids)) for prompt, ids in spans])
-        return Selected.of(self.ids, row, position, torch.ones(len(row)), packing)
-
-    @property
-    def useful(self) -> int:
-        return sum(map(len, self.ids))
-
-
-def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
-    """Lengths with a heavy tail, a fifth of each the prompt."""
-    lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
-    return Rows([rng.integers(0, vocabulary, n) for n in lengths], [n // 5 for n in lengths])
-
-
-def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int, response: int) -> Rows:
-    """Responses of 0.7 to 1.3 times the typical length."""
-    ids, prompts = [], []
-    for _ in range(groups):
-        start = rng.integers(0, vocabulary, prompt)
-        for _ in range(MEMBERS):
-            length = int(response * rng.uniform(0.7, 1.3))
-            ids.append(np.concatenate([start, rng.integers(0, vocabulary, length)]))
-            prompts.append(prompt)
-    return Rows(ids, prompts)
-
-
-def plain_loop(model: Any, rows: Rows) -> None:
-    for ids, prompt in zip(rows.ids, rows.prompts, strict=True):
-        row = torch.from_numpy(ids)[None].to(model.device)
-        hidden = model.base_model(row, use_cache=False).last_hidden_state[0, prompt - 1 : -1]
-        table = model.lm_head(hidden).float().log_softmax(-1)
-        table.gather(1, row[0, prompt:, None]).sum().backward()
-    model.zero_grad()
-
-
-def in_policy(policy: Policy, chosen: Selected) -> None:
-    policy(chosen).logp.sum().backward()
-    policy.zero_grad()
-
-
-def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Median of CPU seconds, or of seconds on a GPU, after one call that is not counted."""
-
-    def now() -> float:
-        if device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    found = []
-    for _ in range(repeats + 1):
-        began = now()
-        work()
-        found.append(now() - began)
-    return statistics.median(found[1:])
 
 
 class Bench:

@@ -1,0 +1,346 @@
+"""Which share of the GPU's peak is one training step, and what takes the rest of its time?
+
+A step is the trainer's own, on one rank: joining the turns of episodes, forward, loss, backward, clipping and
+AdamW, through FSDP2, in bfloat16 with float32 weights and optimizer state; random weights in the sizes of
+Qwen3; all rows of one length, of which the first 128 tokens are the prompt.
+
+MFU = FLOP / (seconds x peak). FLOP of a step, useful ones only:
+
+    6 N T + 6 V H S + 6 L h d sum(t^2)
+
+with N the weights of the layers' matrices, T tokens, V x H the output layer, S tokens scored, L layers of h
+heads of size d, and t the length of each row. A weight that is frozen (LoRA) counts 4 instead of 6, for no
+product gives its gradient; an adapter's counts 6. Attention: 2 products of h d t^2 multiply-adds in the
+forward, 4 in the backward, of which the causal half counts: (4 + 8) h d t^2 / 2. Not counted: activations,
+logits and scores that are computed again, the masked half, the embedding, norms, softmax and the optimizer.
+
+Peak: the dense bfloat16 rate of the data sheet, by the GPU's name; of an unknown one that of a large product,
+which is printed in any case. Memory: torch's max_memory_allocated over the step. The losses: kernels of one
+step by torch's profiler, grouped by name; idle: the step's time in which no kernel ran. prime-rl's numbers
+for 4B LoRA on one H100 are 21.7% at 16k and 37.4% at 64k.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from asyncrl.trainer import split_head
+from asyncrl.trainer.flex import FlexKernel, Scoring
+from asyncrl.trainer.performance import FlopCount, peak_flops
+from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.scores import score_chunks
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World, join, leave
+from parts.common import Context, Finding, attempt, failure, release, synchronize, timed
+from parts.steps import episodes, make_learner, train
+
+SECONDS = 150
+GOAL = "4B LoRA above 21.7% at 16k and 37.4% at 64k (prime-rl on one H100)"
+
+K = 1024
+SLOWEST = 0.15  # MFU with which a step is expected to end
+LORA_RANK = 16
+Attend = Callable[[], torch.Tensor]
+GIB = 1 << 30
+PEAKS = {  # bfloat16, dense, FLOP/s
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "GH200": 989e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+# The first pattern that fits a kernel's name names its group.
+GROUPS = {
+    "attention": r"flex|flash|fmha|scaled_dot|attention",
+    "matmul": r"gemm|nvjet|cutlass|cublas|xmma|aten::(add)?mm|aten::bmm|splitk|linear",
+    "FSDP": r"chunk_cat|split_with_sizes|nccl|all_gather|reduce_scatter|fsdp|multi_tensor.*copy",
+    "optimizer": r"adam|multi_tensor|foreach|lpnorm",
+    "softmax and choice of the output layer": r"softmax|gather|scatter|logsumexp",
+    "copies and casts": r"memcpy|memset|copy|fill|zero_",
+    "compiled elementwise": r"triton",
+    "elementwise and reductions": r"elementwise|reduce|vectorized|norm|cat|index|aten::",
+}
+
+
+class Shape(NamedTuple):
+    """`rows` of `length` tokens. `goal`: of MFU; 0: none."""
+
+    name: str
+    rows: int
+    length: int
+    goal: float = 0.0
+
+
+class Case(NamedTuple):
+    """Shapes of one model. `settings` of the trainer: the next are tried where one fails."""
+
+    name: str
+    model: str
+    shapes: tuple[Shape, ...]
+    settings: tuple[dict[str, Any], ...]
+    lora_rank: int = 0
+    profiled: bool = False
+
+
+COMPILED, SECOND, FULL = (
+    {"compile": True},
+    {"activation_checkpointing": 2},
+    {"activation_checkpointing": "full"},
+)
+CASES = (
+    Case(
+        "4B LoRA",
+        "qwen3-4b",
+        (Shape("1 row of 16k", 1, 16 * K, 0.217), Shape("1 row of 64k", 1, 64 * K, 0.374)),
+        (COMPILED | FULL, FULL),
+        lora_rank=LORA_RANK,
+    ),
+    Case(
+        "1.7B",
+        "qwen3-1.7b",
+        (Shape("1 row of 16k", 1, 16 * K), Shape("8 rows of 2k, packed", 8, 2 * K)),
+        (COMPILED, COMPILED | SECOND, FULL),
+        profiled=True,
+    ),
+    Case("1.7B, recomputed", "qwen3-1.7b", (Shape("1 row of 64k", 1, 64 * K),), (COMPILED | FULL, FULL)),
+)
+
+
+def run(context: Context) -> Iterator[Finding]:
+    world = join(0, 1, device=context.kind)
+    try:
+        peak, found = peak_of(context)
+        yield found
+        for case in CASES:
+            yield from measure(case, context, world, peak)
+        yield from attention_alone(context)
+    finally:
+        leave()
+
+
+def peak_of(context: Context) -> tuple[float, Finding]:
+    reached = peak_flops(context.device, "bfloat16")
+    if context.small:
+        return reached, Finding("peak", f"{reached / 1e12:.3g} TFLOP/s, of a product here")
+    name = torch.cuda.get_device_name(context.device)
+    known = next((rate for kind, rate in PEAKS.items() if kind in name), None)
+    source = "data sheet" if known else "of a product here"
+    peak = known or reached
+    value = f"{peak / 1e12:.0f} TFLOP/s ({source}); a large product reaches {reached / 1e12:.0f}"
+    return peak, Finding("peak", value, note=name)
+
+
+def measure(case: Case, context: Context, world: World, peak: float) -> Iterator[Finding]:
+    """All shapes of a case under the first settings that work."""
+    shorter = 64 if context.small else 1
+    left = [shape._replace(length=shape.length // shorter) for shape in case.shapes]
+    tokens = max(shape.rows * shape.length for shape in left)
+    for settings in case.settings:
+        learner = None
+        try:
+            began = time.monotonic()
+            given = {key: one for key, one in settings.items() if not (context.small and key == "compile")}
+            learner = make_learner(context, world, case.model, tokens, lora_rank=case.lora_rank, **given)
+            train(learner, episodes(learner, [min(tokens, 16 * K // shorter)]))  # what is compiled, is
+            synchronize(context)
+            packed, spent = learner.packing, time.monotonic() - began
+            value = f"made and tried in {spent:.1f} s; {told(settings)}; rows {packed}"
+            yield Finding(f"{case.name}: model", value, "rows packed", packed == "packed")
+            while left:
+                yield step(case, learner, left[0], context, peak)
+                if case.profiled:
+                    yield from losses(case, learner, left[0], context)
+                left.pop(0)
+            if case.profiled:
+                yield head_alone(case, learner, context)
+        except Exception as error:
+            found = failure(f"{case.name}: {told(settings)}", error)
+            yield found if settings is case.settings[-1] else replace(found, ok=None)
+        finally:
+            learner = None
+            release(context)
+        if not left:
+            return
+
+
+def told(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={one}" for key, one in settings.items())
+
+
+def flops(learner: Learner, rows: int, length: int, scored: int) -> float:
+    """As the formula above says."""
+    count, config = FlopCount.of(learner.policy.lm), learner.policy.lm.config
+    heads = config.num_attention_heads * config.head_dim
+    attention = 6.0 * config.num_hidden_layers * heads * rows * length**2
+    return count.body * rows * length + count.head * scored + attention
+
+
+def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: float) -> Finding:
+    """Three steps, the first of which warms up; one or two where there is no time for more."""
+    name, tokens = f"{case.name}: {shape.name}", shape.rows * shape.length
+    given = episodes(learner, [shape.length] * shape.rows)
+    scored = sum(len(turn.ids) for _, turns in given for turn in turns)
+    work = flops(learner, shape.rows, shape.length, scored)
+    if not context.small and context.left() < work / (SLOWEST * peak):
+        return Finding(name, "left out: there is no time for it", ok=context.judged(not shape.goal))
+    if not context.small:
+        torch.cuda.reset_peak_memory_stats()
+    taken: list[float] = []
+    while len(taken) < 3 and (not taken or context.left() > 3 * taken[-1] + 10):
+        given = episodes(learner, [shape.length] * shape.rows)
+        synchronize(context)
+        began = time.perf_counter()
+        metrics = train(learner, given)
+        synchronize(context)
+        taken.append(time.perf_counter() - began)
+    spent = statistics.median(taken[1:] or taken)
+    share = work / (spent * peak)
+    memory = "" if context.small else f"; {torch.cuda.max_memory_allocated() / GIB:.1f} GiB allocated at most"
+    value = f"MFU {share:.1%}; {spent:.3g} s; {tokens / spent:,.0f} tokens/s{memory}"
+    norm = metrics.get("actor/grad_norm", float("nan"))
+    timing = f"median of {len(taken) - 1} after one" if len(taken) > 1 else "the first step of this shape"
+    note = f"{work / 1e12:.3g} TFLOP; {timing}; gradient norm {norm:.3g}"
+    fine = context.judged(share > shape.goal) if shape.goal else None
+    return Finding(name, value, f"> {shape.goal:.1%}" if shape.goal else "", fine, note)
+
+
+def losses(case: Case, learner: Learner, shape: Shape, context: Context) -> Iterator[Finding]:
+    """Time by group of kernels in one more step."""
+    given = episodes(learner, [shape.length] * shape.rows)
+    activities = [ProfilerActivity.CPU if context.small else ProfilerActivity.CUDA]
+    synchronize(context)
+    with profile(activities=activities) as found:
+        began = time.perf_counter()
+        train(learner, given)
+        synchronize(context)
+        spent = 1e3 * (time.perf_counter() - began)
+    times, busy = operator_times(found) if context.small else kernel_times(found)
+    groups, largest = grouped(times)
+    groups["idle"] = max(0.0, spent - busy)
+    ranked = sorted(groups.items(), key=lambda pair: -pair[1])
+    apart = [f"{group} {ms:.1f} ms" for group, ms in ranked if group not in ("attention", "matmul")][:3]
+    everything = ", ".join(f"{group} {ms:.1f}" for group, ms in ranked)
+    note = f"of {spent:.0f} ms under the profiler, in ms: {everything}\n" + "\n".join(largest)
+    yield Finding(f"{case.name}: {shape.name}: the three largest losses", "; ".join(apart), note=note)
+
+
+def kernel_times(found: Any) -> tuple[dict[str, list[float]], float]:
+    """Milliseconds of each call by kernel; milliseconds in which some kernel ran."""
+    times, spans = defaultdict[str, list[float]](list), []
+    for event in found.events():
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            spans.append((event.time_range.start, event.time_range.end))
+            times[event.name].append((event.time_range.end - event.time_range.start) / 1e3)
+    busy, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return times, busy / 1e3
+
+
+def operator_times(found: Any) -> tuple[dict[str, list[float]], float]:
+    """The same on a CPU, by operator."""
+    times = {row.key: [row.self_cpu_time_total / 1e3] for row in found.key_averages()}
+    return times, sum(sum(one) for one in times.values())
+
+
+def grouped(times: dict[str, list[float]]) -> tuple[dict[str, float], list[str]]:
+    """Milliseconds by group, and the largest kernels of each but products and attention."""
+    groups, members = defaultdict[str, float](float), defaultdict[str, list[tuple[float, str]]](list)
+    for name, calls in times.items():
+        spent = sum(calls)
+        fits = (group for group, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE))
+        group = next(fits, "others")
+        groups[group] += spent
+        members[group].append((spent, f"{group}: {spent:.2f} ms, {len(calls)} x {name[:110]}"))
+    lines = [line for group in members for _, line in sorted(members[group], reverse=True)[:4]]
+    return dict(groups), lines
+
+
+def head_alone(case: Case, learner: Learner, context: Context) -> Finding:
+    """Output layer, log-probs and entropy, forward and backward: how far they are from their products."""
+    count = 256 if context.small else 16 * K
+    weight: Any = learner.policy.lm.get_output_embeddings().weight
+    table = weight.full_tensor().detach().to(torch.bfloat16).requires_grad_()
+    hidden = torch.randn(count, table.shape[1], device=context.device).bfloat16().requires_grad_()
+    labels = torch.randint(0, len(table), (count,), device=context.device)
+    given: Any = _Tokens(labels, torch.ones(count, device=context.device))
+
+    def work() -> None:
+        total = split_head._WideGradient.apply(table)
+        scores = score_chunks(
+            lambda part: split_head._Linear.apply(part, table, total),
+            hidden,
+            given,
+            entropy_grad=False,
+            collision=False,
+        )
+        scores.logp.sum().backward()
+
+    spent = timed(work, context, repeats=2)
+    rate = 8.0 * count * table.numel() / spent.seconds / 1e12  # one of the products is computed again
+    value = f"{spent}; {rate:.3g} TFLOP/s, products computed again among them"
+    return Finding(f"{case.name}: output layer alone", value, note=f"{count:,} tokens")
+
+
+class _Tokens(NamedTuple):
+    labels: torch.Tensor
+    temperature: torch.Tensor
+
+
+def attention_alone(context: Context) -> Iterator[Finding]:
+    """Flex attention, which the trainer uses, beside torch's causal attention, of one row."""
+    for model, heads, keys in (("1.7B", 16, 8), ("4B", 32, 8)):
+        for length in (16 * K, 64 * K):
+            size = length // 64 if context.small else length
+            given = [
+                torch.randn(size, n, 128, device=context.device).bfloat16().transpose(0, 1).requires_grad_()
+                for n in (heads, keys, keys)
+            ]
+            for way in (flex, causal):
+                name = f"attention of {model} alone, a row of {size:,}: {way.__name__}"
+                yield from attempt(name, partial(speed, name, way, given, context), context)
+
+
+def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Attend:
+    """As the trainer computes it on a GPU."""
+    kernel = FlexKernel(plant([np.arange(query.shape[1])], shared=False), query.device)
+    return lambda: kernel.attend(query, key, value, Scoring(128**-0.5))
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Attend:
+    """torch's own for one row."""
+    given = query[None], key[None], value[None]
+    return lambda: scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def speed(name: str, way: Callable[..., Attend], given: Sequence[torch.Tensor], context: Context) -> Finding:
+    forward_only = context.small and way is flex  # a CPU has no backward of it
+    attend = way(*(x.detach() if forward_only else x for x in given))
+    heads, length, size = given[0].shape
+    work = 2.0 * heads * size * length**2  # of a forward, the causal half
+    forward = timed(attend, context, repeats=3)
+    value = f"forward {forward}, {work / forward.seconds / 1e12:.3g} TFLOP/s"
+    if not forward_only:
+        found = attend()
+        gradient = torch.ones_like(found)
+        again = partial(torch.autograd.grad, found, given, gradient, retain_graph=True)
+        backward = timed(again, context, repeats=3)
+        value += f"; backward {backward}, {2 * work / backward.seconds / 1e12:.3g} TFLOP/s"
+    return Finding(name, value)

@@ -1,0 +1,210 @@
+"""Are log-probs and gradients of packed rows those of rows one by one in float64, and how fast are they?
+
+Rows of groups with common prompts go through the trainer's policy as they lie in a run: packed, and as a tree
+of shared prefixes. The reference is the model of transformers in float64, a row at a time, with the same
+weights. Distances are relative: the norm of the difference by the norm of the reference, of the log-probs and
+of all gradients together. In float32 (without TF32) the limit is 1e-4; in bfloat16 it is twice the distance
+of the same model of transformers in bfloat16, a row at a time. Models: Qwen3 (grouped query heads) and Gemma2
+(windows in every other layer, soft caps), small but with the heads of Qwen3 0.6B, random weights.
+
+Useful tokens/s: forward and backward of the log-probs of all responses by a model in the size of Qwen3 0.6B,
+in bfloat16; a token of a row counts once however it is computed, padding does not count. The plain loop is
+the model of transformers, a row at a time without padding. Groups are of 8.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import ModelConfig, Packing
+from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.model import Policy, load_policy
+from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.world import World, join, leave
+from parts.common import Context, Finding, attempt, exact_float32
+from parts.rows import Rows, grouped, in_policy, plain_backward, plain_loop, ragged, seconds
+
+SECONDS = 90
+GOAL = "gradients: float32 1e-4, bfloat16 2 x the plain loop's; packed 0.95 of a plain loop; tree 2.2 at 4:1"
+
+FLOAT32_LIMIT, NOISE = 1e-4, 2.0
+PACKED_GOAL, TREE_GOAL = 0.95, 2.2
+REPEATS = 3
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    # In every other layer a window; scores and logits are capped.
+    "Gemma2": {"sliding_window": 48, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0},
+}
+
+
+def run(context: Context) -> Iterator[Finding]:
+    world = join(0, 1, device=context.kind)
+    torch.manual_seed(0)
+    try:
+        yield from gradients(context, world, "Qwen3", "bfloat16")
+        yield from gradients(context, world, "Qwen3", "float32")
+        yield from rates(context, world)
+        yield from gradients(context, world, "Gemma2", "bfloat16")
+        yield from gradients(context, world, "Gemma2", "float32")
+    finally:
+        leave()
+
+
+# -- gradients -------------------------------------------------------------------------------------------
+
+
+def gradients(context: Context, world: World, family: str, dtype: str) -> Iterator[Finding]:
+    path = saved(context, family)
+    rows = few_rows(context)
+    began = time.monotonic()
+    with exact_float32():
+        exact = plain(path, "float64", context)
+        wanted = measured(exact, plain_backward(exact, rows))
+        limit = FLOAT32_LIMIT
+        if dtype == "bfloat16":
+            rounded = plain(path, dtype, context)
+            floor = distances(measured(rounded, plain_backward(rounded, rows)), wanted)
+            yield Finding(f"{family} {dtype}: the plain loop", told(floor), note="the noise floor")
+        policy = load_policy(ModelConfig(path=str(path), dtype=dtype), world)
+        policy.lm.set_attn_implementation(NAME)
+        ways: tuple[Packing, ...] = ("packed", "tree")
+        for way in ways:
+
+            def one(way: Packing = way) -> Finding:
+                found = distances(in_way(policy, rows, way, world), wanted)
+                limits = [NOISE * x for x in floor] if dtype == "bfloat16" else [limit] * 2
+                fine = all(a <= b for a, b in zip(found, limits, strict=True))
+                took = f"{time.monotonic() - began:.0f} s so far, compilation included"
+                return Finding(f"{family} {dtype}: {way}", told(found), f"<= {told(limits)}", fine, took)
+
+            yield from attempt(f"{family} {dtype}: {way}", one, context)
+
+
+def saved(context: Context, family: str) -> Path:
+    """A directory with a small model of random weights, whose distributions are far from uniform."""
+    path = context.work / family
+    if not path.exists():
+        torch.manual_seed(0)
+        sizes = (SMALL | TINY | FEW_HEADS) if context.small else (SMALL | HEADS)
+        config = getattr(transformers, f"{family}Config")(**sizes, **FAMILIES[family], initializer_range=0.1)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def few_rows(context: Context) -> Rows:
+    prompt, response, vocabulary = (40, 24, 512) if context.small else (200, 160, 4096)
+    return grouped(np.random.default_rng(0), vocabulary, 2, prompt, response)
+
+
+def plain(path: Path, dtype: str, context: Context) -> Any:
+    """Eager attention, which also computes caps."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
+    return model.eval().to(context.device)
+
+
+def in_way(policy: Policy, rows: Rows, way: Packing, world: World) -> tuple[torch.Tensor, dict[str, Any]]:
+    policy.packing = way
+    policy.zero_grad()
+    logp = policy(rows.selected(way).to(world.device)).logp
+    logp.sum().backward()
+    return measured(policy.lm, [logp.detach()])
+
+
+def measured(model: Any, logp: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Log-probs, and gradients by name, in float64."""
+    given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in given.items()}
+    return torch.cat(logp).double(), {name: g.double() for name, g in whole.items()}
+
+
+def distances(found: tuple[torch.Tensor, dict[str, Any]], wanted: Any) -> tuple[float, float]:
+    """Relative, of log-probs and of all gradients."""
+    (logp, grads), (true_logp, true_grads) = found, wanted
+    assert grads.keys() == true_grads.keys(), grads.keys() ^ true_grads.keys()
+    off = sum(float((grads[name] - true).square().sum()) for name, true in true_grads.items())
+    size = sum(float(true.square().sum()) for true in true_grads.values())
+    return float((logp - true_logp).norm() / true_logp.norm()), (off / size) ** 0.5
+
+
+def told(pair: Any) -> str:
+    logp, grads = pair
+    return f"log-probs {logp:.1e}, gradients {grads:.1e}"
+
+
+# -- useful tokens/s -------------------------------------------------------------------------------------
+
+
+def rates(context: Context, world: World) -> Iterator[Finding]:
+    path, typical = context.random_model("qwen3-0.6b"), 60 if context.small else 1000
+    policy = load_policy(ModelConfig(path=str(path), dtype="bfloat16"), world)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval().to(context.device)
+    laid = packing_for([policy], "tree", "bfloat16", world)
+    yield Finding("what a run would use for trainer.packing=tree", laid, "tree", laid == "tree")
+    rng, words = np.random.default_rng(0), policy.vocabulary
+    bench = Rates(context, world, policy, model)
+    rows = ragged(rng, words, 16, typical)
+    yield from bench.compare("ragged rows", rows, ("packed", "padded"), {"packed": PACKED_GOAL})
+    for prompt, response in ((4, 1), (1, 1), (1, 4)):
+        part = 2 * typical // (prompt + response)
+        rows = grouped(rng, words, 2, prompt * part, response * part)
+        goals = {"tree": TREE_GOAL} if prompt == 4 else {}
+        yield from bench.compare(f"groups of 8 at {prompt}:{response}", rows, ("packed", "tree"), goals)
+
+
+class Rates:
+    """The policy, and the plain model beside it."""
+
+    def __init__(self, context: Context, world: World, policy: Policy, model: Any) -> None:
+        self.context, self.world, self.policy, self.model = context, world, policy, model
+
+    def compare(self, name: str, rows: Rows, ways: Any, goals: dict[str, float]) -> Iterator[Finding]:
+        """Goals are of the rate by that of the plain loop; tree: by that of packed rows."""
+        spent: dict[str, float] = {}
+        yield from attempt(
+            f"{name}: plain loop",
+            lambda: self.rate(f"{name}: plain loop", rows, "plain loop", spent),
+            self.context,
+        )
+        for way in ways:
+            given = goals.get(way)
+            yield from attempt(
+                f"{name}: {way}",
+                lambda way=way, given=given: self.rate(f"{name}: {way}", rows, way, spent, given),
+                self.context,
+            )
+
+    def rate(
+        self, name: str, rows: Rows, way: Any, spent: dict[str, float], goal: float | None = None
+    ) -> Finding:
+        device = self.world.device
+        if way == "plain loop":
+            spent[way] = seconds(lambda: plain_loop(self.model, rows), REPEATS, device)
+            computed = rows.useful
+        else:
+            self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else NAME)
+            self.policy.packing = way
+            chosen = rows.selected(way).to(device)
+            computed = chosen.ids.numel()
+            spent[way] = seconds(lambda: in_policy(self.policy, chosen), REPEATS, device)
+        rate = f"{rows.useful / spent[way]:,.0f} useful tokens/s"
+        value = f"{rate}; {1e3 * spent[way]:.1f} ms; {computed:,} computed"
+        beside = "packed" if way == "tree" else "plain loop"
+        shares = {other: spent[other] / spent[way] for other in ("plain loop", "packed") if other in spent}
+        value += "".join(f"; {share:.2f} of {other}" for other, share in shares.items() if other != way)
+        fine = None if goal is None or beside not in shares else self.context.judged(shares[beside] >= goal)
+        wanted = "" if goal is None else f">= {goal} of {beside}"
+        return Finding(name, value, wanted, fine, f"median of {REPEATS}")

@@ -1,0 +1,96 @@
+"""Rows of tokens to compute gradients of, by the trainer's policy and by a plain loop; used by the kit and by
+tools/bench/packing.py."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from asyncrl.config import Packing
+from asyncrl.trainer.model import Policy
+from asyncrl.trainer.scores import Selected
+
+MEMBERS = 8
+
+
+class Rows(NamedTuple):
+    """Rows of ids, and how many of each are its prompt."""
+
+    ids: list[np.ndarray]
+    prompts: list[int]
+
+    def selected(self, packing: Packing) -> Selected:
+        """The responses, which are what is scored."""
+        scored = [len(row) - prompt for row, prompt in zip(self.ids, self.prompts, strict=True)]
+        row = np.repeat(np.arange(len(scored)), scored)
+        spans = zip(self.prompts, self.ids, strict=True)
+        position = np.concatenate([np.arange(prompt, len(ids)) for prompt, ids in spans])
+        return Selected.of(self.ids, row, position, torch.ones(len(row)), packing)
+
+    @property
+    def useful(self) -> int:
+        return sum(map(len, self.ids))
+
+
+def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
+    """Lengths with a heavy tail, a fifth of each the prompt."""
+    lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
+    return Rows([rng.integers(0, vocabulary, n) for n in lengths], (lengths // 5).tolist())
+
+
+def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int, response: int) -> Rows:
+    """Responses of 0.7 to 1.3 times the typical length."""
+    ids, prompts = [], []
+    for _ in range(groups):
+        start = rng.integers(0, vocabulary, prompt)
+        for _ in range(MEMBERS):
+            length = int(response * rng.uniform(0.7, 1.3))
+            ids.append(np.concatenate([start, rng.integers(0, vocabulary, length)]))
+            prompts.append(prompt)
+    return Rows(ids, prompts)
+
+
+def plain_backward(model: Any, rows: Rows) -> list[torch.Tensor]:
+    """The log-probs of the responses by a model of transformers, a row at a time without padding; gradients
+    of their sum are left."""
+    found = []
+    for ids, prompt in zip(rows.ids, rows.prompts, strict=True):
+        row = torch.from_numpy(ids)[None].to(model.device)
+        logits = model(input_ids=row, use_cache=False, logits_to_keep=len(ids) - prompt + 1).logits[0, :-1]
+        table = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        logp = table.gather(1, row[0, prompt:, None])[:, 0]
+        logp.sum().backward()
+        found.append(logp.detach())
+    return found
+
+
+def plain_loop(model: Any, rows: Rows) -> None:
+    plain_backward(model, rows)
+    model.zero_grad()
+
+
+def in_policy(policy: Policy, chosen: Selected) -> None:
+    policy(chosen).logp.sum().backward()
+    policy.zero_grad()
+
+
+def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Median of CPU seconds, or of seconds on a GPU, after one call that is not counted."""
+
+    def now() -> float:
+        if device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    found = []
+    for _ in range(repeats + 1):
+        began = now()
+        work()
+        found.append(now() - began)
+    return statistics.median(found[1:])

@@ -1,0 +1,100 @@
+"""A learner with random weights that are made on the device, and episodes for it; for the parts that time the
+trainer's own steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config import parse
+from asyncrl.trainer.slices import FileTensor
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
+from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.weights.names import FilePiece
+from asyncrl.wire.messages.trainer import PlannedTrajectory
+from parts.common import Context
+from parts.training import Episode
+
+PROMPT = 128
+SPREAD = 0.02  # standard deviation of the weights
+
+
+def make_learner(
+    context: Context, world: World, name: str, tokens: int, *, lora_rank: int = 0, **trainer: Any
+) -> Learner:
+    """A rank as a run has it: FSDP2 over one device, bfloat16 with float32 weights, AdamW, packed rows of at
+    most `tokens` in a micro-batch."""
+    path = context.work / name
+    context.model_config(name).save_pretrained(path)
+    config = parse(
+        {
+            "name": "check",
+            "model": {"path": str(path), "dtype": "bfloat16", "device": context.kind, "lora_rank": lora_rank},
+            "data": {"train": "none"},
+            "rollout": {"max_tokens": tokens, "max_new_tokens": 16},
+            "algorithm": {"correction": {"truncate": {}}},  # the log-probs are made up
+            "trainer": {"packing": "packed", "micro_batch_tokens": tokens, **trainer},
+        }
+    )
+    with random_weights():
+        return Learner(config, world)
+
+
+@contextmanager
+def random_weights() -> Iterator[None]:
+    """Inside, the trainer finds every weight in files that are not there, and fills its shards with random
+    numbers where they lie: no gigabytes are written and read."""
+    with (
+        mock.patch("asyncrl.trainer.loading.locate", _everywhere),
+        mock.patch("asyncrl.trainer.loading.fill", _randomise),
+    ):
+        yield
+
+
+def _everywhere(model: Any, path: str) -> dict[FilePiece, FileTensor]:
+    state = model.state_dict(keep_vars=True)
+    return {FilePiece(name, name, tuple(x.shape)): FileTensor(path, name) for name, x in state.items()}
+
+
+@torch.no_grad()
+def _randomise(model: Any, places: dict[FilePiece, FileTensor]) -> None:
+    state = model.state_dict(keep_vars=True)
+    for piece in places:
+        whole = state[piece.parameter]
+        shard = whole.to_local() if isinstance(whole, DTensor) else whole
+        if shard.dim() == 1:  # of a norm
+            shard.fill_(1.0)
+        else:
+            shard.normal_(0, SPREAD)
+
+
+def episodes(learner: Learner, lengths: Sequence[int]) -> list[Episode]:
+    """Rows of so many tokens, sampled by the version that the learner is about to train, in groups of two of
+    which one was right: so each has an advantage."""
+    rng, step, words = random.Random(learner.step), learner.step, learner.policy.vocabulary
+    found = []
+    for number, length in enumerate(lengths):
+        prompt = min(PROMPT, length // 2)
+        ids = tuple(rng.randrange(words) for _ in range(length))
+        new = length - prompt
+        spans = (VersionSpan(0, new, step, step),)
+        turn = Turn(0, ids[:prompt], ids[prompt:], (-10.0,) * new, spans, StopReason.STOP)
+        results = tuple(EpisodeResult(float(won), new) for won in (1, 0))
+        place = number % 2
+        own = results[place]
+        planned = PlannedTrajectory(f"{step}/{number}", f"{number // 2}", 1, own, results, place, 2, 1.0)
+        found.append((planned, [turn]))
+    return found
+
+
+def train(learner: Learner, given: list[Episode]) -> dict[str, float]:
+    """One optimizer step on them, in one micro-batch."""
+    learner.accumulate(given)
+    return learner.finish()
