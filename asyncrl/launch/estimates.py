@@ -46,6 +46,13 @@ def sees_gpu(config: RunConfig) -> bool | None:
     return torch.cuda.is_available()
 
 
+def count_gpus(config: RunConfig) -> int:
+    """Those of this machine that torch sees; 0 on Ray."""
+    from torch.cuda import device_count
+
+    return device_count() if sees_gpu(config) else 0
+
+
 def multiplies_bfloat16(gpu: bool | None = False) -> bool:
     """Whether the CPU has instructions for it, by its flags; or the GPU (None: on Ray one is expected)."""
     if gpu is not False:

@@ -22,6 +22,7 @@ from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES
 from asyncrl.launch.data import Inputs, Note, ok, warning
 from asyncrl.launch.estimates import sized
 from asyncrl.launch.nodes import is_loopback
+from asyncrl.launch.placement import ENGINE, TRAINER, dealt
 from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.observe.machine import gpu_driver, list_gpus
 from asyncrl.runtime.imports import quick_imports
@@ -125,12 +126,9 @@ def _check_peers(config: RunConfig, count: int) -> Iterator[Note]:
     """GPUs that exchange tensors can read each other's memory."""
     from torch.cuda import can_device_access_peer
 
-    from asyncrl.engines.sglang.process import base_gpu
-
-    started = config.engine.servers if _servers_here(config) else 0
-    ranks = {rank % count for rank in range(config.trainer.ranks) if config.model.device != "cpu"}
-    firsts = [base_gpu(config, index, count) for index in range(started)]
-    servers = [range(first, min(first + config.engine.tp, count)) for first in firsts]
+    used = dealt(config, count)
+    ranks = sorted({gpu for name in used if name.startswith(TRAINER) for gpu in used[name]})
+    servers = [used[name] for name in used if name.startswith(ENGINE)]
     across = {*product(ranks, chain(*servers))} if config.weights.transport != "disk" else set()
     within = {pair for group in (ranks, *servers) for pair in combinations(group, 2)}
     apart = {pair for pair in across | within if pair[0] != pair[1] and not can_device_access_peer(*pair)}
@@ -260,17 +258,15 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     usage = shutil.disk_usage(SHARED_MEMORY)
     needed = bytes_needed(weight_bytes(config.model.path), weights.full_every > 1, config.engine.keepers)
     here = weights.transport == "disk" and weights.directory in ("auto", "shm")
-    little = usage.total < LITTLE_SHARED
-    parts = {
-        f"the versions of the weights take {sized(needed)}": here and needed > usage.free,
-        "versions of larger models do not fit": here and little and not needed,
-        "NCCL wants 1 GB": little and _grouped(config),
-    }
-    text = f"{sized(usage.free)} of {sized(usage.total)} free"
-    text = ", and ".join([text, *(part for part, applies in parts.items() if applies)])
-    advice = "in a container: docker run --shm-size=16g, or --ipc=host"
-    advice += "; or weights.directory=run, or a path on a fast disk" * here
-    yield warning(f"{text}; {advice}") if little and any(parts.values()) else ok(text)
+    little, text = usage.total < LITTLE_SHARED, f"{sized(usage.free)} of {sized(usage.total)} free"
+    lacking, nccl = here and (needed > usage.free or (little and not needed)), little and _grouped(config)
+    text += f", and the versions of the weights take {sized(needed) if needed else 'more'}" * lacking
+    text += ", and NCCL wants 1 GB" * nccl
+    if little and (lacking or nccl):
+        elsewhere = "; or weights.directory=run, or a path on a fast disk" * lacking
+        yield warning(f"{text}; in a container: docker run --shm-size=16g, or --ipc=host{elsewhere}")
+    else:
+        yield ok(text)
 
 
 def check_locks(inputs: Inputs) -> Iterator[Note]:

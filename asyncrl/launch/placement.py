@@ -14,6 +14,7 @@ TARGETS = {
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }
+SGLANG = "sglang.launch_server"  # another command may start servers on a CPU
 UNTRAINED = "asyncrl.trainer.untrained:run"  # in place of the trainer, where nothing is trained
 
 
@@ -73,9 +74,22 @@ def environment(place: RolePlace) -> dict[str, str]:
     }
 
 
-def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None) -> list[str]:
+def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
+    """Of `count` GPUs of this machine, those of each rank and of each server started here, by the process's
+    name: ranks first. What they do not suffice for begins at 0 again. All processes see all of them."""
+    from asyncrl.engines.sglang.process import base_gpu  # imports torch
+
+    engine, ranks = config.engine, config.trainer.ranks if config.total_steps else 0
+    found = {f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks) if config.model.device != "cpu"}
+    if not engine.urls and (not engine.server_command or SGLANG in engine.server_command):
+        firsts = [base_gpu(config, index, count) for index in range(engine.keepers)]
+        found |= {f"{ENGINE}-{i}": list(range(at, min(at + engine.tp, count))) for i, at in enumerate(firsts)}
+    return found
+
+
+def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: int = 0) -> list[str]:
     """The plan for a person to read: one line per kind of process. `gpu`: whether this machine has one; None:
-    unknown, as on a cluster."""
+    unknown, as on a cluster. `count`: of its GPUs."""
     device = config.model.device
     if device == "auto" and gpu is not None:
         device = "cuda" if gpu else "cpu"
@@ -89,11 +103,12 @@ def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None) -> list
         if config.total_steps
         else "none: gives the engines the model as it is",
     }
-    places = [place for unit in units for place in unit.places]
+    places, used = [place for unit in units for place in unit.places], dealt(config, count) if count else {}
     for role, text in does.items():
         mine = [place for place in places if place.role == role]
         if mine:
-            rows.append((role, str(len(mine)), str(mine[0].threads), text))
+            on = ", ".join(str(number) for place in mine for number in used.get(place.name, ()))
+            rows.append((role, str(len(mine)), str(mine[0].threads), text + f" (GPUs {on})" * bool(on)))
     total = sum(place.threads for place in places)
     rows.append(("total", str(len(places)), str(total), f"launched by {config.launch.kind}"))
     return [f"{a:<12} {b:>5} {c:>8}  {d}" for a, b, c, d in rows]

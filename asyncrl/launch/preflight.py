@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch import estimates, placement
 from asyncrl.launch.data import Inputs, Note, check_data, ok, warning
-from asyncrl.launch.estimates import on_gpu, sees_gpu, sized
+from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
 from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.run_directory import (
@@ -198,9 +199,23 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_device(inputs: Inputs) -> Iterator[Note]:
-    """A GPU that is asked for exists."""
-    if inputs.config.model.device == "cuda" and sees_gpu(inputs.config) is False:
+    """A GPU that is asked for exists, each rank has one of its own, and a server that shares one knows it."""
+    config, count = inputs.config, count_gpus(inputs.config)
+    if config.model.device == "cuda" and sees_gpu(config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
+    used = placement.dealt(config, count) if count else {}
+    ranks = sum(name.startswith(placement.TRAINER) for name in used)
+    if ranks > count:
+        raise ConfigError(
+            f"trainer.ranks={ranks}: NCCL refuses two on one GPU, and torch sees {count}; lower it"
+        )
+    servers = Counter(gpu for name in used if name.startswith(placement.ENGINE) for gpu in used[name])
+    shared = sorted(gpu for gpu in servers if servers[gpu] > 1 or gpu < ranks)
+    if shared and "mem-fraction-static" not in config.engine.server_args:
+        yield warning(
+            f"servers share GPUs {', '.join(map(str, shared))} with others, and each would take 0.85 of the "
+            "memory; set engine.server_args={mem-fraction-static: 0.4} or less, or start fewer"
+        )
     yield ok(f"model.device={inputs.config.model.device}, {inputs.config.model.dtype}")
 
 

@@ -20,7 +20,7 @@ from asyncrl.errors import recorded
 from asyncrl.launch import checks, placement, preflight
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.data import Inputs
-from asyncrl.launch.estimates import sees_gpu
+from asyncrl.launch.estimates import count_gpus, sees_gpu
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
 from asyncrl.launch.run_directory import locked, resumed_with, run_directory
 from asyncrl.launch.session import Session
@@ -97,7 +97,8 @@ def _plan(config: RunConfig) -> int:
     print(f"run directory: {run_directory(shown)}\n")
     if changed := resumed_with(inputs.config):
         print(f"goes on with other keys: {changed}\n")
-    print(*placement.describe(shown, placement.plan(shown), sees_gpu(shown)), sep="\n")
+    units, gpu, count = placement.plan(shown), sees_gpu(shown), count_gpus(shown)
+    print(*placement.describe(shown, units, gpu, count), sep="\n")
     for level, text, name in found:
         if level == "ok" and name in (checks.CLUSTER.name, checks.SAMPLE.name, checks.ESTIMATE.name):
             print(text)

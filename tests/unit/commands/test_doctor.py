@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from asyncrl import cli
 from asyncrl.config import parse
@@ -65,6 +67,34 @@ def test_errors_are_collected_each_with_what_to_do(
         assert cli.main(["train", "--dry-run", *overrides, f"launch.port={port}"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert [line.removeprefix("asyncrl: ") for line in said] == [errors["ports"], errors["model"]]
+
+
+@pytest.mark.parametrize(("count", "code"), [(8, 0), (1, 2)])
+def test_the_dry_run_says_who_gets_which_gpu(
+    overrides: list[str],
+    count: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    given = SimpleNamespace(name="NVIDIA L4", total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: given)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    command = f"engine.server_command=[{sys.executable},-m,sglang.launch_server]"
+    keys = ["engine=sglang", "engine.servers=4", "trainer.ranks=4", "model.dtype=float32", command]
+    assert cli.main(["train", "--dry-run", *overrides, *keys]) == code
+    said = capfd.readouterr()
+    if count == 1:
+        assert "trainer.ranks=4: NCCL refuses two on one GPU, and torch sees 1" in said.err
+        return
+    rows = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    assert rows["engine"].endswith("(GPUs 4, 5, 6, 7)") and rows["trainer"].endswith("cuda (GPUs 0, 1, 2, 3)")
+    assert "tensors of a trainer rank: weights" in rows["memory"] and "servers share" not in said.out
 
 
 def test_of_a_conversation_to_learn_what_precedes_its_first_answer_is_shown(overrides: list[str]) -> None:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.launch.placement import describe, environment, plan
+from asyncrl.engines.sglang.process import arguments
+from asyncrl.errors import ConfigError
+from asyncrl.launch.data import Inputs
+from asyncrl.launch.placement import dealt, describe, environment, plan
+from asyncrl.launch.preflight import check_device
+from asyncrl.trainer import world
 
 
 def config(**keys: dict) -> RunConfig:
@@ -37,3 +46,82 @@ def test_every_target_exists() -> None:
     for unit in plan(config()):
         module, _, function = unit.places[0].target.partition(":")
         assert f"def {function}(" in (root / f"{module.replace('.', '/')}.py").read_text()
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "engine", "trainer", "servers"),
+    [
+        (8, 4, {"servers": 4}, [0, 1, 2, 3], [[4], [5], [6], [7]]),
+        (8, 4, {"servers": 2, "tp": 2}, [0, 1, 2, 3], [[4, 5], [6, 7]]),
+        (8, 1, {"servers": 7}, [0], [[1], [2], [3], [4], [5], [6], [7]]),
+        (1, 1, {}, [0], [[0]]),
+        (2, 1, {"server_command": ["my", "sglang.launch_server"]}, [0], [[1]]),
+        (2, 1, {"server_command": ["on_a_cpu"]}, [0], []),
+        (2, 1, {"urls": ["http://h:1"]}, [0], []),
+    ],
+)
+def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    ranks: int,
+    engine: dict[str, Any],
+    trainer: list[int],
+    servers: list[list[int]],
+) -> None:
+    on_gpus(monkeypatch, count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = config(trainer={"ranks": ranks}, engine={"name": "sglang", **engine})
+    used = dealt(settings, count)
+    assert used == {
+        **{f"trainer-{rank}": [gpu] for rank, gpu in enumerate(trainer)},
+        **{f"engine-{index}": gpus for index, gpus in enumerate(servers)},
+    }
+    together = [gpu for gpus in used.values() for gpu in gpus]
+    assert count == 1 or len(set(together)) == len(together)
+    assert [world._device("auto", rank).index for rank in range(ranks)] == trainer
+    for index, gpus in enumerate(servers):
+        command = arguments(settings, index, "h", 1, count)
+        assert command[command.index("--base-gpu-id") + 1] == str(gpus[0])
+    units = plan(settings)
+    for place in (place for unit in units for place in unit.places):
+        assert "CUDA_VISIBLE_DEVICES" not in environment(place)  # each picks among all
+    rows = {line.split()[0]: line for line in describe(settings, units, True, count)}
+    assert rows["trainer"].endswith(f"on cuda (GPUs {', '.join(map(str, trainer))})")
+    if servers:
+        assert rows["engine"].endswith(f" (GPUs {', '.join(str(gpu) for gpus in servers for gpu in gpus)})")
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "engine", "said"),
+    [
+        (8, 4, {"servers": 4}, ""),
+        (1, 1, {"server_args": {"mem-fraction-static": 0.4}}, ""),
+        (1, 1, {"name": "torch"}, ""),
+        (0, 4, {"servers": 4}, ""),  # ranks on a CPU
+        (1, 4, {"servers": 4}, "trainer.ranks=4: NCCL refuses two on one GPU, and torch sees 1"),
+        (1, 1, {}, "servers share GPUs 0 with others"),
+        (4, 4, {"servers": 4}, "servers share GPUs 0, 1, 2, 3 with others"),
+        (
+            3,
+            1,
+            {"servers": 3},
+            "share GPUs 2 with others, and each would take 0.85",
+        ),
+    ],
+)
+def test_more_processes_than_gpus(
+    monkeypatch: pytest.MonkeyPatch, count: int, ranks: int, engine: dict[str, Any], said: str
+) -> None:
+    on_gpus(monkeypatch, count)
+    settings = config(trainer={"ranks": ranks}, engine={"name": "sglang", **engine})
+    try:
+        texts = [note.text for note in check_device(Inputs(settings)) if note.level == "warning"]
+    except ConfigError as error:
+        texts = [str(error)]
+    assert len(texts) == bool(said) and said in "".join(texts)
