@@ -60,6 +60,10 @@ def install(site: Path) -> None:
 
 
 def copy_all(kit: Path) -> None:
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    (kit / "revision").write_text(head.stdout.strip() or "unknown")
     for name in COPIED:
         shutil.copytree(ROOT / name, kit / name, ignore=LEFT_OUT)
     for name in KIT_FILES:

@@ -49,6 +49,7 @@ ORDER = [
 SMALL_SECONDS = 120.0
 LEAST_S = 8.0  # a part that would get less is not started
 POLL_S = 0.1
+KILL_S = 10.0
 LOG_BYTES = 200_000  # of each part, in parts.log
 CELL = 400  # characters of a cell of the first table
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -232,6 +233,9 @@ class Driver:
         """A table of the parts, then what each found."""
         date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         yield "# asyncrl on this machine\n"
+        revision = HERE / "revision"
+        if revision.exists():
+            yield f"asyncrl at commit {revision.read_text()}.\n"
         yield f"Device: {self.device}; Python {platform.python_version()}; {date}; {self.took:.0f} s so far."
         if self.stopped:
             yield f"\n**Ended early by {self.stopped}.**"
@@ -279,8 +283,10 @@ def read_findings(file: Path) -> list[Finding]:
 
 
 def end_descendants() -> None:
-    """Kill what a part left, also in sessions of its own: orphans become children of this process."""
-    while found := descendants(os.getpid()):
+    """Kill what a part left, also in sessions of its own: orphans become children of this process. One that
+    hangs in the GPU's driver does not die."""
+    deadline = time.monotonic() + KILL_S
+    while (found := descendants(os.getpid())) and time.monotonic() < deadline:
         for one in found:
             with suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
