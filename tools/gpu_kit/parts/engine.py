@@ -31,7 +31,7 @@ from asyncrl.types import Generation, PolicyVersion
 from parts.common import Context, Finding, attempt, exact_float32
 from tests.fakes.weights import publish
 
-SECONDS = 60
+SECONDS = 90
 GOAL = "float32 1e-4; bfloat16 within twice its noise floor"
 
 SESSIONS, MODEL = 16, "qwen3-0.6b"
@@ -127,7 +127,7 @@ def both_sides(context: Context, world: World, path: Path, dtype: str, more: lis
 
 
 def set_up(context: Context, world: World, path: Path, dtype: str) -> Setup:
-    sizes = Sizes((5, 30), 24, 1200) if context.small else Sizes((20, 200), 64, 1200)
+    sizes = Sizes((5, 30), 24, 1200) if context.small else Sizes((20, 200), 64, 3000)
     engine = build(str(path), dtype, SESSIONS, sizes.longest, device=str(context.device))
     policy = load_policy(ModelConfig(path=str(path), dtype=dtype), world)  # type: ignore[arg-type]
     exact = policy if dtype == "float32" else load_policy(ModelConfig(path=str(path), dtype="float32"), world)
