@@ -66,6 +66,7 @@ def copy_all(kit: Path) -> None:
     (kit / "revision").write_text(head.stdout.strip() or "unknown")
     for name in COPIED:
         shutil.copytree(ROOT / name, kit / name, ignore=LEFT_OUT)
+    (kit / "tests" / "__init__.py").touch()  # or another package of that name, installed there, would win
     for name in KIT_FILES:
         if (HERE / name).is_dir():
             shutil.copytree(HERE / name, kit / name, ignore=LEFT_OUT)

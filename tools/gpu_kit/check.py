@@ -175,10 +175,9 @@ class Driver:
     def start(self, part: Part, findings: Path, granted: float, output: Any) -> subprocess.Popen[bytes]:
         own = self.work / part.name
         own.mkdir()
-        environment = os.environ | {
-            "PYTHONPATH": f"{HERE / 'site'}{os.pathsep}{HERE}",
-            "PYTHONUNBUFFERED": "1",
-        }
+        paths = f"{HERE / 'site'}{os.pathsep}{HERE}"
+        offline = {"HF_HUB_OFFLINE": "1"}  # without a network it would try again and again
+        environment = os.environ | offline | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
         here = [sys.executable, str(HERE / "check.py"), "--part", part.name, "--device", self.device]
         given = ["--findings", str(findings), "--work", str(own), "--seconds", f"{granted:.1f}"]
         return subprocess.Popen(
@@ -358,7 +357,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "parts.log").unlink(missing_ok=True)
     work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    parts = [Part.read(name) for name in args.only]
+    parts = [Part.read(name) for name in dict.fromkeys(args.only)]
     driver = Driver(parts, out=out, work=work, device=args.device, minutes=args.minutes)
     try:
         fine = driver.run()
