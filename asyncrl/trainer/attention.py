@@ -33,10 +33,10 @@ class AttentionKernel(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: torch 2.11 compiles again for other fields of a frozen one
 class ForestAttention:
-    """How the tokens of a forest attend, in all layers of a forward. `unknown`: arguments of a layer's
-    attention that were ignored."""
+    """How the tokens of a forest attend, in all layers of a forward; it is not changed. `unknown`: arguments
+    of a layer's attention that were ignored."""
 
     forest: Forest
     device: torch.device = CPU

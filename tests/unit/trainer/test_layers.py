@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.layers import layers_of, prepare_layers
+from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
@@ -119,6 +122,22 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(
     metrics = run_batch(learner, random_cut(episodes, 1, 4, seed=1))
     assert counters["stats"]["unique_graphs"] == graphs == metrics["perf/compiled_graphs"]
     assert difference(found, gradients(world, model, episodes, "none")) < gap
+
+
+def test_packed_rows_of_any_number_are_compiled_once(model: str) -> None:
+    """torch 2.11 looked into a frozen forest, and compiled again for each number of rows."""
+    torch.compiler.reset()
+    lm = AutoModelForCausalLM.from_pretrained(model).eval()
+    lm.set_attn_implementation(NAME)
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        prepare_layers(lm, TrainerConfig(compile=True))
+    graphs, one = [], np.zeros(1, dtype=np.int64)
+    for lengths in ([9, 8], [30], [5, 6, 7, 4, 12]):
+        rows = [np.arange(length) for length in lengths]
+        chosen = Selected.of(rows, one, one + 1, torch.ones(1), "packed")
+        lm(**chosen.inputs).logits.sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * 3
 
 
 def test_a_missing_compiler_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
