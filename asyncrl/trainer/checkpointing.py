@@ -86,7 +86,7 @@ class Checkpointing:
         largest = max(self._world.gather(self._bytes, int))
         self._limit = PATIENCE + largest * self._world.size / WRITE_RATE
         self._apart = self._world.apart(self._limit)
-        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._thread = ThreadPoolExecutor(1, "checkpoints", self._world.use_device)
         self._neighbours = self._world.gather(HOST, str).count(HOST)
 
     # -- not collectives -------------------------------------------------------------------------------

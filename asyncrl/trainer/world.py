@@ -61,6 +61,11 @@ class World:
         """The same ranks with a group of their own on the CPU, for a thread beside training."""
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
+    def use_device(self) -> None:
+        """Not a collective. A new thread has GPU 0, where what it calls of torch would hold memory."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def collect(self, shard: DTensor) -> Tensor:
         """The whole of a tensor that is sharded along its first dimension, on rank 0 and the CPU; something
         else on the others. The first replica's ranks send their shards."""

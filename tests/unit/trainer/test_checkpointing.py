@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +219,19 @@ def test_training_waits_where_there_is_no_memory_for_a_copy(
     while saving.busy:
         saving.poll()
     assert saving.place.steps() == [0] and checkpoint.newest(saving.place) == 0
+
+
+def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(world: World, tmp_path: Path) -> None:
+    """torch's writer asks for a stream of the thread's own device."""
+    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
+    learner = make_learner(config, world, "float32")
+    learner.world = replace(world, device=torch.device("cuda", 3))
+    with mock.patch.object(torch.cuda, "set_device") as chosen:
+        saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
+        assert not chosen.called and saving.begin(1)
+        while not saving.poll():
+            pass
+    chosen.assert_called_once_with(torch.device("cuda", 3))
 
 
 def test_a_write_that_hangs_ends_the_rank(
