@@ -139,7 +139,8 @@ def _one(name: str, learner: Learner, config: RunConfig, count: Any, told: Futur
         f"within {NEAR:.0%}",
         abs(off) <= NEAR,
         f"weights {estimate.weights / GB:.2f}, optimizer {estimate.optimizer / GB:.2f}, gradients "
-        f"{estimate.gradients / GB:.2f}, a micro-batch {estimate.work / GB:.2f} GB; {count.what}",
+        f"{estimate.gradients / GB:.2f}, a micro-batch {estimate.work / GB:.2f} GB; "
+        f"{count.what}; rows were {learner.packing}",
     )
 
 

@@ -19,7 +19,7 @@ from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join, leave
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
-from parts.common import Context
+from parts.common import Context, release
 
 Episode = tuple[PlannedTrajectory, list[Turn]]
 GROUP = 4  # episodes of one prompt
@@ -42,7 +42,9 @@ def one_rank(context: Context) -> Iterator[World]:
 
 
 def model_of(context: Context, name: str) -> Path:
-    return context.random_model(name, **(SMALL_BUT_LAYERED if context.small else {}))
+    made = context.random_model(name, **(SMALL_BUT_LAYERED if context.small else {}))
+    release(context)  # it is made on the GPU
+    return made
 
 
 def config_of(

@@ -36,7 +36,7 @@ SMALL_SECONDS = 180
 
 COPIES = 1.2
 CLOSE = 1e-4  # nats, in float32
-REPEATS = 5
+REPEATS = 3
 LONG = 45.0
 GB = 1e9
 
