@@ -49,7 +49,8 @@ class Adapters:
     def _adapt(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if not self._on:
             return output
-        return output + self._scale * linear(linear(args[0], getattr(layer, A)), getattr(layer, B))
+        inner = self._scale * linear(args[0], getattr(layer, A))  # scaled where it is small
+        return output + linear(inner, getattr(layer, B))
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

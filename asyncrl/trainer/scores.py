@@ -109,7 +109,8 @@ class Selected:
 
     def predictors(self, hidden: Tensor) -> Tensor:
         """Of hidden states [B, T, H] those that predict the tokens, [N, H]."""
-        return hidden.flatten(0, 1)[torch.from_numpy(self.predictor).to(hidden.device)]
+        chosen = torch.from_numpy(self.predictor).to(hidden.device, non_blocking=True)
+        return hidden.flatten(0, 1)[chosen]
 
 
 def _laid(routes: Sequence[np.ndarray], rows: Sequence[np.ndarray], size: int) -> Tensor | None:
