@@ -12,29 +12,21 @@ import asyncio
 import logging
 import os
 import re
-import shlex
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
-from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.environment import inherited
 from asyncrl.remote import bearer
+from asyncrl.tools.mcp_pipes import MAX_BYTES, started
 from asyncrl.types import Sample
 
 log = logging.getLogger("asyncrl.tools")
 
 MAX_TOOLS = 256  # that one server may have
-MAX_BYTES = 8 << 20  # of one message
-MAX_NOISE = 1 << 18  # bytes on standard output that are no messages
-TAIL = 2000  # bytes of standard error that are kept
 CLOSE_SECONDS = 5.0  # to close a connection
-END_SECONDS = 2.0  # for a server to end by itself once its input has ended; then SIGTERM, 1 s later SIGKILL
-FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold its pipes open
 MAX_UNANSWERED = 8  # calls in a row that ended without an answer, after which a server counts as hung
 PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
 VARIABLE = re.compile(r"\$(\w+)")
@@ -165,7 +157,11 @@ class McpConnection:
             await asyncio.sleep(pause)
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(server.start_timeout):
-                    transport = _started(server, self._wrote) if server.command else self._http()
+                    transport = (
+                        started(server.command, inherited(server.env), self._wrote)
+                        if server.command
+                        else self._http()
+                    )
                     streams = await stack.enter_async_context(transport)
                     client = await stack.enter_async_context(Client(nullcontext(streams), cache=None))
                 self._messages = streams[0] if server.command else None
@@ -261,107 +257,7 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-# -- transports ------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def _started(server: McpServer, wrote: bytearray) -> AsyncIterator[Any]:
-    """A server of ours. The package's `stdio_client` keeps a line of any length in memory, and logs a
-    traceback for each line that is no message."""
-    from anyio import create_memory_object_stream
-
-    program, *arguments = shlex.split(server.command)
-    command = wrapped([sys.executable if program == "python" else program, *arguments])
-    process = await asyncio.create_subprocess_exec(
-        *command, env=inherited(server.env), stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=MAX_BYTES
-    )
-    received, read = create_memory_object_stream[Any](0)
-    write, sent = create_memory_object_stream[Any](0)
-    errors = asyncio.create_task(_keep_all(process.stderr, wrote))
-    pipes = (_receive(process, received, wrote, errors), _send(process, sent, received))
-    tasks = [errors, *map(asyncio.create_task, pipes)]
-    try:
-        yield read, write
-    finally:
-        read.close()
-        try:
-            await _end(process)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-
-async def _end(process: Process) -> None:
-    """As the protocol has it: end of input, then SIGTERM."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-    finally:
-        _terminate(process)
-        await process.wait()
-
-
-def _terminate(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.terminate()
-
-
-async def _receive(process: Process, received: Any, wrote: bytearray, errors: asyncio.Task[None]) -> None:
-    """Pass on lines that are messages; more than MAX_NOISE bytes of others end the server."""
-    from anyio import BrokenResourceError
-    from mcp.shared.message import SessionMessage
-    from mcp.types import jsonrpc_message_adapter
-
-    assert process.stdout is not None
-    noise = 0
-    async with received:
-        with suppress(BrokenResourceError):  # the connection was closed
-            while noise <= MAX_NOISE:
-                line, size = b"", MAX_BYTES  # of one beyond the limit, which is a ValueError, too
-                try:
-                    line = await process.stdout.readline()
-                    size = len(line)
-                    if not line:
-                        break
-                    if b'"jsonrpc"' not in line:  # servers may log in JSON, too
-                        raise ValueError
-                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                except ValueError:
-                    noise += size
-                    _keep(wrote, line)
-                else:
-                    await received.send(SessionMessage(message))
-        if noise > MAX_NOISE:
-            said = f"\nit sent {noise} bytes that are no MCP messages of at most {MAX_BYTES} bytes"
-            _keep(wrote, said.encode())
-            _terminate(process)
-        else:
-            await asyncio.wait({errors}, timeout=FLUSH_SECONDS)
-    while await process.stdout.read(1 << 16):  # a server that waits to write does not see that it should end
-        pass
-
-
-async def _send(process: Process, sent: Any, received: Any) -> None:
-    assert process.stdin is not None
-    with suppress(OSError):
-        async for item in sent:
-            process.stdin.write(
-                item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n"
-            )
-            await process.stdin.drain()
-    received.close()  # else a call would wait for a server that reads no more
-
-
-async def _keep_all(errors: Any, wrote: bytearray) -> None:
-    while data := await errors.read(1 << 16):
-        _keep(wrote, data)
-
-
-def _keep(wrote: bytearray, data: bytes) -> None:
-    wrote[:] = (wrote + data)[-TAIL:]
+# -- HTTP ------------------------------------------------------------------------------------------
 
 
 def _adds(server: McpServer) -> Callable[[Any], Awaitable[None]]:

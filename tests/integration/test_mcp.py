@@ -22,7 +22,8 @@ import pytest
 from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools
-from asyncrl.tools.mcp_client import MAX_BYTES, MAX_UNANSWERED, close_servers
+from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
+from asyncrl.tools.mcp_pipes import MAX_BYTES
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -37,7 +38,7 @@ run: Callable[[Coroutine[Any, Any, Any]], Any]
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that do not end when they are asked to are here on purpose."""
-    monkeypatch.setattr("asyncrl.tools.mcp_client.END_SECONDS", 0.1)
+    monkeypatch.setattr("asyncrl.tools.mcp_pipes.END_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -241,7 +242,7 @@ def test_nothing_that_a_server_started_outlives_a_worker_that_is_killed() -> Non
 @pytest.mark.parametrize("closed", [True, False])
 def test_servers_can_save_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
     """When a worker closes its toolbox, and when its event loop ends without that."""
-    monkeypatch.setattr("asyncrl.tools.mcp_client.END_SECONDS", DEADLINE)
+    monkeypatch.setattr("asyncrl.tools.mcp_pipes.END_SECONDS", DEADLINE)
     left = tmp_path / "left"
     tools = tools_of(command=f"{PLAIN} tidy {left}")
     left.unlink()  # of the connection that listed the tools

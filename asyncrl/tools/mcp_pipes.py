@@ -1,0 +1,122 @@
+"""The pipes of an MCP server that a worker starts, as streams of the package `mcp`.
+
+Its own `stdio_client` keeps a line of any length in memory, and logs a traceback for each that is no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from asyncrl.isolation.child import wrapped
+
+MAX_BYTES = 8 << 20  # of one message
+MAX_NOISE = 1 << 18  # bytes on standard output that are no messages
+TAIL = 2000  # bytes of standard error that are kept
+END_SECONDS = 2.0  # for a server to end by itself once its input has ended; then SIGTERM, 1 s later SIGKILL
+FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold its pipes open
+
+
+@asynccontextmanager
+async def started(line: str, env: Mapping[str, str], wrote: bytearray) -> AsyncIterator[Any]:
+    """The streams of a server that the command `line` starts. `wrote`: the end of what it writes beside
+    messages."""
+    from anyio import create_memory_object_stream
+
+    program, *arguments = shlex.split(line)
+    command = wrapped([sys.executable if program == "python" else program, *arguments])
+    process = await asyncio.create_subprocess_exec(
+        *command, env=env, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=MAX_BYTES
+    )
+    received, read = create_memory_object_stream[Any](0)
+    write, sent = create_memory_object_stream[Any](0)
+    errors = asyncio.create_task(_keep_all(process.stderr, wrote))
+    pipes = (_receive(process, received, wrote, errors), _send(process, sent, received))
+    tasks = [errors, *map(asyncio.create_task, pipes)]
+    try:
+        yield read, write
+    finally:
+        read.close()
+        try:
+            await _end(process)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _end(process: Process) -> None:
+    """As the protocol has it: end of input, then SIGTERM."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+    finally:
+        _terminate(process)
+        await process.wait()
+
+
+def _terminate(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.terminate()
+
+
+async def _receive(process: Process, received: Any, wrote: bytearray, errors: asyncio.Task[None]) -> None:
+    """Pass on lines that are messages; more than MAX_NOISE bytes of others end the server."""
+    from anyio import BrokenResourceError
+    from mcp.shared.message import SessionMessage
+    from mcp.types import jsonrpc_message_adapter
+
+    assert process.stdout is not None
+    noise = 0
+    async with received:
+        with suppress(BrokenResourceError):  # the connection was closed
+            while noise <= MAX_NOISE:
+                line, size = b"", MAX_BYTES  # of one beyond the limit, which is a ValueError, too
+                try:
+                    line = await process.stdout.readline()
+                    size = len(line)
+                    if not line:
+                        break
+                    if b'"jsonrpc"' not in line:  # servers may log in JSON, too
+                        raise ValueError
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                except ValueError:
+                    noise += size
+                    _keep(wrote, line)
+                else:
+                    await received.send(SessionMessage(message))
+        if noise > MAX_NOISE:
+            said = f"\nit sent {noise} bytes that are no MCP messages of at most {MAX_BYTES} bytes"
+            _keep(wrote, said.encode())
+            _terminate(process)
+        else:
+            await asyncio.wait({errors}, timeout=FLUSH_SECONDS)
+    while await process.stdout.read(1 << 16):  # a server that waits to write does not see that it should end
+        pass
+
+
+async def _send(process: Process, sent: Any, received: Any) -> None:
+    assert process.stdin is not None
+    with suppress(OSError):
+        async for item in sent:
+            process.stdin.write(
+                item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n"
+            )
+            await process.stdin.drain()
+    received.close()  # else a call would wait for a server that reads no more
+
+
+async def _keep_all(errors: Any, wrote: bytearray) -> None:
+    while data := await errors.read(1 << 16):
+        _keep(wrote, data)
+
+
+def _keep(wrote: bytearray, data: bytes) -> None:
+    wrote[:] = (wrote + data)[-TAIL:]
