@@ -311,10 +311,11 @@ def test_what_an_engine_fails_to_load_stays_if_it_is_sound(machines: Machines) -
     assert machines.root.sent == sent
 
 
-def test_no_answer_is_an_error_in_time(machines: Machines) -> None:
+def test_no_answer_is_an_error_in_time(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALL_S", 0.2)
     ref, mirror = machines.publish(1), machines.mirror("2")
     machines.root.close()
-    with pytest.raises(Unavailable, match=r"e1-v1 does not come: .*no answer for 2 s"):
+    with pytest.raises(Unavailable, match=r"e1-v1 does not come: .*no answer for 0\.2 s"):
         brought(mirror, ref)
 
 
