@@ -247,10 +247,9 @@ def version_bytes(config: RunConfig) -> int:
 
 
 def _state_share(trainer: TrainerConfig) -> float:
-    """Elements that the optimizer keeps per parameter. Of AdamW it is known: to make an optimizer imports
-    torch's compiler, a second of each start."""
+    """Elements that the optimizer keeps per parameter."""
     if trainer.optimizer == "adamw":
-        return 2.0
+        return 2.0  # to make one imports torch's compiler, a second of each start
     from torch import Tensor, nn
 
     from asyncrl.trainer.optimizer import make_optimizer
