@@ -56,7 +56,9 @@ def run_tests(env: Path, tests: Sequence[str], minutes: float, log: IO[str]) -> 
     command = [env / "bin/python", "-m", "pytest", *tests, "-q", "-m", "not long", f"--junitxml={env}.xml"]
     path = f"{env / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environ = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environ, stdout=log, stderr=log, timeout=60 * minutes)
+    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=log, stderr=log, timeout=60 * minutes)
+    if done.returncode not in (0, 1):
+        sys.exit(f"the tests ended with code {done.returncode} (-11: a segmentation fault): see {env}.log")
 
 
 def row(report: Path) -> dict[str, Any]:

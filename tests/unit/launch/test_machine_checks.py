@@ -76,7 +76,7 @@ def gpus_of_torch(monkeypatch: pytest.MonkeyPatch, count: int, apart: Iterable[t
         ),
         ("13.0", "12.4", None, ["a torch that is built for CUDA 12"]),
         (None, "12.4", None, ["built without CUDA; install a torch that is built for CUDA 12"]),
-        ("12.8", "12.4", "-1", ["not compiled with CUDA", "CUDA_VISIBLE_DEVICES is '-1'"]),
+        ("12.8", "12.4", "-1", ["Error: ", "CUDA_VISIBLE_DEVICES is '-1'"]),
         ("12.8", "12.4", None, ["built for CUDA 12.8, and the driver (550.54) runs CUDA 12.4", "'not set'"]),
     ],
 )
