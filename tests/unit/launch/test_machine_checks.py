@@ -335,3 +335,13 @@ def test_without_gpus_nccl_has_no_interface(monkeypatch: pytest.MonkeyPatch) -> 
     gpus_of_torch(monkeypatch, 0)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth9")
     assert list(found(machine.check_network, config(**RANKS))) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [((3, 11, 7), "ok"), ((3, 12, 1), "warning"), ((3, 12, 2), "ok")]
+)
+def test_a_python_that_crashes(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], level: str
+) -> None:
+    monkeypatch.setattr(machine.sys, "version_info", (*version, "final", 0))
+    assert list(found(machine.check_python, config())) == [level]
