@@ -115,4 +115,11 @@ def _capped(bound: Tensor) -> Callable[..., Tensor]:
 @cache
 def _flex(compiled: bool) -> Any:
     """Not compiled it would hold a T x T matrix of scores. Shapes are dynamic: every batch has another."""
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    if not compiled:
+        return flex_attention
+    from torch._dynamo import config  # a slow import, which only a GPU needs
+
+    # Compiled by themselves are types, windows, caps, numbers of heads, one block, and what has no gradient:
+    # after 8 of them torch would go on without compiling.
+    config.recompile_limit = max(config.recompile_limit, 64)
+    return torch.compile(flex_attention, dynamic=True)

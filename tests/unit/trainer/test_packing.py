@@ -221,6 +221,15 @@ def test_a_kernel_captures_no_numbers() -> None:
         assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
 
+def test_flex_attention_is_compiled_for_more_kinds_than_torch_allows_a_function() -> None:
+    """Beyond its limit, 8, torch goes on without compiling: with all scores in memory."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=8):
+        assert flex._flex.__wrapped__(True) is not flex.flex_attention
+        assert config.recompile_limit >= 64
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_with_the_mask_is_that_of_the_nodes() -> None:
     """Forward only, and not compiled: on a CPU flex attention has no backward."""

@@ -8,11 +8,12 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 
 from parts.common import Context, Finding, attempt, timed
 
-SECONDS = 15
+SECONDS = 40  # where nothing has been read before, the imports take most of it
 GOAL = "everything imports"
 
 PACKAGES = ["torch", "transformers", "accelerate", "numpy", "safetensors", "tokenizers"]
@@ -68,7 +69,9 @@ def machine(context: Context) -> Iterator[Finding]:
             name = "/dev/shm" if place == "/dev/shm" else "scratch"
             yield Finding(name, f"{shutil.disk_usage(place).free / 2**30:.1f} GiB free")
     compiler = next((found for name in ("gcc", "cc", "clang") if (found := shutil.which(name))), "none")
-    yield Finding("C compiler", compiler, note="triton compiles its launchers with one")
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    found = f"{compiler}; {header}: {'there' if os.path.exists(header) else 'missing'}"
+    yield Finding("C compiler", found, note="triton compiles its launchers with both")
 
 
 def gpus() -> Iterator[Finding]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,21 +19,24 @@ from asyncrl.trainer.world import World
 from parts.common import Context, Finding, failure, release, synchronize
 from parts.training import Episode, config_of, distance, full_rows, gradients, mixed_rows, model_of, one_rank
 
-SECONDS = 35
+SECONDS = 60
 GOAL = "the same gradients and weights; memory of the GPU is freed"
 OPTIONAL = True
 
 LR = 1e-4
 SAME = 1e-6  # of gradients, as a share of their norm
-STEP = 1e-2  # of the weights after a step, as a share of the learning rate
+NOISE = 3.0  # or times as much as two plain runs differ: attention's backward on a GPU adds in any order
+STEP = 1e-2  # of the weights after a step with the same gradients, as a share of the learning rate
 REPEATS = 3
 GB = 1e9
 
 
 class Measured(NamedTuple):
-    """A learner's gradients, its weights after one step with them, and what it takes of the GPU."""
+    """A learner's gradients, by how much they differ when computed again, its weights after one step with the
+    plain learner's gradients, and what it takes of the GPU."""
 
     gradients: dict[str, Tensor]
+    noise: float
     weights: dict[str, Tensor]
     held: int
     peak: int
@@ -49,7 +53,8 @@ def run(context: Context) -> Iterator[Finding]:
             keys = {"lr": LR, "offload_optimizer": offload}
             config = config_of(path, context.kind, "bfloat16", rows, length, **keys)
             try:
-                found[offload] = _measured(config, world, episodes, context)
+                given = found[False].gradients if offload else None
+                found[offload] = _measured(config, world, episodes, given, context)
             except Exception as error:
                 yield failure(f"offload_optimizer={offload}", error)
                 return
@@ -57,7 +62,9 @@ def run(context: Context) -> Iterator[Finding]:
                 release(context)
     plain, offloaded = found[False], found[True]
     off = distance(offloaded.gradients, plain.gradients)
-    yield Finding("gradients", f"differ by {off:.1e} of their norm", f"{SAME:.0e}", off <= SAME)
+    limit = max(SAME, NOISE * plain.noise)
+    again = f"; computed again without it by {plain.noise:.1e}"
+    yield Finding("gradients", f"differ by {off:.1e} of their norm{again}", f"{limit:.0e}", off <= limit)
     gap = max(float((offloaded.weights[n] - w).abs().max()) for n, w in plain.weights.items()) / LR
     yield Finding(
         "weights after a step", f"differ by {gap:.1e} of the learning rate", f"{STEP:.0e}", gap <= STEP
@@ -77,15 +84,32 @@ def run(context: Context) -> Iterator[Finding]:
     )
 
 
-def _measured(config: RunConfig, world: World, episodes: list[Episode], context: Context) -> Measured:
-    """`episodes` are made by the first learner."""
+def _measured(
+    config: RunConfig,
+    world: World,
+    episodes: list[Episode],
+    given: dict[str, Tensor] | None,
+    context: Context,
+) -> Measured:
+    """`episodes` are made by the first learner. `given`: the gradients of its step; None: its own. (Adam's
+    first step is as long for a gradient that is nothing but noise, of either sign.)"""
     before = _allocated(context)
     learner, length = Learner(config, world), config.rollout.max_tokens
     if not episodes:
         episodes += mixed_rows(learner, config.trainer.micro_batch_tokens // length, length)
     found = gradients(learner, episodes)
-    learner.accumulate(episodes)
-    learner.finish()
+    noise = distance(gradients(learner, episodes), found)
+    taken, own = learner.optimizer.step, found if given is None else given
+
+    def step() -> None:
+        for name, parameter in learner.policy.named_parameters():
+            grad: Any = parameter.grad
+            grad.to_local().copy_(own[name])
+        taken()
+
+    with mock.patch.object(learner.optimizer, "step", step):
+        learner.accumulate(episodes)
+        learner.finish()
     weights = {name: w.full_tensor().to("cpu", copy=True) for name, w in shards(learner.policy).items()}
     rows, seconds = config.trainer.micro_batch_tokens // length, list[float]()
     for _ in range(1 + REPEATS):
@@ -99,7 +123,7 @@ def _measured(config: RunConfig, world: World, episodes: list[Episode], context:
         synchronize(context)
         seconds.append(time.perf_counter() - began)
     peak = 0 if context.small else torch.cuda.max_memory_allocated() - before
-    return Measured(found, weights, _allocated(context) - before, peak, median(seconds[1:]))
+    return Measured(found, noise, weights, _allocated(context) - before, peak, median(seconds[1:]))
 
 
 def _allocated(context: Context) -> int:
