@@ -336,8 +336,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
             f"taken for text; set rollout.parser={fitting}"
         )
-    shown = fitting or (calls and shown_calls(config, inputs.tools, inputs.samples.train[0].prompt))
-    if calls and rollout.tools and not shown:
+    unsure = calls and rollout.tools and not fitting and inputs.data is not None  # or its check has failed
+    if unsure and not shown_calls(config, inputs.tools, inputs.samples.train[0].prompt):
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
             f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "

@@ -241,6 +241,8 @@ def test_a_template_that_shows_no_calls_is_worth_a_warning_where_there_are_tools
     (line,) = warnings(config(tmp_path, model=model, rollout=calling))
     assert "rollout.parser is hermes" in line and "gemma4, glm, harmony, hermes, kimi" in line
     assert not warnings(config(tmp_path, model=model, rollout={"slots": 1}))
+    no_data = Inputs(config(tmp_path, model=model, rollout=calling))  # of which another check says why
+    assert not list(preflight.check_settings(no_data))
     own = warnings(config(tmp_path, model=model, rollout=calling | {"parser": "my.py:read"}))
     assert own == []
 
