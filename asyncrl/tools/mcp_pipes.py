@@ -19,6 +19,7 @@ MAX_BYTES = 8 << 20  # of one message
 MAX_NOISE = 1 << 18  # bytes on standard output that are no messages
 TAIL = 2000  # bytes of standard error that are kept
 END_SECONDS = 2.0  # for a server to end by itself once its input has ended; then SIGTERM, 1 s later SIGKILL
+GONE_SECONDS = 8.0  # for all of its processes to be gone after SIGTERM; the wrapper kills them before
 FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold its pipes open
 
 
@@ -42,16 +43,13 @@ async def started(line: str, env: Mapping[str, str], wrote: bytearray) -> AsyncI
         yield read, write
     finally:
         read.close()
-        try:
-            await _end(process)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await _end(process, tasks, wrote)
 
 
-async def _end(process: Process) -> None:
-    """As the protocol has it: end of input, then SIGTERM."""
-    assert process.stdin is not None
+async def _end(process: Process, tasks: list[asyncio.Task[None]], wrote: bytearray) -> None:
+    """As the protocol has it: end of input, then SIGTERM. What is still in the pipes is read: `wait` returns
+    only when they have ended, and with the event loop all tasks are cancelled, those that read, too."""
+    assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:
         with suppress(TimeoutError):
@@ -59,7 +57,14 @@ async def _end(process: Process) -> None:
                 await process.wait()
     finally:
         _terminate(process)
-        await process.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GONE_SECONDS):
+                await _skip(process.stdout)
+                await _keep_all(process.stderr, wrote)
+                await process.wait()
 
 
 def _terminate(process: Process) -> None:
@@ -69,14 +74,14 @@ def _terminate(process: Process) -> None:
 
 async def _receive(process: Process, received: Any, wrote: bytearray, errors: asyncio.Task[None]) -> None:
     """Pass on lines that are messages; more than MAX_NOISE bytes of others end the server."""
-    from anyio import BrokenResourceError
+    from anyio import BrokenResourceError, ClosedResourceError
     from mcp.shared.message import SessionMessage
     from mcp.types import jsonrpc_message_adapter
 
     assert process.stdout is not None
     noise = 0
     async with received:
-        with suppress(BrokenResourceError):  # the connection was closed
+        with suppress(BrokenResourceError, ClosedResourceError):  # the connection was closed
             while noise <= MAX_NOISE:
                 line, size = b"", MAX_BYTES  # of one beyond the limit, which is a ValueError, too
                 try:
@@ -98,19 +103,22 @@ async def _receive(process: Process, received: Any, wrote: bytearray, errors: as
             _terminate(process)
         else:
             await asyncio.wait({errors}, timeout=FLUSH_SECONDS)
-    while await process.stdout.read(1 << 16):  # a server that waits to write does not see that it should end
-        pass
+    await _skip(process.stdout)  # a server that waits to write does not see that it should end
 
 
 async def _send(process: Process, sent: Any, received: Any) -> None:
     assert process.stdin is not None
-    with suppress(OSError):
+    with suppress(OSError), received:  # closed, else a call would wait for a server that reads no more
         async for item in sent:
             process.stdin.write(
                 item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n"
             )
             await process.stdin.drain()
-    received.close()  # else a call would wait for a server that reads no more
+
+
+async def _skip(output: Any) -> None:
+    while await output.read(1 << 16):
+        pass
 
 
 async def _keep_all(errors: Any, wrote: bytearray) -> None:

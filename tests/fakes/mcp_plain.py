@@ -69,6 +69,9 @@ for line in sys.stdin:
             )
         )
         sys.stdout.flush()
+while BROKEN == "chatty":
+    said = {"level": "info", "data": "x" * 1_000_000}
+    print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": said}))
 if BROKEN == "deaf":  # nobody is there any more, and it does not care
     signal.pause()
 if BROKEN == "tidy":

@@ -260,6 +260,33 @@ def test_servers_can_save_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert left.read_text() == "put away"
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_server_that_never_stops_talking_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """Nor does it keep a pipe, when its connection is closed, and when the event loop ends without that."""
+    monkeypatch.setattr("asyncrl.tools.mcp_pipes.END_SECONDS", 0.3)  # it says more than a stream keeps
+    tools, found = tools_of(command=f"{PLAIN} chatty"), list[bool]()
+
+    async def main() -> None:
+        box, before = Toolbox(tools, DEADLINE), len(os.listdir("/proc/self/fd"))
+        session = box.session(SAMPLE)
+        await session.open()
+        assert (await session.call(ToolCall("pid", "{}"))).error is None
+        if closed:
+            await box.close()
+            assert len(os.listdir("/proc/self/fd")) <= before
+
+    def live() -> None:
+        asyncio.run(main())
+        found.append(True)
+
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    thread.join(DEADLINE / 4)
+    assert found
+
+
 def test_closed_servers_are_gone_and_come_back_when_called() -> None:
     tools = tools_of(command=PLAIN)
     first = int(ask(tools, "pid").content)
