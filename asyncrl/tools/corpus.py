@@ -61,6 +61,7 @@ class Corpus:
         self._stopwords = stopwords
         self._index = bm25s.BM25.load(home, mmap=True, show_progress=False)
         self._passages = JsonlCorpus(home / "corpus.jsonl", show_progress=False, verbosity=0)
+        self._passages.mmindex = np.array(self._passages.mmindex)  # a list takes five times the memory
         self._reading = threading.Lock()  # bm25s moves one position in the file
         self._passage(self._index.scores["num_docs"] - 1)  # it raises where the file is shorter
 

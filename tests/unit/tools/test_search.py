@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,6 +171,21 @@ def test_uses_of_one_corpus_share_it(jsonl: Path, tmp_path: Path) -> None:
     one = open_corpus(str(jsonl), cache)
     assert open_corpus(str(jsonl), cache) is one
     assert open_corpus(str(jsonl), cache, stopwords="") is not one
+
+
+def test_an_open_corpus_of_many_passages_takes_little_memory(tmp_path: Path) -> None:
+    """Each worker has it: of 21 million passages a list of their places would take 1 GB."""
+    path, count = tmp_path / "many.jsonl", 20_000
+    path.write_text('{"text": "kelp"}\n' * count)
+    open_corpus(str(path), str(tmp_path / "cache"))
+    tracemalloc.start()
+    try:
+        opened = open_corpus(str(path), str(tmp_path / "cache"))
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(opened) == count and opened.search("kelp", 1) == [Passage("", "kelp")]
+    assert taken < 20 * count
 
 
 def test_a_damaged_index_is_built_again(jsonl: Path, tmp_path: Path, builds: list[Path]) -> None:
