@@ -97,7 +97,7 @@ class ReplayBuffer:
         left: dict[State, int],
         now: float,
     ) -> None:
-        """Take over, once and first, what a store holds: live groups, their episodes, counts of the rest."""
+        """Take over what a store holds: live groups, their episodes, counts of the rest. Called first."""
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)

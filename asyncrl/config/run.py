@@ -125,8 +125,8 @@ class ObserveConfig(Section, frozen=True):
     """Live view on a terminal, where `g` and `b` show the newest good and bad transcript; elsewhere a line
     for each step."""
     trackers: list[Tracker] = []
-    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or e.g. `WANDB_MODE=offline`. Those from
-    aim on, through accelerate, get numbers and the configuration only."""
+    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or to be offline (`WANDB_MODE=offline`).
+    The others, except tensorboard, run through accelerate: they get only numbers and the configuration."""
     project: Text = "asyncrl"
     """Project name for trackers."""
     plot: bool = True

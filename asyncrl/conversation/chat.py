@@ -154,9 +154,9 @@ class Chat:
     def check(
         self, history: Literal["append", "fork", "fold"], roles: Iterable[str], shown: bool = False
     ) -> list[str]:
-        """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:
-        ConfigError if not. Returns warnings about what works, but perhaps not as expected. `shown`:
-        the prompts show calls of all tools."""
+        """Raise ConfigError if messages of these roles (tool, user) cannot answer a turn under this
+        `rollout.history`. Returns warnings about what works, but perhaps not as expected. `shown`: the
+        prompts show calls of all tools."""
         roles = tuple(dict.fromkeys(roles))
         warnings = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
         warnings += [

@@ -47,7 +47,7 @@ def sees_gpu(config: RunConfig) -> bool | None:
 
 
 def count_gpus(config: RunConfig) -> int:
-    """Those of this machine that torch sees; 0 on Ray."""
+    """Count the GPUs of this machine that torch sees; 0 on Ray."""
     from torch.cuda import device_count
 
     return device_count() if sees_gpu(config) else 0

@@ -33,10 +33,10 @@ from asyncrl.wire.sockets import choose_endpoints
 CRASHES = (3, 12, 0), (3, 12, 2)  # freeing a BytesIO crashes from the first of these, up to the second
 LITTLE_DISK = 1e9  # bytes; a checkpoint of 0.1B parameters takes more
 INTERFACES = "NCCL_SOCKET_IFNAME"
-UNSET = "^docker,lo"  # what NCCL takes then
+UNSET = "^docker,lo"  # what NCCL takes where that is not set
 LITTLE_SHARED = 1e9  # bytes; NCCL's documentation asks for them, and containers have 64 MiB
 KERNELS = ("sgl_kernel", "flashinfer")  # SGLang imports the first on every GPU, and does without the second
-# Prints the version, and then what does not go, of the modules that are named, where there is a GPU to use.
+# Prints the version, and, if torch can use a GPU, which of the named modules cannot be imported.
 BROKEN = "cannot be imported:"
 ASK_SGLANG = f"""
 import sys
@@ -75,7 +75,7 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
 
 
 def check_gpus(inputs: Inputs) -> Iterator[Note]:
-    """What torch sees, beside what the driver lists."""
+    """Compare the GPUs that torch sees with those that the driver lists."""
     from torch import cuda, version
 
     try:
@@ -88,7 +88,7 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
         if inputs.config.launch.kind == "local":  # Ray deals GPUs itself
             yield from _check_peers(inputs.config, count)
     elif listed := list_gpus():
-        text = f"nvidia-smi lists {len(listed)}, and torch can use none: {_why_unusable()}"
+        text = f"nvidia-smi lists {len(listed)} GPUs, but torch can use none: {_why_unusable()}"
         own = _servers_here(inputs.config) and not inputs.config.engine.server_command  # this Python's
         if own or inputs.config.model.device == "cuda":
             raise ConfigError(text)
@@ -120,7 +120,7 @@ def _servers_here(config: RunConfig) -> bool:
 
 
 def _grouped(config: RunConfig) -> bool:
-    """Processes on GPUs of this machine speak NCCL: ranks, those of a server, or both with each other."""
+    """Whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or both together."""
     from torch.cuda import is_available
 
     tp = config.engine.tp if _servers_here(config) else 1
@@ -128,7 +128,7 @@ def _grouped(config: RunConfig) -> bool:
 
 
 def _check_peers(config: RunConfig, count: int) -> Iterator[Note]:
-    """GPUs that exchange tensors can read each other's memory."""
+    """Check that GPUs which exchange tensors can read each other's memory."""
     from torch.cuda import can_device_access_peer
 
     used = dealt(config, count)
@@ -140,7 +140,7 @@ def _check_peers(config: RunConfig, count: int) -> Iterator[Note]:
     text = f"GPUs {', '.join(f'{a}-{b}' for a, b in sorted(apart))} cannot read each other's memory"
     if config.weights.transport == "ipc" and apart.intersection(across):
         raise ConfigError(
-            f"{text}, as weights.transport=ipc does between ranks and servers; set it to collective, or disk"
+            f"{text}, as weights.transport=ipc needs between ranks and servers; set it to collective or disk"
         )
     if apart:
         yield warning(
@@ -167,15 +167,15 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
 
 
 def check_network(inputs: Inputs) -> Iterator[Note]:
-    """The interfaces that processes on GPUs would use among each other. On Ray one that is told nothing takes
-    that of its machine's address (`launch.ray.use_interface_of`)."""
+    """Check the interfaces over which processes on GPUs would talk to each other. On Ray, if NCCL's
+    variable is not set, they use the one that has the machine's address (`launch.ray.use_interface_of`)."""
     config, named, stats = inputs.config, os.environ.get(INTERFACES, ""), psutil.net_if_stats()
     ray, far = bool(config.launch.ray_address), config.engine.urls and not is_loopback(config.launch.host)
     seen = ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in stats.items())
     usable = [name for name, its in stats.items() if its.isup and _means(named or UNSET, name)]
     problem = ""
     if named and not usable:
-        problem = f"{INTERFACES}={named} means none that is up of {seen}; correct it, or unset it"
+        problem = f"{INTERFACES}={named} matches none that is up of {seen}; correct it, or unset it"
     elif (ray or far) and all("loopback" in stats[name].flags for name in usable):
         problem = f"only loopback is left of {seen}: other machines cannot be reached; see {INTERFACES}"
     elif far and not named and len(usable) > 1:
@@ -189,7 +189,7 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
 
 
 def _means(named: str, interface: str) -> bool:
-    """As NCCL reads its variable: `eth,ib` begin so, `=eth0` is called so, and `^docker,lo` do not."""
+    """Whether NCCL would use it: by prefixes, `eth,ib`; by name, `=eth0`; all but these, `^docker,lo`."""
     names = named.removeprefix("^").removeprefix("=").split(",")
     whole = named.removeprefix("^").startswith("=")
     found = interface in names if whole else interface.startswith(tuple(names))
@@ -197,8 +197,8 @@ def _means(named: str, interface: str) -> bool:
 
 
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
-    """The version of the servers that the run would start, and with GPUs its kernels; `check_servers` sees
-    that there is a program."""
+    """Check the version of the servers that the run would start, and with GPUs their kernels. Whether their
+    program exists is left to `check_servers`."""
     engine = inputs.config.engine
     program = engine.server_command[0] if engine.server_command else sys.executable
     if not engine.remote:
@@ -222,7 +222,7 @@ def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
         printed = getattr(error, "stderr", None)  # bytes, or none, at a timeout
         lines = printed.strip().splitlines() if isinstance(printed, str) else []
         said = lines[-1] if lines else one_line(error)
-        yield warning(f"{program} does not tell its version of sglang ({said}); install it there")
+        yield warning(f"{program}: no version of sglang could be read ({said}); install it there")
         return
     found, *lines = done.stdout.strip().splitlines()
     known, advice = ", ".join(DIALECTS), f"{program} -m pip install sglang=={found}"
@@ -231,7 +231,7 @@ def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
     for line in (line for line in lines if BROKEN in line):
         if line.startswith(KERNELS[0]):
             raise ConfigError(f"sglang {found} cannot start on a GPU: {line}; {advice}")
-        yield warning(f"sglang {found} is slower without: {line}; {advice}")
+        yield warning(f"sglang {found} is slower than it could be: {line}; {advice}")
     yield ok(f"{found} ({program})")
 
 
@@ -253,7 +253,7 @@ def check_files(inputs: Inputs) -> Iterator[Note]:
 
 
 def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
-    """It has room for weights, where they are to go there, and for NCCL."""
+    """Check that /dev/shm has room for NCCL, and for the weights if they go there."""
     from asyncrl.weights.disk import SHARED_MEMORY, bytes_needed
 
     if not SHARED_MEMORY.is_dir():

@@ -75,8 +75,8 @@ def environment(place: RolePlace) -> dict[str, str]:
 
 
 def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
-    """Of `count` GPUs of this machine, those of each rank and of each server started here, by the process's
-    name: ranks first. What they do not suffice for begins at 0 again. All processes see all of them."""
+    """Deal the `count` GPUs of this machine to ranks and to servers started here, by the process's name.
+    Ranks come first; where none is left, it begins at 0 again. Every process sees all GPUs."""
     from asyncrl.engines.sglang.process import base_gpu  # imports torch
 
     engine, ranks = config.engine, config.trainer.ranks if config.total_steps else 0
@@ -89,7 +89,7 @@ def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
 
 def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: int = 0) -> list[str]:
     """The plan for a person to read: one line per kind of process. `gpu`: whether this machine has one; None:
-    unknown, as on a cluster. `count`: of its GPUs."""
+    unknown, as on a cluster. `count`: how many it has."""
     device = config.model.device
     if device == "auto" and gpu is not None:
         device = "cuda" if gpu else "cpu"

@@ -199,7 +199,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_device(inputs: Inputs) -> Iterator[Note]:
-    """A GPU that is asked for exists, each rank has one of its own, and a server that shares one knows it."""
+    """Check that there is a GPU if one is asked for, and one for each rank, and that servers share theirs."""
     config, count = inputs.config, count_gpus(inputs.config)
     if config.model.device == "cuda" and sees_gpu(config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
@@ -207,7 +207,7 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
     ranks = sum(name.startswith(placement.TRAINER) for name in used)
     if ranks > count:
         raise ConfigError(
-            f"trainer.ranks={ranks}: NCCL refuses two on one GPU, and torch sees {count}; lower it"
+            f"trainer.ranks={ranks}: each needs a GPU of its own, and torch sees {count}; lower it"
         )
     servers = Counter(gpu for name in used if name.startswith(placement.ENGINE) for gpu in used[name])
     shared = sorted(gpu for gpu in servers if servers[gpu] > 1 or gpu < ranks)

@@ -35,7 +35,7 @@ class Background:
             self._lose()
 
     def ask(self, function: Callable[[], T], seconds: float) -> T:
-        """What it returns or raises, made like any call. TimeoutError: not within `seconds`."""
+        """Make a call in its turn, and return or raise what it does. TimeoutError after `seconds`."""
         asked: Future[T] = Future()
 
         def make() -> None:

@@ -75,7 +75,7 @@ def list_gpus() -> list[str]:
 
 
 def gpu_driver() -> tuple[str, str]:
-    """Versions of the driver and of the newest CUDA that it runs; '' where nvidia-smi does not name them."""
+    """Return the versions of the driver and of the newest CUDA that it runs; '' if nvidia-smi names none."""
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(LIST_GPUS[:1], capture_output=True, text=True, timeout=LIST_SECONDS)
         if found := VERSIONS.search(asked.stdout):

@@ -219,8 +219,8 @@ class _TensorBoardTracker:
 
 
 class _AccelerateTracker:
-    """Has a place for numbers only. All calls are made in one thread, by which e.g. mlflow knows the run, and
-    none is waited for longer than PATIENCE."""
+    """Takes numbers only. One thread makes all calls, as e.g. mlflow keeps its run by thread; none is waited
+    for longer than PATIENCE."""
 
     def __init__(self, tracker: Any, config: RunConfig) -> None:
         self._tracker, self._calls = tracker, Background(tracker.name, 1)

@@ -104,7 +104,7 @@ def check_chat(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Messa
 
 
 def shown_calls(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Message, ...]) -> set[str]:
-    """The tools that turns of the model in the prompt (worked examples) call, as the parser reads them."""
+    """Return the tools called in the prompt's worked examples, that is, turns of the model in it."""
     parser, schemas = load_parser(config.rollout.parser), tuple(tool.schema_text for tool in tools.values())
     turns = [
         parse_turn(parser, message.content, schemas) for message in prompt if message.role == "assistant"

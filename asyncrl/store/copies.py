@@ -28,7 +28,7 @@ from asyncrl.store.segments import fsync
 log = logging.getLogger("asyncrl.store")
 
 FOLDER, KEPT = "copies", 2
-PATIENCE = 60.0  # seconds that closing waits for a copy under way, and after which one is named
+PATIENCE = 60.0  # seconds that closing waits for a copy under way; one that takes longer is logged
 BEYOND = 1_000_000  # epochs: never are so many given between two checkpoints
 _ROWS = {  # that a copy has of each table
     **dict.fromkeys(("meta", "retired", "commits", "checkpoints", "versions"), ""),
@@ -51,7 +51,7 @@ class Copies:
 
     @property
     def late(self) -> float:
-        """Seconds that the copy under way has taken, once these are too many; 0 before."""
+        """Seconds that the copy under way has taken, if they are more than PATIENCE; else 0."""
         taken = time.monotonic() - self._began
         return taken if self.busy and taken > PATIENCE else 0.0
 

@@ -202,7 +202,9 @@ class RunStore:
     def _shorten_log(self) -> None:
         if self.copies.busy:  # it reads what was committed when it began
             if late := self.copies.late:
-                log.warning("%s: a copy takes %.0f s, is the disk stuck? Its log grows", self._run_dir, late)
+                log.warning(
+                    "%s: a copy has taken %.0f s: is the disk stuck? Its log grows", self._run_dir, late
+                )
             return
         try:
             (busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()

@@ -62,7 +62,7 @@ class Corpus:
         self._index = bm25s.BM25.load(home, mmap=True, show_progress=False)
         self._passages = JsonlCorpus(home / "corpus.jsonl", show_progress=False, verbosity=0)
         self._passages.mmindex = np.array(self._passages.mmindex)  # a list takes five times the memory
-        self._reading = threading.Lock()  # bm25s moves one position in the file
+        self._reading = threading.Lock()  # all searches of bm25s share one position in the file
         self._passage(self._index.scores["num_docs"] - 1)  # it raises where the file is shorter
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ def _best(scores: np.ndarray, k: int) -> list[int]:
 
 
 def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Corpus:
-    """The corpus of a file of rows. The first process to open it builds the index, others wait for that.
+    """Open the corpus of a file of rows. The first process to open it builds the index, others wait for that.
     ConfigError for a file or a directory that cannot be used."""
     path = Path(source).expanduser().resolve()
     if not path.is_file():
@@ -129,7 +129,7 @@ def _opened(path: Path, home: Path, stopwords: str) -> Corpus:
 
 
 def _build(path: Path, home: Path, stopwords: str) -> None:
-    """The file is read twice: so its passages are never all in memory."""
+    """Read the file twice, so that its passages are never all in memory."""
     import bm25s
 
     texts = (f"{found.title}\n{found.text}" for found in _read_passages(path))

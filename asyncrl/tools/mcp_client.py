@@ -81,7 +81,7 @@ class McpConnection:
 
     def __init__(self, server: McpServer, pause: float = 0.0) -> None:
         self._server = server
-        self._wrote = bytearray()  # at last, beside messages
+        self._wrote = bytearray()  # the end of what it wrote beside messages
         self._problem = ""
         self._refusal = ""  # the newest answer to a request was this HTTP error
         self._ending = asyncio.Event()
@@ -202,7 +202,7 @@ class McpConnection:
         self._refusal = f"HTTP {status} {response.reason_phrase}{hint}" if status >= 400 else ""
 
     def _why(self, problem: str) -> str:
-        """Why it ended, and what the server wrote to standard error at last."""
+        """Why it ended, and the last that the server wrote beside messages."""
         wrote = " ".join(self._wrote.decode("utf-8", "replace").split())[-300:]
         return (self._problem or problem) + (f" (it wrote: {wrote})" if wrote else "")
 

@@ -1,6 +1,7 @@
 """The pipes of an MCP server that a worker starts, as streams of the package `mcp`.
 
-Its own `stdio_client` keeps a line of any length in memory, and logs a traceback for each that is no message.
+The package's `stdio_client` keeps a line of any length in memory, and logs a traceback for each line that
+is no message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold
 
 @asynccontextmanager
 async def started(line: str, env: Mapping[str, str], wrote: bytearray) -> AsyncIterator[Any]:
-    """The streams of a server that the command `line` starts. `wrote`: the end of what it writes beside
+    """Start a server by the command `line`, and yield its streams. `wrote`: the end of what it writes beside
     messages."""
     from anyio import create_memory_object_stream
 
@@ -47,8 +48,8 @@ async def started(line: str, env: Mapping[str, str], wrote: bytearray) -> AsyncI
 
 
 async def _end(process: Process, tasks: list[asyncio.Task[None]], wrote: bytearray) -> None:
-    """As the protocol has it: end of input, then SIGTERM. What is still in the pipes is read: `wait` returns
-    only when they have ended, and with the event loop all tasks are cancelled, those that read, too."""
+    """End it as the protocol says: end of input, then SIGTERM. Read what is still in the pipes: `wait`
+    returns only when they have ended, and an event loop that ends also cancels the tasks that read."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:

@@ -46,8 +46,8 @@ def search(
     name: str = "search",
     description: str = "Search the corpus.",
 ) -> Tool:
-    """BM25 over `corpus`, a file of rows (.jsonl, .parquet, .json, .csv) with `text` or `contents`, and
-    perhaps `title`.
+    """Search by BM25 in `corpus`, a file of rows (.jsonl, .parquet, .json, .csv) with `text` or `contents`,
+    and optionally `title`.
 
     `k` passages of at most `max_chars` characters are returned. `stopwords`: the language whose most common
     words are ignored; empty: none are. The index is kept in the directory `cache` (default:

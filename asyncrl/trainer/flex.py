@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from asyncrl.trainer.prefix_tree import Forest
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-BLOCK = 128  # tokens of a block: what none of its queries sees is not computed
+BLOCK = 128  # tokens of a block; keys that none of its queries sees are not computed
 
 
 class Scoring(NamedTuple):
@@ -29,17 +29,17 @@ class Scoring(NamedTuple):
 
 
 class FlexKernel:
-    """Nodes lie in the sequence depth first, so what is below a node ends where its last descendant does: a
-    token sees those up to itself whose `end` is behind it. Layers share the masks.
+    """Nodes lie in the sequence depth first, so what is below a node ends where its last descendant does, at
+    its `end`: a token sees those up to itself whose `end` comes after it. Layers share the masks.
 
     Per token [T]: `end`, and `position` in its row. Numbers that a kernel reads are tensors: with dynamic
-    shapes torch compiles no captured numbers of Python.
+    shapes torch cannot compile captured Python numbers.
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         end = np.empty(len(forest.ids), dtype=np.int32)
         for path, stop in zip(forest.paths, np.cumsum(forest.sizes), strict=True):
-            end[path] = stop  # in order: of what is on several paths the last one remains
+            end[path] = stop  # in order: a node on several paths keeps the last
         position = forest.positions.astype(np.int32)
         self.end, self.position = (torch.from_numpy(x).to(device) for x in (end, position))
         self._masks: dict[int | None, BlockMask] = {}
@@ -80,8 +80,8 @@ class FlexKernel:
         return found[0].transpose(0, 1)
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Which blocks of keys a block of queries sees in part, and which all of it sees whole: from the
-        extremes of both. With a window some that none sees count as seen in part."""
+        """Find, from the extremes of both, which blocks of keys a block of queries sees in part, and which
+        all its queries see whole. With a window, some blocks that none sees count as seen in part."""
         size = len(self.end)
         first = torch.arange(0, size, BLOCK, dtype=torch.int32, device=self.end.device)
         last, short = first + BLOCK - 1, -size % BLOCK
@@ -100,7 +100,7 @@ class FlexKernel:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of each row are true, and which, as BlockMask has them."""
+    """Return how many of each row are true, and which, in BlockMask's form."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 

@@ -155,13 +155,13 @@ def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: i
 
 
 def shards(policy: Policy) -> Mapping[str, DTensor]:
-    """The weights that others are given, by the model's own names: the trained ones themselves, or copies
-    with an adapter merged in. One that two modules share has the first name only. To read is a collective."""
+    """Return the weights that others get, by the model's own names: the trained ones, or copies with an
+    adapter merged in. One that two modules share has the first name only. Reading one is a collective."""
     return PublishedShards(policy)
 
 
 class PublishedShards(Mapping[str, DTensor]):
-    """Merges a weight when it is read: together the copies take as much memory of a GPU as the model."""
+    """Merges a weight only when it is read: copies of all would take as much of a GPU as the model."""
 
     def __init__(self, policy: Policy) -> None:
         self._weights, self._adapters = dict(policy.lm.named_parameters()), policy.adapters

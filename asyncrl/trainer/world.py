@@ -62,7 +62,7 @@ class World:
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
     def use_device(self) -> None:
-        """Not a collective. A new thread has GPU 0, where what it calls of torch would hold memory."""
+        """Make this thread use the rank's GPU; a new thread would use GPU 0, and hold memory there."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

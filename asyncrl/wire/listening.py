@@ -17,8 +17,8 @@ from contextlib import ExitStack, suppress
 from asyncrl.errors import ConfigError
 
 SPARE = 256  # but at most a quarter of all
-WATCH = 10, 100  # milliseconds between two looks at the descriptors: the nearer the limit, the fewer
-FASTEST = 100  # descriptors in a millisecond: more than ZeroMQ accepts connections
+WATCH = 10, 100  # milliseconds between two looks at the descriptors; fewer near the limit
+FASTEST = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
 BACKLOG = 64  # connections that a socket may yet accept when it becomes deaf
 _NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that lets nothing pass
 _FILTER = struct.pack("HP", 1, ctypes.addressof(_NOTHING))
@@ -44,7 +44,7 @@ class Listeners:
         return self._files[-1]
 
     def watch(self) -> int:
-        """Let them hear or be deaf. Returns in how many milliseconds it must be called again."""
+        """Accept connections, or none while descriptors are short. Returns milliseconds to the next call."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         spare, room = min(SPARE, limit // 4), 0
         try:

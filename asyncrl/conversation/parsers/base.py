@@ -113,11 +113,11 @@ def load_parser(spec: str, where: str = "rollout.parser") -> Parser:
 
 
 def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = "") -> Parsed:
-    """A turn, read. Without `tools` nothing is a call: text that looks like one is content. Where the end of
-    the `prompt` opens a thought, the turn is read as if the model had: it thinks until it closes that. Where
-    it closes one, a closing tag is content, but for one that begins the turn. A thought is never content:
-    where a parser of another kind than CallFormat found one beside such a call, the content is without the
-    call's text."""
+    """Read a turn. Without `tools` nothing is a call: text that looks like one is content. If the `prompt`
+    ends by opening a thought, the turn is a thought until the model closes it. If the prompt ends by closing
+    one, a closing tag in the turn is content, unless the turn begins with it. A thought is never content: if
+    a parser that is no CallFormat found one beside a call in such text, the content is without the call's
+    text."""
     think = parser.think if isinstance(parser, CallFormat) else THINK
     prompt, thinks = prompt.rstrip(), text.lstrip().startswith(think.open)
     if prompt.endswith(think.open) and not thinks:

@@ -71,7 +71,7 @@ class TaggedCalls(NamedTuple):
         elif said in ("true", "string"):
             arguments[key] = value
         elif (read := value_of(value, NO_TEXT)) == value:
-            raise Malformed(f"the argument {quote(key)} of {quote(name)} is no JSON, as it is said to be")
+            raise Malformed(f"the argument {quote(key)} of {quote(name)} is declared as JSON, but is none")
         else:
             arguments[key] = read
         return end + len(tag)

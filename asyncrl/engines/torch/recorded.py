@@ -116,7 +116,7 @@ def _recorded(
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         told = get_verbosity()
         set_verbosity_error()  # the recording reads every attribute of the model, and some warn when read
-        # A GPU would get fused kernels, compiled for each size while all turns wait; they round otherwise.
+        # Fused kernels of a GPU are compiled for each size, while all turns wait, and round differently.
         torch._C._jit_override_can_fuse_on_gpu(False)
         try:
             return torch.jit.trace(step, tensors, check_trace=False)

@@ -90,7 +90,7 @@ def test_the_dry_run_says_who_gets_which_gpu(
     assert cli.main(["train", "--dry-run", *overrides, *keys]) == code
     said = capfd.readouterr()
     if count == 1:
-        assert "trainer.ranks=4: NCCL refuses two on one GPU, and torch sees 1" in said.err
+        assert "trainer.ranks=4: each needs a GPU of its own, and torch sees 1" in said.err
         return
     rows = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
     assert rows["engine"].endswith("(GPUs 4, 5, 6, 7)") and rows["trainer"].endswith("cuda (GPUs 0, 1, 2, 3)")

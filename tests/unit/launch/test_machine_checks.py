@@ -93,7 +93,7 @@ def test_why_torch_cannot_use_the_gpus_of_the_driver(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     text = found(machine.check_gpus, config())["warning"]
-    assert "nvidia-smi lists 2" in text and all(word in text for word in words), text
+    assert "nvidia-smi lists 2 GPUs" in text and all(word in text for word in words), text
     needing = (config(model={"device": "cuda"}), config(engine={"name": "sglang"}))
     assert [found(machine.check_gpus, one) for one in needing] == [{"error": text}] * 2
     elsewhere = config(engine={"name": "sglang", "server_command": ["python"]})  # has a torch of its own
@@ -132,7 +132,7 @@ APART = [(0, 1), (0, 2)]
             APART,
             {"engine": SERVERS, "weights": {"transport": "ipc"}},
             "error",
-            "0-1, 0-2 .*ipc.*set it to collective, or disk",
+            "0-1, 0-2 .*ipc.*set it to collective or disk",
         ),
         (1, APART, {"engine": SERVERS, "weights": {"transport": "ipc"}}, "ok", "CUDA"),  # one GPU for all
         (4, APART, {"trainer": {"ranks": 2}, "launch": {"kind": "ray"}}, "ok", "CUDA"),  # Ray deals them
@@ -280,9 +280,9 @@ RAY = {"launch": {"kind": "ray", "ray_address": "auto"}}
         (TWO, "eth9", RANKS, "error", r"NCCL_SOCKET_IFNAME=eth9 .* of lo, eth0, ib0, eth1 \(down\); correct"),
         (TWO, "=eth", RANKS, "error", "NCCL_SOCKET_IFNAME==eth "),
         (TWO, "=eth0,ib7", RANKS, "ok", "eth0"),
-        (TWO, "eth1", RANKS, "error", "NCCL_SOCKET_IFNAME=eth1 means none that is up"),
+        (TWO, "eth1", RANKS, "error", "NCCL_SOCKET_IFNAME=eth1 matches none that is up"),
         (TWO, "^lo,eth", RANKS, "ok", "ib0"),
-        (TWO, "^lo,eth,ib", RANKS, "error", "means none that is up"),
+        (TWO, "^lo,eth,ib", RANKS, "error", "matches none that is up"),
         (TWO, "eth9", {"engine": {"name": "sglang", "tp": 2}}, "error", "NCCL_SOCKET_IFNAME=eth9"),
         (
             TWO,
@@ -294,7 +294,7 @@ RAY = {"launch": {"kind": "ray", "ray_address": "auto"}}
         (TWO, "ib0", ATTACHED, "ok", "ib0"),
         (ONE, "", ATTACHED, "ok", "eth0"),  # NCCL leaves Docker's out
         (TWO, "", RAY, "ok", "ib0"),  # each process takes that of its machine's address
-        (TWO, "eth9", RAY, "warning", "NCCL_SOCKET_IFNAME=eth9 means none"),
+        (TWO, "eth9", RAY, "warning", "NCCL_SOCKET_IFNAME=eth9 matches none"),
         (TWO, "lo", RAY, "warning", "only loopback is left .* see NCCL_SOCKET_IFNAME"),
         ({"lo": True, "eth0": False}, "", RAY, "warning", r"only loopback .*of lo, eth0 \(down\)"),
         ({"lo": True}, "", RANKS, "ok", "lo"),

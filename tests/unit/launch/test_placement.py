@@ -104,7 +104,7 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
         (1, 1, {"server_args": {"mem-fraction-static": 0.4}}, ""),
         (1, 1, {"name": "torch"}, ""),
         (0, 4, {"servers": 4}, ""),  # ranks on a CPU
-        (1, 4, {"servers": 4}, "trainer.ranks=4: NCCL refuses two on one GPU, and torch sees 1"),
+        (1, 4, {"servers": 4}, "trainer.ranks=4: each needs a GPU of its own, and torch sees 1"),
         (1, 1, {}, "servers share GPUs 0 with others"),
         (4, 4, {"servers": 4}, "servers share GPUs 0, 1, 2, 3 with others"),
         (

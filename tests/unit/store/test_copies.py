@@ -97,7 +97,7 @@ def test_a_copy_on_a_stuck_disk_is_named(
     monkeypatch.setattr(copies, "PATIENCE", 0.0)
     run.store.sync()
     run.store.commit()
-    assert re.search(r"a copy takes \d+ s, is the disk stuck\? Its log grows", caplog.text)
+    assert re.search(r"a copy has taken \d+ s: is the disk stuck\? Its log grows", caplog.text)
     stuck.set()
     run.store.copies._thread.join(60)
     assert not run.store.copies.late
