@@ -18,7 +18,7 @@ import psutil
 import asyncrl
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
-from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES
+from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES, describe_exit
 from asyncrl.launch.data import Inputs, Note, ok, warning
 from asyncrl.launch.estimates import sized
 from asyncrl.launch.nodes import is_loopback
@@ -41,7 +41,7 @@ BROKEN = "cannot be imported:"
 ASK_SGLANG = f"""
 import sys
 from importlib import import_module, metadata
-print(metadata.version("sglang"))
+print(metadata.version("sglang"), flush=True)
 if sys.argv[1:] and import_module("torch").cuda.is_available():
     for name in sys.argv[1:]:
         try:
@@ -106,7 +106,8 @@ def _why_unusable() -> str:
     fitting = f"a torch that is built for CUDA {major or 'of the driver'}"
     if not built:
         return f"it is built without CUDA; install {fitting}"
-    both = f"it is built for CUDA {built}, and the driver ({driver}) runs CUDA {newest} at most"
+    both = f"it is built for CUDA {built}"
+    both += f", and the driver ({driver}) runs CUDA {newest} at most" * bool(newest)
     if major and int(major) < int(built.partition(".")[0]):
         return f"{both}; install a driver for CUDA {built}, or {fitting}"
     with recorded() as failure:
@@ -219,12 +220,9 @@ def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        printed = getattr(error, "stderr", None)  # bytes, or none, at a timeout
-        lines = printed.strip().splitlines() if isinstance(printed, str) else []
-        said = lines[-1] if lines else one_line(error)
-        yield warning(f"{program}: no version of sglang could be read ({said}); install it there")
+        yield warning(f"{program}: no version of sglang could be read ({_said(error)}); install it there")
         return
-    found, *lines = done.stdout.strip().splitlines()
+    found, *lines = done.stdout.strip().splitlines() or ["none"]
     known, advice = ", ".join(DIALECTS), f"{program} -m pip install sglang=={found}"
     if found not in DIALECTS:
         raise ConfigError(f"{program} has sglang {found}; install one of {known} there")
@@ -233,6 +231,15 @@ def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
             raise ConfigError(f"sglang {found} cannot start on a GPU: {line}; {advice}")
         yield warning(f"sglang {found} is slower than it could be: {line}; {advice}")
     yield ok(f"{found} ({program})")
+
+
+def _said(error: Exception) -> str:
+    """Returns what a program said at last, or how it ended: its error would quote the whole command."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no answer within {error.timeout:g} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        return (error.stderr.strip().splitlines() or [f"it {describe_exit(error.returncode)}"])[-1]
+    return one_line(error)
 
 
 def check_ports(inputs: Inputs) -> Iterator[Note]:

@@ -81,7 +81,8 @@ def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
 
     engine, ranks = config.engine, config.trainer.ranks if config.total_steps else 0
     found = {f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks) if config.model.device != "cpu"}
-    if not engine.urls and (not engine.server_command or SGLANG in engine.server_command):
+    sglang = not engine.server_command or SGLANG in engine.server_command
+    if not engine.urls and sglang and engine.server_args.get("device", "cuda") == "cuda":
         firsts = [base_gpu(config, index, count) for index in range(engine.keepers)]
         found |= {f"{ENGINE}-{i}": list(range(at, min(at + engine.tp, count))) for i, at in enumerate(firsts)}
     return found

@@ -107,6 +107,16 @@ def test_newer_drivers_call_the_version_otherwise(programs: Path) -> None:
     assert machine.gpu_driver() == ("", "")
 
 
+def test_a_driver_that_does_not_tell_its_version_is_not_quoted(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (programs / "nvidia-smi").write_text("#!/bin/sh\n[ $# = 0 ] || echo NVIDIA L4\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    text = found(machine.check_gpus, config())["warning"]
+    assert "built for CUDA 12.8 (" in text and "at most" not in text
+
+
 SERVERS = {"name": "sglang", "servers": 2}
 APART = [(0, 1), (0, 2)]
 
@@ -195,6 +205,27 @@ def test_kernels_of_sglang(
     notes = found(machine.check_sglang, config(engine={"name": "sglang", "server_command": command, **keys}))
     assert re.search(words, notes[level]), notes
     assert level == "ok" or notes.keys() <= {level, "ok"}
+
+
+@pytest.mark.parametrize(
+    ("script", "level", "words"),
+    [
+        ("kill -SEGV $$", "warning", r"\(it was killed by SIGSEGV\)"),
+        ("echo no module >&2; exit 1", "warning", r"\(no module\)"),
+        ("exec sleep 100", "warning", r"\(no answer within 0.1 s\)"),
+        ("", "error", "has sglang none; install one of"),
+    ],
+)
+def test_a_python_that_does_not_tell_its_sglang(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, script: str, level: str, words: str
+) -> None:
+    monkeypatch.setattr(machine, "VERSION_SECONDS", 0.1 if "sleep" in script else 20.0)
+    program = programs / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    command = [str(program), "-m", "sglang.launch_server"]
+    notes = found(machine.check_sglang, config(engine={"name": "sglang", "server_command": command}))
+    assert list(notes) == [level] and re.search(words, notes[level]), notes
 
 
 def test_without_gpus_nobody_asks_for_kernels(programs: Path) -> None:
