@@ -3,9 +3,9 @@
     python tools/gpu_kit/build.py [--out build/gpu-kit] [--no-site]
 
 That machine has Python 3.12, torch, transformers, accelerate and pytest, with what these bring. The folder
-has the rest: in site/ what asyncrl needs beside them, in the versions of constraints.txt, asyncrl itself, its
+has the rest: what else asyncrl needs (in site/, in the versions of constraints.txt), asyncrl itself, its
 configurations, the demo, tests/gpu with the fakes, and the sizes of Qwen3 without weights.
---no-site: for the Python that runs this, where asyncrl is installed.
+--no-site: without site/, for the Python that runs this, where asyncrl is installed.
 """
 
 from __future__ import annotations

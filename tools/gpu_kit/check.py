@@ -2,8 +2,8 @@
 
     python check.py --minutes 9 --out DIR [--only PART...] [--device cpu]
 
-The parts run in the order of what they tell, each in a process with a deadline of its own; one that fails,
-hangs or is killed does not end the others. DIR/report.md and DIR/report.json grow as they go; DIR/parts.log
+The most important parts run first, each in a process with a deadline of its own; one that fails, hangs or
+is killed does not end the others. DIR/report.md and DIR/report.json grow with each part; DIR/parts.log
 has the last output of each part. Exit code: 0 when every part that had to run did and met its goals, else 1.
 """
 
@@ -336,7 +336,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all parts together")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="directory of the report")
     parser.add_argument("--only", nargs="+", metavar="PART", default=ORDER, help=", ".join(ORDER))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -4,9 +4,9 @@
     python four_bits.py unpack DIR        # in the packed folder; needs torch and safetensors
 
 The model of `make smollm2` was a GGUF file: 4-bit digits in groups, each with a scale and a minimum in
-float16; of the embeddings 8 bits, without a minimum. Its conversion rounds these numbers away. The packer
-looks for digits, scales and minima that round to the same bfloat16 weights, and finds them: what is
-unpacked is that model bit for bit. Of weights that were never on such a grid it keeps what is closest.
+float16; of the embeddings 8 bits, without a minimum. Conversion to bfloat16 rounds these numbers away. The
+packer looks for digits, scales and minima that round to the same bfloat16 weights, and finds them: unpacking
+gives that model bit for bit. For weights that were never on such a grid it keeps the closest values.
 
 The folder has the model's other files, index.json, and one stream of bytes cut into part-0, part-1, … Some
 digits are more frequent than others: Huffman's code makes the stream a tenth shorter.

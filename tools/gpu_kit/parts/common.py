@@ -1,5 +1,5 @@
-"""What a part is given, what it yields, and what several of them do. torch is imported where it is used: the
-driver does without."""
+"""What a part is given, what it yields, and what several of them do. torch is imported where it is used,
+for the driver does not need it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Does `trainer.compile` compile once for all lengths, and what does it gain?
 
-Steps of the trainer with a model in the size of Qwen3 0.6B, packed rows, once as it is and once with
-`trainer.compile`; both compute attention with torch's flex attention, which is compiled in any case. Graphs
-are counted after the first batch, and after batches of other numbers and lengths of rows. Seconds: the median
-of three steps, after the first one.
+Steps of the trainer with a model in the size of Qwen3 0.6B, packed rows, once without and once with
+`trainer.compile`; both compute attention with torch's flex attention, which is compiled in any case.
+Graphs are counted after the first batch, and after batches with other numbers and lengths of rows.
+Seconds: the median of three steps, after the first one.
 """
 
 from __future__ import annotations

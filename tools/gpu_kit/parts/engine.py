@@ -1,10 +1,12 @@
-"""Does the embedded engine record the log-probs that the trainer computes, also across a change of weights?
+"""Does the embedded engine record the log-probs that the trainer computes, also across a change of
+weights?
 
-Turns of 16 sessions with prompts of other lengths are sampled together, by a model of random weights in the
-size of Qwen3 0.6B: greedy, at temperature 1 and at 0.7. The trainer's policy then scores the same tokens, a
-row at a time. The noise floor of bfloat16 is the trainer's own rounding: how far its log-probs of these
-tokens are from those in float32 with the same weights. Two that round independently differ by at most twice
-that. For comparison: the trainer's rows one by one and in one padded batch, where products have other shapes.
+Turns of 16 sessions with prompts of different lengths are sampled together, by a model of random weights
+in the size of Qwen3 0.6B: greedy, at temperature 1 and at 0.7. The trainer's policy then scores the same
+tokens, a row at a time. The noise floor of bfloat16 is the trainer's own rounding: how far its log-probs
+of these tokens are from those in float32 with the same weights. Two computations that round independently
+differ by at most twice that. For comparison: the trainer's rows one by one and in one padded batch, where
+products have other shapes.
 """
 
 from __future__ import annotations

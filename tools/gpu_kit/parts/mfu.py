@@ -1,23 +1,24 @@
 """Which share of the GPU's peak is one training step, and what takes the rest of its time?
 
-A step is the trainer's own, on one rank: joining the turns of episodes, forward, loss, backward, clipping and
-AdamW, through FSDP2, in bfloat16 with float32 weights and optimizer state; random weights in the sizes of
-Qwen3; all rows of one length, of which the first 128 tokens are the prompt.
+A step is the trainer's own, on one rank: joining the turns of episodes, forward, loss, backward, clipping
+and AdamW, through FSDP2, in bfloat16 with float32 weights and optimizer state; random weights in the sizes
+of Qwen3; all rows of one length, of which the first 128 tokens are the prompt.
 
 MFU = FLOP / (seconds x peak). FLOP of a step, useful ones only:
 
     6 N T + 6 V H S + 6 L h d sum(t^2)
 
-with N the weights of the layers' matrices, T tokens, V x H the output layer, S tokens scored, L layers of h
-heads of size d, and t the length of each row. A weight that is frozen (LoRA) counts 4 instead of 6, for no
-product gives its gradient; an adapter's counts 6. Attention: 2 products of h d t^2 multiply-adds in the
-forward, 4 in the backward, of which the causal half counts: (4 + 8) h d t^2 / 2. Not counted: activations,
-logits and scores that are computed again, the masked half, the embedding, norms, softmax and the optimizer.
+with N the weights of the layers' matrices, T tokens, V x H the output layer, S tokens scored, L layers of
+h heads of size d, and t the length of each row. A weight that is frozen (LoRA) counts 4 instead of 6,
+because its gradient is not computed; an adapter's counts 6. Attention: 2 products of h d t^2 multiply-adds
+in the forward, 4 in the backward, of which the causal half counts: (4 + 8) h d t^2 / 2. Not counted:
+activations, logits and scores that are computed again, the masked half, the embedding, norms, softmax and
+the optimizer.
 
-Peak: the dense bfloat16 rate of the data sheet, by the GPU's name; of an unknown one that of a large product,
-which is printed in any case. Memory: torch's max_memory_allocated over the step. The losses: kernels of one
-step by torch's profiler, grouped by name; idle: the step's time in which no kernel ran. prime-rl's numbers
-for 4B LoRA on one H100 are 21.7% at 16k and 37.4% at 64k.
+Peak: the dense bfloat16 rate of the data sheet, by the GPU's name; for an unknown GPU the rate of a large
+product, which is always printed. Memory: torch's max_memory_allocated over the step. The losses: kernels
+of one step by torch's profiler, grouped by name; idle: the step's time in which no kernel ran. prime-rl's
+numbers for 4B LoRA on one H100 are 21.7% at 16k and 37.4% at 64k.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Are log-probs and gradients of packed rows those of rows one by one in float64, and how fast are they?
 
-Rows of groups with common prompts go through the trainer's policy as they lie in a run: packed, and as a tree
-of shared prefixes. The reference is the model of transformers in float64, a row at a time, with the same
-weights. Distances are relative: the norm of the difference by the norm of the reference, of the log-probs and
-of all gradients together. In float32 (without TF32) the limit is 1e-4; in bfloat16 it is twice the distance
-of the same model of transformers in bfloat16, a row at a time. Models: Qwen3 (grouped query heads) and Gemma2
-(windows in every other layer, soft caps), small but with the heads of Qwen3 0.6B, random weights.
+Rows of groups with common prompts go through the trainer's policy as in a run: packed, and as a tree of
+shared prefixes. The reference is the model of transformers in float64, a row at a time, with the same
+weights. Distances are relative: the norm of the difference by the norm of the reference, of the log-probs
+and of all gradients together. In float32 (without TF32) the limit is 1e-4; in bfloat16 it is twice the
+distance of the same model of transformers in bfloat16, a row at a time. Models: Qwen3 (grouped query
+heads) and Gemma2 (windows in every other layer, soft caps), small but with the heads of Qwen3 0.6B, random
+weights.
 
-Useful tokens/s: forward and backward of the log-probs of all responses by a model in the size of Qwen3 0.6B,
-in bfloat16; a token of a row counts once however it is computed, padding does not count. The plain loop is
-the model of transformers, a row at a time without padding. Groups are of 8.
+Useful tokens/s: forward and backward of the log-probs of all responses by a model in the size of Qwen3
+0.6B, in bfloat16; a token of a row counts once, however often it is computed; padding does not count. The
+plain loop is the model of transformers, a row at a time without padding. Groups are of 8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Does a real SGLang server compute the trainer's policy, after each way of an update, and do streams outlive
-the release of its memory?
+"""Does a real SGLang server compute the trainer's log-probs after each kind of update, and do streams
+survive the release of its memory?
 
 One server with a small random model, started and loaded by the product's own classes. SGLang may be in an
-environment of its own: ASYNCRL_SGLANG_PYTHON="PYTHON [LAUNCHER]"."""
+environment of its own: ASYNCRL_SGLANG_PYTHON="PYTHON [LAUNCHER]", on a CPU with
+tools/sglang_cpu/launch.py."""
 
 from __future__ import annotations
 

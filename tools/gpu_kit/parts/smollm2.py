@@ -1,7 +1,7 @@
 """Does a pretrained model learn to call a tool on this device, as it does on a CPU?
 
-The second folder of the kit is unpacked; its log-probs are compared with those of the machine that packed it;
-then ten steps of `asyncrl train experiment=smollm2`, with 64 held-out questions before and after."""
+The folder `smollm2` is unpacked, and the model's log-probs are compared with those of the machine that packed
+it; then ten steps of `asyncrl train experiment=smollm2`, with 64 held-out questions before and after."""
 
 from __future__ import annotations
 
