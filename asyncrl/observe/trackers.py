@@ -238,7 +238,8 @@ class _AccelerateTracker:
 
     def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
         named = {name.replace("@", "_at_"): value for name, value in metrics.items()}  # mlflow refuses it
-        self._calls.ask(lambda: self._tracker.log(named, step=step), PATIENCE)
+        # Half of what is waited at the end: behind a last row that hangs are those of other trackers.
+        self._calls.ask(lambda: self._tracker.log(named, step=step), PATIENCE / 2)
 
     def transcripts(self, step: int, entries: Sequence[Entry]) -> None: ...
 

@@ -104,6 +104,27 @@ def test_a_tracker_of_accelerate_that_hangs_at_its_start_is_refused_in_time(
     answers.set()
 
 
+def test_a_tracker_that_hangs_in_its_last_row_costs_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, rows = threading.Event(), list[Any]()
+    hanging = SimpleNamespace(
+        name="mlflow",
+        start=lambda: None,
+        store_init_configuration=lambda options: None,
+        log=lambda row, step: answers.wait(60),
+        finish=lambda: None,
+    )
+    other = SimpleNamespace(log=lambda step, *row: rows.append(step), close=lambda: rows.append("closed"))
+    hung = trackers_module._AccelerateTracker(hanging, config("mlflow"))
+    monkeypatch.setattr(trackers_module, "PATIENCE", 0.6)
+    trackers = Trackers({"mlflow": hung, "other": other}, tmp_path)
+    trackers.log(1, {})
+    trackers.close()
+    answers.set()
+    assert rows == [1, "closed"]
+
+
 def play(trackers: Trackers, run_dir: Path) -> None:
     """A step, the validation of an earlier one with its transcripts, and the end."""
     lags = {"staleness/lag_tokens/0": 30.0, "staleness/lag_tokens/2": 10.0}
