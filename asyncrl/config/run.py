@@ -254,8 +254,8 @@ def _plain(complaint: str) -> str:
         kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
     hint = ""
     if what.startswith("Invalid enum"):
-        choices = [value for part in (kind, *typing.get_args(kind)) for value in typing.get_args(part)]
-        hint = f"; choose from {', '.join(map(str, choices))}"
+        named = [value for part in (kind, *typing.get_args(kind)) for value in typing.get_args(part)]
+        hint = f"; choose from {', '.join(str(value) for value in named if isinstance(value, str | int))}"
     elif what.startswith("Expected `array`"):
         hint = f"; write a list: {key}=[NAME]"
     elif what.startswith("Expected `object`"):

@@ -63,7 +63,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"name": ""}, r"name"),
         ({"total_steps": "many"}, r"total_steps"),
         ({"buffer__on_stale": "wait"}, r"buffer\.on_stale: .*; choose from mask, "),
-        ({"observe__trackers": ["neptune"]}, r"observe\.trackers\[0\]: .*; choose from .*wandb"),
+        ({"observe__trackers": ["neptune"]}, r"observe\.trackers\[0\]: .*; choose from wandb, "),
         ({"rollout__tools": "my_tools.py:a"}, r"rollout\.tools: .*; write a list: rollout.tools=\[NAME\]"),
         ({"model": "dir"}, r"model: Expected `object`, got `str`; .* keys of its own: model.KEY="),
         ({"buffer__target_staleness": 5}, "target_staleness"),
