@@ -113,6 +113,11 @@ def test_without_a_model_the_machine_is_checked(tmp_path: Path, capsys: pytest.C
     assert "data " not in text.replace("model.path and data.train", "")
 
 
+def test_a_check_is_named_once_in_a_line(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *overrides]) == 0
+    assert lines(capsys.readouterr().out, "ok")["sample"].startswith("no text as the answer")
+
+
 def test_a_broken_torch_is_a_line(tmp_path: Path, overrides: list[str]) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: no such file')")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
