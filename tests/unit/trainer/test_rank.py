@@ -79,7 +79,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     mesh: Any = SimpleNamespace(
         rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
     )
-    mesh.apart = lambda seconds: mesh
+    mesh.apart, mesh.use_device = lambda seconds: mesh, lambda: None
     monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True: {})
     of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
     monkeypatch.setattr(checkpoint, "manifest_of", of)
