@@ -30,7 +30,7 @@ MODULES = [
 
 def run(context: Context) -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
-    yield from imports()
+    yield from imports(context)
     yield from machine(context)
     if not context.small:
         yield from gpus()
@@ -38,7 +38,7 @@ def run(context: Context) -> Iterator[Finding]:
     yield from attempt("copies", lambda: copies(context), context)
 
 
-def imports() -> Iterator[Finding]:
+def imports(context: Context) -> Iterator[Finding]:
     yield Finding("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES))
     missing = []
     for name in [*PACKAGES, *KIT, *MODULES]:
@@ -47,8 +47,8 @@ def imports() -> Iterator[Finding]:
         except Exception as error:
             missing.append(f"{name}: {type(error).__name__}: {error}")
     yield Finding("imports", "; ".join(missing) or "all", "everything imports", not missing)
-    asyncrl = sys.modules.get("asyncrl")
-    yield Finding("asyncrl is at", str(getattr(asyncrl, "__file__", "nowhere")))
+    where = getattr(sys.modules.get("asyncrl"), "__file__", "nowhere")
+    yield Finding("asyncrl is at", where.removeprefix(f"{context.kit}/"))
     there = [name for name in OPTIONAL_ONES if importlib.util.find_spec(name)]
     yield Finding("optional packages", f"{', '.join(there)}; not here: {sorted({*OPTIONAL_ONES} - {*there})}")
 
