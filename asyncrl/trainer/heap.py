@@ -10,8 +10,8 @@ def trim() -> None:
     """Give freed memory back to the system. Nothing where the C library is not glibc.
 
     Micro-batches of different lengths leave a heap of holes, which only grows by glibc's own rules. Measured
-    (tools/bench/heap.py: 135M parameters, bfloat16, one CPU thread; peak and held between steps in GB, CPU
-    seconds a step), at micro_batch_tokens 2048 and 8192:
+    (tools/bench/heap.py at fa7553b: 135M parameters, bfloat16, one CPU thread; peak and held between steps in
+    GB, CPU seconds a step), at micro_batch_tokens 2048 and 8192:
 
         glibc as it is                 6.1  5.7  25.7     11.3  10.4  31.2
         trimmed after each step        5.6  2.3  26.4     10.5   2.1  30.3
