@@ -35,7 +35,6 @@ COMMANDS = {
     ],
     "report": ["[NAME...]              one HTML file to send: curves, configuration, transcripts, flow, lag"],
     "status": ["[NAME]                 a run under way: who waits for what; after its end, why it ended"],
-    "trace": ["[NAME]                  what each process did when, as a file for ui.perfetto.dev"],
     "invite": ["[NAME]                 a token with which a worker or server may join a run under way"],
     "worker": ["--join TOKEN           be that one, on this or on another machine, until a signal"],
     "plan": ["NAME | KEY=VALUE...     what limits it, and what other slots, splits and bounds would do"],

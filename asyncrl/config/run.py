@@ -130,7 +130,7 @@ class ObserveConfig(Section, frozen=True):
     project: Text = "asyncrl"
     """Project name for trackers."""
     plot: bool = True
-    """Draw run.png, at most every 30 s while the run goes on, and at its end."""
+    """Draw run.png at the end of the run. `asyncrl view` shows the same curves while it goes on."""
 
 
 class LaunchConfig(Section, frozen=True):

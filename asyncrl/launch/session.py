@@ -60,7 +60,7 @@ class SessionView(Protocol):
 
 
 class Session:
-    """`run` once. `on_step` also gets every report (trackers, run.png). `trains`: it is no evaluation, where
+    """`run` once. `on_step` also gets every report (trackers). `trains`: it is no evaluation, where
     each episode is stored once it is over."""
 
     def __init__(

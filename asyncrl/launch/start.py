@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +31,6 @@ from asyncrl.wire.messages.observer import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
 Rendezvous = Callable[[placement.Unit, str], str]
-EVERY = 30.0  # seconds between two drawings, at least
-END = 20.0  # seconds for one that was killed to be gone
 
 
 def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int:
@@ -61,12 +56,9 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
                 config.observe.console, config.name, config.total_steps, config.validation.success, run_dir
             )
         )
-        picture = stack.enter_context(closing(LivePicture(run_dir))) if config.observe.plot else None
 
         def on_row(report: StepReport) -> None:
             trackers.log(report.step, report.metrics, report.values)
-            if picture:
-                picture.update()
 
         supervisor = Supervisor(
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
@@ -153,36 +145,3 @@ def _complete(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None
         from asyncrl.observe.plot import draw
 
         draw(run_dir)
-
-
-class LivePicture:
-    """Keeps run.png up to date. A drawing takes a second of CPU time: a process of its own, of low priority,
-    makes one at a time. What fails is tried again with a later step, the last one the launcher draws."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self.process: subprocess.Popen[bytes] | None = None  # the newest drawing, over or under way
-        self._begun = float("-inf")
-
-    def update(self) -> None:
-        """After a row of metrics: start a drawing, unless there was one a short time ago."""
-        now = time.monotonic()
-        if now - self._begun < EVERY or (self.process and self.process.poll() is None):
-            return
-        self._begun = now
-        with suppress(OSError):  # no more processes, or no memory for one: the run is worth more
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.observe.plot", str(self._run_dir.absolute())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the launcher
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-
-    def close(self) -> None:
-        """End the one under way."""
-        if self.process and self.process.poll() is None:
-            self.process.kill()
-            with suppress(subprocess.TimeoutExpired):  # of low priority, on a busy machine
-                self.process.wait(END)

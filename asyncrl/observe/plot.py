@@ -1,12 +1,7 @@
-"""run.png: the curves of a run, from metrics.jsonl. Several runs share the panels.
-
-`python -m asyncrl.observe.plot RUN_DIR` draws it: the launcher does so in a process of its own.
-"""
+"""run.png: the curves of a run, from metrics.jsonl."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,8 +153,3 @@ def _add_times(axes: Any, rows: Sequence[Row]) -> None:
     upper = axes.secondary_xaxis("top")
     upper.set_xticks(marks, [clock(at) for at in seconds], fontsize=8)
     upper.set_xlabel("h:mm:ss since the start", fontsize=8)
-
-
-if __name__ == "__main__":
-    os.nice(19)  # the processes of the run come first
-    draw(Path(sys.argv[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from asyncrl.config import RunConfig
 from asyncrl.config.base import leaves
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.observe.background import Background
-from asyncrl.observe.document import Texts, as_markdown
 from asyncrl.observe.files import read_lines, run_id
 from asyncrl.observe.summary import VALIDATED
 
@@ -109,10 +109,10 @@ class Trackers:
 
     def _now(self, call: Callable[[Tracker], None]) -> None:
         for name in self._trackers.keys() - self._failed:
-            with recorded() as failure:
+            try:
                 call(self._trackers[name])
-            if failure:
-                log.warning("tracker %s is left out from here on: %s", name, failure.line)
+            except (Exception, SystemExit) as error:  # a library may end the program
+                log.warning("tracker %s is left out from here on: %s", name, one_line(error))
                 self._failed.add(name)
 
 
@@ -127,9 +127,15 @@ def _texts(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
         yield ", ".join(known), str(entry.get("text", ""))
 
 
+def fenced(text: str) -> str:
+    """Return a text as Markdown's code; the fence is longer than any in the text."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text}\n{fence}" if text else ""
+
+
 class _WandbTracker:
-    """By the step in the row: a validation may be over when later steps were logged, and wandb's own steps
-    never go back."""
+    """Our own step is the x axis: a validation can end after later steps, and wandb's counter cannot go
+    back."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run
@@ -212,7 +218,8 @@ class _TensorBoardTracker:
         self._text("summary", "summary.json", [("", shown)], int(summary.get("steps", 0)))
 
     def _text(self, tag: str, title: str, texts: list[tuple[str, str]], step: int) -> None:
-        self._writer.add_text(tag, as_markdown([Texts(title, texts)]), step)
+        parts = [f"**{title}**", *(fenced(part) for pair in texts for part in pair)]
+        self._writer.add_text(tag, "\n\n".join(parts), step)
 
     def close(self) -> None:
         self._writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 
 import pytest
@@ -33,3 +34,25 @@ def test_calls_beyond_the_most_are_lost() -> None:
     assert calls.lost == 1 and not calls.idle
     go.set()
     assert calls.close(30)
+
+
+def test_a_call_that_hangs_is_waited_for_once_and_one_that_is_lost_not_at_all() -> None:
+    calls, go = Background("calls", 1), threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        calls.ask(lambda: go.wait(60), 0.05)
+    assert calls._began is not None
+    calls._began -= 1000  # it has hung for long
+    with pytest.raises(TimeoutError, match="no answer within 500 s"):
+        calls.ask(lambda: None, 500)
+    with pytest.raises(TimeoutError, match="earlier calls have no answer yet"):
+        calls.ask(lambda: None, 2000)
+    assert not calls.close(500)
+    go.set()
+
+
+def test_a_library_that_ends_the_program_is_answered_and_its_thread_goes_on() -> None:
+    calls = Background("calls", 10)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        calls.ask(lambda: sys.exit(3), 60)
+    calls.call(lambda: sys.exit(4))
+    assert calls.ask(lambda: 5, 60) == 5 and calls.lost == 1 and calls.close(60)

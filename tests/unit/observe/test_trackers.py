@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.files import mark_start
 from asyncrl.observe.summary import VALIDATED
-from asyncrl.observe.trackers import EXTRAS, MODULES, OPEN, Trackers, check_trackers
+from asyncrl.observe.trackers import EXTRAS, MODULES, OPEN, Trackers, check_trackers, fenced
 
 
 def config(*names: str, run: str = "x") -> RunConfig:
@@ -355,6 +355,22 @@ def test_one_that_fails_is_left_out_and_the_others_go_on() -> None:
     trackers.close()
     assert (bad.steps, good.steps) == ([1], [1, 2])
     assert bad.closed and good.closed
+
+
+def test_one_that_ends_the_program_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    rows = list[int]()
+    ending = SimpleNamespace(log=lambda *_: sys.exit(3), close=lambda: None)
+    other = SimpleNamespace(log=lambda step, *row: rows.append(step), close=lambda: None)
+    trackers = Trackers({"ending": ending, "other": other}, Path())  # type: ignore[dict-item]
+    trackers.log(1, {})
+    trackers.log(2, {})
+    trackers.close()
+    assert rows == [1, 2] and caplog.text.count("tracker ending is left out from here on: SystemExit: 3") == 1
+
+
+def test_a_text_for_markdown_cannot_end_its_own_fence() -> None:
+    text = "</pre><script>x</script> | `a`\n````\n# d"
+    assert fenced(text).splitlines() == ["`````text", *text.splitlines(), "`````"] and fenced("") == ""
 
 
 def test_one_that_does_not_answer_keeps_nobody(

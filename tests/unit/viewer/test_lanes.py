@@ -1,20 +1,14 @@
-"""The picture and the trace of a run's timeline, written by what the processes write it with."""
+"""The picture of a run's timeline, written by what the processes write it with."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import pytest
 
-from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.viewer.lanes import MOST_SPANS, LaneReader, LaneRow, LaneWindow
 from asyncrl.viewer.spans import MOST_ROWS
-from asyncrl.viewer.trace import write_trace
 
 T = 1_700_000_000.0
 
@@ -104,42 +98,3 @@ def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
     assert len([title for process, title in rows if process == "worker 3"]) == MOST_ROWS + 1
     calls = sum(span[3] for (process, _), row in rows.items() if process == "worker 3" for span in row.spans)
     assert calls == (MOST_ROWS + 20) * 10 * 5
-
-
-# Keys that the Trace Event Format asks for, by phase; nothing else, so that a slip of the pen is seen.
-KEYS = {
-    "M": {"name", "args"},
-    "X": {"name", "cat", "ts", "dur", "args"},
-    "s": {"name", "cat", "ts", "id"},
-    "f": {"name", "cat", "ts", "id", "bp"},
-}
-
-
-def test_a_trace_is_valid_and_has_arrows_from_snapshots_to_loads(tmp_path: Path) -> None:
-    write(tmp_path)
-    count = write_trace(tmp_path, tmp_path / "a.json.gz")
-    trace = json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()))
-    events = trace["traceEvents"]
-    assert len(events) == count and trace.keys() == {"displayTimeUnit", "traceEvents"}
-    for event in events:
-        assert event.keys() == KEYS[event["ph"]] | {"ph", "pid", "tid"} and event["name"]
-        numbers = [event[key] for key in ("pid", "tid", "ts", "dur", "id") if key in event]
-        assert all(type(number) is int and number >= 0 for number in numbers)
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == 2 * 7 + 2 + 1  # what was recorded, and the versions held
-    assert min(event["ts"] for event in spans) == 0
-    threads = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    for thread in threads:
-        mine = [event for event in spans if (event["pid"], event["tid"]) == thread]
-        ordered = sorted(mine, key=lambda event: event["ts"])
-        assert all(one["ts"] + one["dur"] <= two["ts"] for one, two in pairwise(ordered))
-    assert {(event["pid"], event["tid"]) for event in spans} == threads
-    arrows = [(event["ph"], event["name"], event["id"]) for event in events if event["ph"] in "sf"]
-    assert sorted(arrows) == [(ph, *to) for ph in "fs" for to in (("v0", 1), ("v0", 3), ("v1", 2))]
-    plain = tmp_path / "a.json"
-    assert write_trace(tmp_path, plain) == len(json.loads(plain.read_text())["traceEvents"])
-
-
-def test_a_run_without_a_timeline_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no spans"):
-        write_trace(tmp_path, tmp_path / "a.json")
