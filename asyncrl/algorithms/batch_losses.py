@@ -141,6 +141,6 @@ def _fresh(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _mean(traces: Sequence[Trace], name: str) -> float:
-    """Of all fresh tokens, rounded once: no order of the traces changes a bit."""
+    """Sums over all fresh tokens, rounded once: no order of the traces changes a bit."""
     values = _fresh(traces, [getattr(trace, name) for trace in traces]).tolist()
     return math.fsum(values) / max(len(values), 1)

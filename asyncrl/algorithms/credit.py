@@ -1,4 +1,4 @@
-"""What an advantage is given, what it gives, and how it is registered."""
+"""Defines the inputs and outputs of an advantage, and how one is registered."""
 
 from __future__ import annotations
 

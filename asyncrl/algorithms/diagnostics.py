@@ -1,4 +1,4 @@
-"""How far the tokens of a micro-batch are off-policy, as sums, and the metrics of a batch's sums.
+"""Measures how far the tokens of a micro-batch are off-policy, as sums, and makes metrics of a batch's sums.
 
     micro-batch ──token_sums──► sums ──(+ over micro-batches and ranks)──► metrics_of
 
@@ -128,7 +128,8 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _spread(sums: Mapping[str, float]) -> dict[str, float]:
-    """How far rho is from 1, from the sums of a lag bucket or of all tokens. Nothing without fresh tokens."""
+    """Measures how far rho is from 1, from the sums of a lag bucket or of all tokens. Empty without fresh
+    tokens."""
     fresh = sums.get("fresh", 0.0)
     if not fresh:
         return {}

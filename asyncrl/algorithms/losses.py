@@ -104,7 +104,7 @@ class Loss:
 
     @property
     def trusts(self) -> bool:
-        """It has a trust region around prox."""
+        """True if the loss has a trust region around prox."""
         return self.clips or self.anchored
 
     def bound(self, options: Mapping[str, Any], where: str) -> Loss:

@@ -23,14 +23,14 @@ class Moments(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: np.ndarray) -> Moments:
-        """Of values [n], in float64."""
+        """Moments of values [n], in float64."""
         if not len(values):
             return cls()
         mean = float(values.mean(dtype=np.float64))
         return cls(float(len(values)), mean, float(((values - mean) ** 2).sum()))
 
     def __add__(self, other: Moments) -> Moments:
-        """Of the values of both."""
+        """Moments of the values of both."""
         count = self.count + other.count
         if not count:
             return self

@@ -1,4 +1,4 @@
-"""What the critic is trained on, and how well it does."""
+"""Computes the critic's targets and loss, and metrics of how well it predicts."""
 
 from __future__ import annotations
 

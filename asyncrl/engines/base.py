@@ -14,7 +14,7 @@ from asyncrl.weights.manifest import Manifest, WeightsRef
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How to sample one turn. Temperature 0 is greedy. `grammar`: what the turn must match, see
+    """Settings for sampling one turn. Temperature 0 is greedy. `grammar`: what the turn must match, see
     conversation/forms.py; '' for anything. Engines that cannot keep to one ignore it."""
 
     max_new_tokens: int

@@ -12,11 +12,11 @@ from asyncrl.engines.base import Request, Watch
 from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 NOTHING = Generation((), (), (), StopReason.ABORT)
-"""What is sampled of a turn before it begins."""
+"""The empty beginning of a turn."""
 
 
 def rest(request: Request, sampled: Generation) -> Request:
-    """What is left to ask for: the same turn, with `sampled` as part of its prompt."""
+    """Returns the request for the rest: the same turn, with `sampled` as part of its prompt."""
     left = request.sampling.max_new_tokens - len(sampled.ids)
     grammar = "" if sampled.ids else request.sampling.grammar  # it is of whole turns
     sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left, grammar=grammar)
@@ -49,7 +49,7 @@ def joined(one: Routes | None, other: Routes | None) -> Routes | None:
 
 
 def ending(request: Request, ids: tuple[int, ...]) -> StopReason:
-    """Why the request ends after it has sampled `ids`; ABORT: it does not end there."""
+    """Returns the reason why the request ends after it has sampled `ids`; ABORT: it does not end there."""
     if ids and ids[-1] in request.sampling.stop_ids:
         return StopReason.STOP
     return StopReason.LENGTH if len(ids) >= request.sampling.max_new_tokens else StopReason.ABORT

@@ -34,7 +34,7 @@ class CheckpointError(AsyncrlError):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds. `trained`: uids trained since the checkpoint of step `parent` (-1: since
+    """The contents of a checkpoint. `trained`: uids trained since the checkpoint of step `parent` (-1: since
     the start), in order; `trained_total`: their number along the lineage. `state`: the learner's numbers
     beside its models. `files`: those of all ranks. Both are filled in when it is written."""
 
@@ -100,7 +100,7 @@ class Checkpoints:
     # -- reading ---------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Of all that are complete, newest first."""
+        """Steps of all complete checkpoints, newest first."""
         return [step for step in self._begun() if self._fs.exists(self.path(step, MANIFEST))]
 
     def manifest(self, step: int) -> CheckpointManifest:
@@ -130,7 +130,7 @@ class Checkpoints:
         return found[::-1]
 
     def damage(self, step: int) -> str:
-        """What is wrong with a checkpoint's files, all of which are read, in one line; '' when nothing is."""
+        """Reads all files of a checkpoint and says in one line what is wrong with them; '' for nothing."""
         try:
             manifest = self.manifest(step)
             for name, known in manifest.files.items():
@@ -179,7 +179,7 @@ class Checkpoints:
         self._sync(step, {MANIFEST: (0, "")})
 
     def remove(self, step: int) -> None:
-        """As far as that is possible: without its manifest, what is left is no checkpoint."""
+        """Removes as much as is possible: without its manifest, what is left is no checkpoint."""
         with suppress(OSError):
             for path in (self.path(step, MANIFEST), self.path(step)):
                 if self._fs.exists(path):
@@ -198,7 +198,7 @@ class Checkpoints:
     # -- whether all see the same place ----------------------------------------------------------------
 
     def sweep_tokens(self) -> None:
-        """Those of ranks that were killed before they took theirs away."""
+        """Removes the files of ranks that were killed before they removed them."""
         with suppress(OSError):
             for path in self._fs.glob(f"{self.root}/{TOKEN}*"):
                 self._fs.rm_file(path)
@@ -256,6 +256,6 @@ class Checkpoints:
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> Checkpoints:
-    """Those of a run. ConfigError where `checkpoint.directory` is no place."""
+    """Returns the checkpoints of a run. Raises ConfigError where `checkpoint.directory` is no place."""
     elsewhere = config.checkpoint.directory.rstrip("/")
     return Checkpoints(f"{elsewhere}/{config.name}" if elsewhere else run_dir / "checkpoints")

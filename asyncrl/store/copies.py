@@ -40,7 +40,7 @@ _ROWS = {  # that a copy has of each table
 
 
 class Copies:
-    """Those of one run, for its coordinator. `due`: one is to be made after the next transaction."""
+    """The copies of one run, for its coordinator. `due`: a copy is to be made after the next transaction."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._thread, self.due, self._began = run_dir, Thread(), False, 0.0
@@ -156,7 +156,7 @@ def restore(run_dir: Path) -> list[str]:
 
 
 def _is_good(copy: Path) -> bool:
-    """It can be read, and each episode that was issued is in one state."""
+    """True if a database can be read and each episode that was issued is in one state."""
     try:
         check_schema(copy)
         with closing(RunReader.open(copy)) as reader:
@@ -173,7 +173,7 @@ def _known(run_dir: Path) -> str:
 
 
 def _number(run_dir: Path, query: str) -> int:
-    """What a database says; 0 where it cannot be read."""
+    """Reads a number from a database; 0 where it cannot be read."""
     with suppress(AsyncrlError, sqlite3.Error, TypeError, ValueError), closing(open_to_read(run_dir)) as db:
         return int(db.execute(query).fetchone()[0])
     return 0

@@ -23,7 +23,7 @@ FrameKey = tuple[str, int, str]  # uid, turn, generated | replied
 
 
 class StoredRun(msgspec.Struct):
-    """What a store holds, for a coordinator that starts on it."""
+    """The contents of a store, for a coordinator that starts on it."""
 
     groups: list[GroupRecord]
     episodes: list[EpisodeRecord]
@@ -48,7 +48,8 @@ class RunReader:
 
     @classmethod
     def open(cls, run_dir: Path) -> RunReader:
-        """Of a run in a directory, for reading only. ConfigError when it is of another version's schema."""
+        """Opens the store of a run directory for reading only. Raises ConfigError for another version's
+        schema."""
         return cls(open_to_read(run_dir), SegmentReader(run_dir / "segments"))
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class RunReader:
         return int(self.meta(COVERED_TO, "0"))
 
     def plans(self) -> list[Batch]:
-        """Those that no retained checkpoint covers, oldest first."""
+        """Returns the batches that no retained checkpoint covers, oldest first."""
         return self._records(Batch, "SELECT record FROM plans WHERE step>=? ORDER BY step", self.covered)
 
     def trained_in_plans(self) -> int:
@@ -226,7 +227,8 @@ class RunReader:
 
 
 def meta_of(run_dir: Path, key: str) -> str:
-    """What the store of a run holds under a key of `meta`; '' where there is no store yet, or no such key."""
+    """Returns what the store of a run holds under a key of `meta`; '' where there is no store yet, or no such
+    key."""
     database = run_dir / DATABASE
     if not database.exists() or not database.stat().st_size:
         return ""

@@ -1,4 +1,4 @@
-"""What a run forgets: payloads that nothing needs, the oldest first, and what the index says of them.
+"""Decides what a run forgets: payloads that nothing needs, the oldest first, and what the index says of them.
 
 Needed are those of episodes that are not over, and of batches that the oldest retained checkpoint does not
 cover: a resume reads them. The newest `keep_bytes` of the others are kept for `asyncrl replay` and `regrade`.

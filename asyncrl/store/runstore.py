@@ -90,11 +90,11 @@ class RunStore:
         self._put("versions", (*version, path))
 
     def put_held_out(self, uid: str, record: bytes) -> None:
-        """What became of an episode of a validation."""
+        """Stores the result of an episode of a validation."""
         self._put("held_out", (uid, record))
 
     def forget_held_out(self, prefix: str) -> None:
-        """Those whose uid begins so."""
+        """Deletes held-out episodes whose uid begins with `prefix`."""
         self._add("DELETE FROM held_out WHERE substr(uid, 1, ?)=?", (len(prefix), prefix))
 
     def put_meta(self, key: str, value: str) -> None:
@@ -106,7 +106,7 @@ class RunStore:
             self._add(f"INSERT OR REPLACE INTO {table} VALUES({marks})", *rows)
 
     def _add(self, statement: str, *rows: Row) -> None:
-        """Those that follow each other with the same statement are executed together."""
+        """Executes the writes; those that follow each other with the same statement go together."""
         if not rows:
             return
         if not self._statements or self._statements[-1][0] != statement:
@@ -126,7 +126,7 @@ class RunStore:
         self._add("UPDATE frames SET spare=1 WHERE uid=?", (uid,))
 
     def forget_plans(self, steps: range, rows: int) -> None:
-        """Of these batches, which held `rows` trajectories, nothing is known but that they were committed."""
+        """Records batches, which held `rows` trajectories, of which only the commit is known."""
         self._add("DELETE FROM plans WHERE step>=? AND step<?", (steps.start, steps.stop))
         self._count_covered(rows)
 
@@ -195,7 +195,7 @@ class RunStore:
                 self._db.execute("ROLLBACK")
 
     def _fsync_index(self) -> None:
-        """What was committed is on the disk: it is in the write-ahead log until SQLite copies it."""
+        """Syncs what was committed to the disk: it is in the write-ahead log until SQLite copies it."""
         fsync(self._run_dir / f"{DATABASE}-wal")
         fsync(self._run_dir)
 

@@ -66,7 +66,7 @@ class SupersededError(StoreError):
 
 
 def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
-    """What an error of SQLite or of the disk means to the run."""
+    """Translates an error of SQLite or of the disk into what it means to the run."""
     if isinstance(error, OSError):
         files = error.errno in (errno.EMFILE, errno.ENFILE)
         passing, what = files or disk_full(error), "raise ulimit -n" if files else "free disk space"
@@ -81,7 +81,7 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
 
 
 def damage(path: Path, error: sqlite3.Error | OSError) -> StoreError:
-    """Of an error that does not pass."""
+    """The StoreError for an error that does not pass."""
     broken = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
     return StoreError(f"{path}: {error}{RESTORE if broken else ''}")
 

@@ -25,7 +25,7 @@ MOST_REMOVED = 4  # segments at once: to delete one takes milliseconds
 
 
 class FramePlace(NamedTuple):
-    """Where a record is."""
+    """The place of a record."""
 
     segment: int
     offset: int
@@ -62,7 +62,7 @@ class SegmentWriter:
         return place
 
     def sync(self) -> None:
-        """What was appended survives a power cut."""
+        """Syncs what was appended, so that it survives a power cut."""
         if self._file >= 0:
             fsync(segment_path(self.directory, self._segment))
 

@@ -35,8 +35,8 @@ class AttentionKernel(Protocol):
 
 @dataclass(eq=False)  # not frozen: torch 2.11 compiles again for other fields of a frozen one
 class ForestAttention:
-    """How the tokens of a forest attend, in all layers of a forward; it is not changed. `unknown`: arguments
-    of a layer's attention that were ignored."""
+    """The attention pattern of a forest's tokens, in all layers of a forward; it is not changed. `unknown`:
+    arguments of a layer's attention that were ignored."""
 
     forest: Forest
     device: torch.device = CPU

@@ -101,12 +101,12 @@ class Example:
 
     @property
     def is_read(self) -> bool:
-        """It has an advantage; or it is the first of its group, one of which is always scored: where nobody
-        has an advantage, the log-probs of trainer and engines are still compared."""
+        """True if the trajectory has an advantage, or is the first of its group, one of which is always
+        scored: where nobody has an advantage, the log-probs of trainer and engines are still compared."""
         return self.has_advantage or self.planned.place == 0
 
     def credit_input(self) -> CreditInput:
-        """What the advantage is a function of."""
+        """The inputs of the advantage."""
         p = self.planned
         return CreditInput(
             p.own, p.siblings, self.rewards, self.turn, p.issued, p.place, self.value, p.greedy

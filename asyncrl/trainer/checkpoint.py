@@ -1,4 +1,5 @@
-"""What a checkpoint holds: models, optimizers and RNG by torch's distributed checkpointing, and an export.
+"""Writes and reads the contents of a checkpoint: models, optimizers and RNG by torch's distributed
+checkpointing, and an export.
 
     snapshot (all ranks, in training) ──► write (all ranks, in the background or not) ──► manifest
 

@@ -98,7 +98,7 @@ class Checkpointing:
 
     @property
     def under_way(self) -> str:
-        """What is being written; '' for nothing."""
+        """Names what is being written; '' for nothing."""
         written = f"{self.place.written / 1e6:,.0f} MB since the start"
         return f"a checkpoint is being written, {written}" if self.busy else ""
 
@@ -113,7 +113,7 @@ class Checkpointing:
         self.trained_total += len(uids)
 
     def due(self) -> bool:
-        """Whether one is to be begun after this step."""
+        """True if a checkpoint is to be begun after this step."""
         self._due = self._due or self._learner.step % self._config.pause == 0
         return self._due and not self.busy
 
@@ -152,7 +152,7 @@ class Checkpointing:
         return copied
 
     def poll(self) -> bool:
-        """Whether the checkpoint under way has come to its end, well. DeadlineError when it takes longer than
+        """True if the checkpoint under way has been completed. Raises DeadlineError when it takes longer than
         its bytes allow."""
         if self._job is None:
             return False

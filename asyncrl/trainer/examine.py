@@ -1,5 +1,5 @@
-"""Whether gradients of rows that are laid out together, or cut at the output layer, are those of rows one by
-one: a model is asked, usually a small copy of it (shrunk.py)."""
+"""Checks that gradients of rows that are laid out together, or cut at the output layer, are those of rows one
+by one: a model is asked, usually a small copy of it (shrunk.py)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def transformer(root: nn.Module) -> PreTrainedModel:
 def examine(
     root: nn.Module, ways: Sequence[Packing] = WAYS, kind: str = "copy", world: World | None = None
 ) -> dict[str, str]:
-    """What is wrong with each way to compute gradients, '' for nothing: `cut` at the output layer, and `ways`
-    to lay out rows. `root`: a policy or a critic, with weights. `kind`: of LIMITS. `world`: of the ranks that
-    share it. A collective. No gradients are left."""
+    """Says what is wrong with each way to compute gradients, '' for nothing: `cut` at the output layer, and
+    `ways` to lay out rows. `root`: a policy or a critic, with weights. `kind`: of LIMITS. `world`: of the
+    ranks that share it. A collective. No gradients are left."""
     model, rng = transformer(root), np.random.default_rng(0)
     own, size = model.config._attn_implementation, model.config.get_text_config().vocab_size
     start, *ends = (rng.integers(min(RESERVED, size - 1), size, n) for n in (24, 9, 14, 30))
@@ -114,13 +114,13 @@ def _run(root: nn.Module, parts: Sequence[Selected], world: World | None) -> Ten
 
 
 def _gradients(root: nn.Module) -> list[Tensor]:
-    """Of this rank's shards."""
+    """Gradients of this rank's shards."""
     given = (p.grad for p in root.parameters() if p.grad is not None)
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in given]
 
 
 def _norms(root: nn.Module, values: Tensor, world: World | None) -> dict[str, float]:
-    """Of `values`, which all ranks have, and of gradients, over all ranks."""
+    """Norms of `values`, which all ranks have, and of gradients, over all ranks."""
 
     def norm(tensors: Sequence[Tensor]) -> float:
         square = sum(float(t.double().square().sum()) for t in tensors)

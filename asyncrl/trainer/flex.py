@@ -20,8 +20,8 @@ BLOCK = 128  # tokens of a block; keys that none of its queries sees are not com
 
 
 class Scoring(NamedTuple):
-    """How a layer makes its scores. `window`: tokens that one sees, itself among them; `softcap`: the bound
-    of a tanh. None: none."""
+    """Settings of a layer's attention scores. `window`: tokens that one sees, itself among them; `softcap`:
+    the bound of a tanh. None: none."""
 
     scale: float
     window: int | None = None
@@ -46,7 +46,7 @@ class FlexKernel:
         self._caps: dict[float, Callable[..., Tensor]] = {}
 
     def visible(self, window: int | None) -> MaskMod:
-        """Whether the token at index q sees that at index k; any shapes."""
+        """True where the token at index q sees that at index k; any shapes."""
         end, position = self.end, self.position
 
         def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class FlexKernel:
         return near
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """As `AttentionKernel`."""
+        """Computes attention, see `AttentionKernel`."""
         if scoring.window not in self._masks:
             self._masks[scoring.window] = self.block_mask(scoring.window)
         if scoring.softcap is not None and scoring.softcap not in self._caps:

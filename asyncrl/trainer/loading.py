@@ -91,7 +91,7 @@ def skeleton(kind: Any, path: str, dtype: str) -> PreTrainedModel:
 
 
 def _master(dtype: str) -> torch.dtype:
-    """Of the weights that are trained; float64: for exact tests."""
+    """The dtype of the weights that are trained; float64: for exact tests."""
     return torch.float64 if dtype == "float64" else torch.float32
 
 
@@ -147,7 +147,7 @@ def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:
 
 
 def _initialise(source: WeightsSource) -> None:
-    """What was added since the model was read."""
+    """Returns what was added since the model was read."""
     state = source.model.state_dict(keep_vars=True)
     read = {id(state[piece.parameter]) for piece in source.places}
     for name, tensor in state.items():

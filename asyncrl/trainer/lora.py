@@ -71,12 +71,12 @@ class Adapters:
         return cast(DTensor, weight + change.redistribute(weight.device_mesh, weight.placements))
 
     def change(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """What adapters A, B add to the weight called `name`."""
+        """Returns what adapters A, B add to the weight called `name`."""
         change = self._scale * (b @ a)
         return change.t() if isinstance(self._layers[name], Conv1D) else change  # which keeps it transposed
 
     def names(self, name: str) -> tuple[str, str] | None:
-        """What the adapters of a weight are called; None if it has none."""
+        """Returns the names of a weight's adapters; None if it has none."""
         stem = name.removesuffix("weight")
         return (stem + A, stem + B) if name in self._layers else None
 

@@ -117,7 +117,8 @@ def load_policy(
 
 
 def _check_cut(policy: Policy, dtype: str, world: World) -> None:
-    """Whether it is cut at its output layer. A model of which no small copy can be made is asked itself."""
+    """True if the model is cut at its output layer. A model of which no small copy can be made is asked
+    itself."""
     found, kind = shared_findings(policy.lm.config, world), type(policy.lm).__name__
     if found is None and not policy.whole:
         found = examine(policy, (), dtype, world)
@@ -130,8 +131,8 @@ def _check_cut(policy: Policy, dtype: str, world: World) -> None:
 
 
 def findings(config: PreTrainedConfig) -> dict[str, str] | None:
-    """What is wrong with each way to compute gradients of this architecture, see `examine`; None where no
-    small copy of it can be made."""
+    """Says what is wrong with each way to compute gradients of this architecture, see `examine`; None where
+    no small copy of it can be made."""
     model = ModelConfig(path=config.model_type, dtype="float32")
     return remembered(config, "trainer", lambda copy: examine(Policy(copy, model, None)))
 

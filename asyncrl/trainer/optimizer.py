@@ -69,7 +69,7 @@ def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Op
 
 
 def build(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> Optimizer:
-    """As `trainer.optimizer` says, without state. Raises ConfigError."""
+    """Makes the optimizer that `trainer.optimizer` names, without state. Raises ConfigError."""
     key = "trainer.optimizer"
     name, options = single(trainer.optimizer, key)
     make = optimizers.load(name, key)

@@ -1,4 +1,4 @@
-"""Whether the rows of a micro-batch may be packed."""
+"""Decides whether the rows of a micro-batch may be packed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world:
 
 
 def unfit(model: PreTrainedModel, packing: Packing, found: Mapping[str, str] | None, sharing: int = 1) -> str:
-    """Why rows cannot be laid out so, or not on so many ranks that share them, as far as it can be seen
+    """Says why rows cannot be laid out so, or not on so many ranks that share them, as far as is known
     without a forward. `found`: the architecture's findings, if there are some."""
     heads = model.config.get_text_config().num_attention_heads
     if sharing > 1 and heads % sharing:

@@ -65,6 +65,7 @@ def _peft_name(name: str) -> str:
 
 
 def _transposed(layer: str, stored: Mapping[str, TensorStorageMetadata]) -> bool:
-    """Of transformers' Conv1D, which keeps its weight as [in, out]; seen where the two differ."""
+    """True for weights of transformers' Conv1D, which keeps its weight as [in, out]; seen where the two
+    differ."""
     weight, (_, inside), (outside, _) = (stored[f"{layer}.{name}"].size for name in ("weight", A, B))
     return tuple(weight) == (inside, outside) != (outside, inside)

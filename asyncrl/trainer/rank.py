@@ -253,7 +253,7 @@ class TrainerRank:
                     return received
 
     def _received(self) -> Iterator[tuple[Any, list[bytes]]]:
-        """What has arrived on both links. Stop ends the rank wherever it waits."""
+        """Returns what has arrived on both links. Stop ends the rank wherever it waits."""
         for link in (self.control, self.bulk):
             while (received := link.receive(0)) is not None:
                 self._heard_at = time.monotonic()
@@ -392,7 +392,7 @@ class TrainerRank:
 
 
 def is_answer(message: WireMessage, request: WireMessage) -> bool:
-    """Whether it answers this request, and not an earlier one of its kind."""
+    """True if the message answers this request, and not an earlier one of its kind."""
     if type(request) not in ANSWERS:
         return False
     kind, same = ANSWERS[type(request)]

@@ -1,4 +1,4 @@
-"""What is kept of a step's tokens for who reads its transcripts: pi/mu, and what the correction dropped."""
+"""Saves pi/mu of a step's tokens, and what the correction dropped, for the viewer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.trainer.batch import Example
 
 
 class Ratios:
-    """Of one rank: `note` in each micro-batch, `save` after the step."""
+    """The ratios of one rank: `note` in each micro-batch, `save` after the step."""
 
     def __init__(self, run_dir: Path, rank: int, groups_per_batch: int) -> None:
         self._run_dir, self._rank, self._groups = run_dir, rank, groups_per_batch

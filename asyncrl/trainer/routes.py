@@ -45,7 +45,7 @@ class Replay:
 
     @property
     def choices(self) -> int:
-        """Of experts for a token, in all layers."""
+        """The number of experts for a token, in all layers."""
         layers, k = self._shape
         return layers * k
 
@@ -88,7 +88,7 @@ class _Chosen(TorchFunctionMode):
 
 
 def _plain(router: nn.Module, k: int) -> bool:
-    """It takes the k largest, once."""
+    """True if the router takes the k largest, once."""
     weight = router.weight
     assert isinstance(weight, Tensor)
     with _Chosen() as mode:

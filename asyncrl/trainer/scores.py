@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """Which tokens to score. `ids` [B, T]; token i of N is labels[i], predicted by the hidden state of
+    """The tokens to score. `ids` [B, T]; token i of N is labels[i], predicted by the hidden state of
     ids[predictor[i]] (which stays on the host) of the flattened ids and logits divided by temperature[i].
 
     `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without one each row of
@@ -94,7 +94,7 @@ class Selected:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the model's forward is given."""
+        """Returns the arguments of the model's forward."""
         if self.forest is None:
             return {"input_ids": self.ids, "use_cache": False}
         no_mask = self.ids.new_zeros(1, 1, 1, 1)  # of four dimensions: transformers builds none of T x T
@@ -108,7 +108,7 @@ class Selected:
         }
 
     def predictors(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [B, T, H] those that predict the tokens, [N, H]."""
+        """Selects the hidden states [B, T, H] that predict the tokens: [N, H]."""
         chosen = torch.from_numpy(self.predictor).to(hidden.device, non_blocking=True)
         return hidden.flatten(0, 1)[chosen]
 

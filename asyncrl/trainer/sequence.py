@@ -17,8 +17,8 @@ Run = Callable[[Selected], Iterable[Tensor | None]]
 
 
 def in_parts(run: Run, tokens: Selected, ranks: SequenceRanks | None) -> list[Tensor | None]:
-    """What `run` computes of the selected tokens, columns of [N]. With `ranks` a packed sequence is cut into
-    as many equal parts, of which each rank runs its own; padded rows are run whole by every rank."""
+    """Returns what `run` computes of the selected tokens, columns of [N]. With `ranks` a packed sequence is
+    cut into as many equal parts, of which each rank runs its own; padded rows are run whole by every rank."""
     if ranks is None or tokens.forest is None:
         return list(run(tokens))
     owner = tokens.predictor // ranks.width(tokens.ids.numel())

@@ -38,9 +38,9 @@ def open_slices(file: str) -> Any:
 
 
 def locate(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
-    """Where the tensors of `model`, tied and on any device, lie in the files of `path`, whole or in pieces.
-    Empty where they do not hold them as they are: converted, quantized, of another shape, missing, twice
-    with different values (of tied tensors), or no safetensors."""
+    """Finds the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Empty
+    where they do not hold them as they are: converted, quantized, of another shape, missing, twice with
+    different values (of tied tensors), or no safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
     tensors, found = model.state_dict(keep_vars=True), dict[FilePiece, FileTensor]()

@@ -1,4 +1,4 @@
-"""What a spike is, and the gradient norms that say so.
+"""Detects spikes of the gradient norm.
 
 A batch spikes if its gradient norm is not finite, or if it is more than `trainer.spike_factor` times the
 median of the batches before (up to WINDOW, from LEAST on). The policy loss would not do: its advantages have

@@ -116,7 +116,7 @@ class Learner:
 
     @property
     def whitening(self) -> Whitening | None:
-        """Of earlier batches."""
+        """The gradient norms of earlier batches."""
         return Whitening.from_state(self.state)
 
     def accumulate(self, work: Work) -> None:

@@ -1,4 +1,4 @@
-"""How a rank spends its time: every second belongs to exactly one phase."""
+"""Measures how a rank spends its time: every second belongs to exactly one phase."""
 
 from __future__ import annotations
 

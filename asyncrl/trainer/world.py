@@ -98,7 +98,7 @@ class World:
             raise ProtocolError(f"a trainer rank sent what is no {kind}: {one_line(error)}") from error
 
     def gather_data(self, value: T, kind: type[T]) -> list[T]:
-        """As `gather`, of what ranks that share micro-batches have alike: one value of them."""
+        """Gathers as `gather` does, but ranks that share a micro-batch count once."""
         return self.gather(value, kind)[:: self.size // self.data_ranks]
 
     def check_shared(self, value: T, kind: type[T]) -> None:

@@ -16,7 +16,7 @@ def own_address() -> str:
 
 
 def bound(endpoint: str, host: str) -> str:
-    """Where the coordinator binds for an endpoint."""
+    """The address to which the coordinator binds for an endpoint."""
     return f"tcp://{EVERY_ADDRESS}:{endpoint.rpartition(':')[2]}" if host == EVERY_ADDRESS else endpoint
 
 

@@ -25,7 +25,7 @@ Z85_BYTES = 40  # of a key, as text
 
 
 def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite, str]:
-    """What the coordinator must be sent by the launcher, and the token: a line of text, which is secret."""
+    """Returns the message for the coordinator, and the token: a line of text, which is secret."""
     key = new_key_pair()
     keys = {COORDINATOR: msgspec.structs.replace(endpoints.keys[COORDINATOR], secret=""), TOKEN: key}
     content = msgspec.msgpack.encode(msgspec.structs.replace(endpoints, keys=keys))

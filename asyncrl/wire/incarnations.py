@@ -15,7 +15,7 @@ def launch_of(incarnation: str) -> str:
 
 
 def is_older(one: str, other: str) -> bool:
-    """Whether `one` was started before `other` in the same launch. Any text may come: int() would raise for
+    """True if `one` was started before `other` in the same launch. Any text may come: int() would raise for
     thousands of digits."""
     (launch, _, start), (its, _, later) = one.rpartition("."), other.rpartition(".")
     numbers = start.isdecimal() and later.isdecimal()

@@ -26,7 +26,7 @@ ATTACH_FILTER, DETACH_FILTER = 26, 27  # of socket(7)
 
 
 class Listeners:
-    """Those of one process. `shortage`: what they wait for, by name; empty while they hear."""
+    """All gates of one process. `shortage` names what they wait for; empty while they hear."""
 
     def __init__(self) -> None:
         self._files: list[int] = []

@@ -72,7 +72,8 @@ def new_key_pair() -> KeyPair:
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """Where the coordinator is dialled, and the key pair of every role, the coordinator's own too."""
+    """The addresses at which the coordinator is dialled, and the key pair of every role, the coordinator's
+    own too."""
 
     control: str
     bulk: str
@@ -80,7 +81,7 @@ class Endpoints(msgspec.Struct, frozen=True):
     versions: str = ""
 
     def given_to(self, role: str) -> Endpoints:
-        """What a process of that role may know: the secret key of no other role."""
+        """Returns the part that a process of that role may know: the secret key of no other role."""
         keys = {name: key if name == role else KeyPair(key.public) for name, key in self.keys.items()}
         return msgspec.structs.replace(self, keys=keys)
 
@@ -175,7 +176,8 @@ class Gate:
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler nobody comes in
 
     def role(self, peer: bytes, key: str) -> str:
-        """Of the owner of the key, which `peer` must name; of a token the key, too. ProtocolError."""
+        """Returns the role of the key's owner. `peer` must name it and, for a token, the key. Raises
+        ProtocolError."""
         role = self.members.get(key)
         if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
             raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
@@ -326,7 +328,7 @@ class Link:
 
     @property
     def refused(self) -> bool:
-        """Whether the coordinator has refused the key of this end: it is not dialled again then."""
+        """True if the coordinator has refused the key of this end: then it is not dialled again."""
         self._dial.mend()
         return self._dial.refused
 

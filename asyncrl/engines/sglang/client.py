@@ -79,7 +79,8 @@ class SGLangClient:
         return sampled
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """As of an `Engine`. Raises EngineBusy, and EngineLost when another server may have an answer."""
+        """Samples a turn, as `Engine.generate` does. Raises EngineBusy, and EngineLost when another server
+        may have an answer."""
         try:
             async with self._room:
                 return await self.api.score(ids, self._config.engine.request_timeout)
@@ -94,7 +95,7 @@ class SGLangClient:
         await self.api.close()
 
     def _clipped(self, request: Request) -> Request:
-        """It asks for no more than fits within `rollout.max_tokens`."""
+        """Asks for no more than fits within `rollout.max_tokens`."""
         room = self._config.rollout.max_tokens - len(request.ids)
         most = min(room, request.sampling.max_new_tokens)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=most)

@@ -44,7 +44,7 @@ INVALID_LABEL = "broken"
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What `/server_info` says about how the server was started."""
+    """The part of `/server_info` that says how the server was started."""
 
     version: str
     model_path: str
@@ -58,7 +58,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What `/model_info` says about the weights in use; it follows updates."""
+    """The part of `/model_info` about the weights in use, which follows updates."""
 
     model_path: str
     weight_version: str = "default"
@@ -90,7 +90,7 @@ class ServerApi:
     # -- questions ------------------------------------------------------------------------------------
 
     async def ready(self) -> bool:
-        """Whether the server takes new requests: it has started and is not paused. Cheap, unlike `/health`,
+        """True if the server takes new requests: it has started and is not paused. Cheap, unlike `/health`,
         which samples a token, and which says nothing for 20 s during a pause."""
         status = await self._http.status("/ready", GET_SECONDS)
         if status not in (200, 503):
@@ -98,7 +98,7 @@ class ServerApi:
         return status == 200
 
     async def alive(self) -> bool:
-        """Whether its HTTP process answers at all, paused or not."""
+        """True if the server's HTTP process answers at all, paused or not."""
         try:
             await self.ready()
         except EngineError:

@@ -1,5 +1,5 @@
-"""Which tensors a server's model has. The server does not look: it keeps what an update does not name, and
-dies of a tensor of another shape."""
+"""Compares a version's tensors with those of a server's model. The server does not look: it keeps what an
+update does not name, and dies of a tensor of another shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shapes:
         return cls({spec.name: tuple(spec.shape) for spec in layout})
 
     def differences(self, layout: Layout) -> str:
-        """What is wrong with a version for this model; empty: nothing."""
+        """Says what is wrong with a version for this model; empty: nothing."""
         given = Shapes.of(layout).shapes
         missing = self.shapes.keys() - given.keys() - self.optional
         unknown = given.keys() - self.shapes.keys() - self.optional
@@ -42,8 +42,9 @@ class Shapes:
 
 
 def shapes_of(path: str, tied: bool) -> Shapes | None:
-    """Of a model directory, from the headers of its files: names as SGLang reads them, which a version must
-    use too. None without such files. `tied`: the output embedding is the input's. Raises ConfigError."""
+    """Reads the tensors of a model directory from the headers of its files: names as SGLang reads them, which
+    a version must use too. None without such files. `tied`: the output embedding is the input's. Raises
+    ConfigError."""
     shapes: dict[str, tuple[int, ...]] = {}
     try:
         for file in sorted(Path(path).glob("*.safetensors")):

@@ -185,7 +185,7 @@ class Receiver:
         return BroadcastPush(ref.label, plan.buckets, connection, self._server, deadline, plan.group)
 
     def _sender(self, paths: list[str]) -> str:
-        """Where this server's versions come from: from its own machine, if there is a sender."""
+        """The source of this server's versions: its own machine, if there is a sender."""
         for path in paths:
             where = urlsplit(path)
             if where.scheme != "tcp" or not where.hostname or not where.port:

@@ -67,7 +67,7 @@ async def connect(
 
 
 def _cache(config: RunConfig, index: int) -> Path:
-    """Where the keeper of server `index` makes deltas whole."""
+    """The directory in which the keeper of server `index` makes deltas whole."""
     run_dir = Path(config.run_dir) / config.name
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     return cache_directory(config.weights.directory, run_dir, config.name, size, index)
@@ -87,7 +87,7 @@ def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo, 
 
 
 async def _seen(config: RunConfig, server: ServerApi) -> tuple[ServerInfo, ModelInfo]:
-    """What the server is, once that and our keys have been found to be right. Changes nothing."""
+    """Checks the server and our keys, and returns its description. Changes nothing."""
     await server.ready()  # whatever the answer: it is an SGLang server
     await server.try_admin_key()
     info, model = await server.server_info(), await server.model_info()

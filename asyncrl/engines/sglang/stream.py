@@ -1,4 +1,4 @@
-"""What an SGLang server streams back for one request, put together: ids, log-probs and their versions.
+"""Puts together what an SGLang server streams back for one request: ids, log-probs and their versions.
 
 Streams are cumulative (each event repeats all tokens so far) or incremental (each has only the new ones).
 Which of the two follows from the number of tokens so far, which stands in every event. Ids are read from the
@@ -48,7 +48,7 @@ class InputToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True):
-    """Why the server ended a request: type stop, length or abort."""
+    """The reason why the server ended a request: type stop, length or abort."""
 
     type: str
     message: str = ""
@@ -177,7 +177,7 @@ class StreamedTurn:
         return False
 
     def generation(self) -> Generation:
-        """What there is; stop ABORT: the turn does not end there. Raises ForeignWeights."""
+        """Returns the tokens so far; stop ABORT: the turn does not end there. Raises ForeignWeights."""
         ids = tuple(token.id for token in self.tokens)
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
@@ -186,7 +186,7 @@ class StreamedTurn:
         return Generation(ids, logprobs, self.spans(), stop, seconds, routes)
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens. Raises ForeignWeights."""
+        """Returns the version that sampled each token, as spans. Raises ForeignWeights."""
         stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
         count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
         ends = [min(start, count) for start, _, _ in stamps[1:]] + [count]

@@ -1,4 +1,4 @@
-"""What differs between the supported SGLang versions. The rest of the protocol is the same."""
+"""Describes the differences between the supported SGLang versions. The rest of the protocol is the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLEANUP_SECONDS = 5.0  # for a server that may be stuck to end a session
 
 @dataclass(frozen=True)
 class Dialect:
-    """How to speak to one version. `modes`: what it can do with requests under way at an update. `sessions`:
+    """The protocol of one version. `modes`: what it can do with requests under way at an update. `sessions`:
     it accepts broadcast weights within a session only, of which there is one at a time."""
 
     modes: tuple[PauseMode, ...]

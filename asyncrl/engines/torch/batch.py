@@ -152,7 +152,7 @@ class Batcher:
         self._decoding = {run.index: run for run in self._decoding.values()}
 
     def _used(self, slot: Slot) -> int:
-        """How many leading positions of a slot hold something."""
+        """The number of leading positions of a slot that hold something."""
         run = self.runs.get(slot.session or "")
         return run.prompt + self._sampled(run) if run and run.slot is slot else len(slot.held)
 
@@ -194,7 +194,7 @@ class Batcher:
         return chunks
 
     def _awaits(self, run: Run) -> bool:
-        """Whether one ahead of it is still computing the run's prefix. Copies the prefix once it is there, if
+        """True if a request ahead is still computing the run's prefix. Copies the prefix once it is there, if
         the present weights computed all of it: its tokens are then as exact as without."""
         if run.source is None:
             return False

@@ -1,5 +1,5 @@
-"""Which slot computed the beginning of a prompt already: members of a group, and prompts with the same
-examples in front, are prefilled once and copied."""
+"""Finds the slot that computed the beginning of a prompt already: members of a group, and prompts with the
+same examples in front, are prefilled once and copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step computes on the device: one forward, and a token sampled for every slot that decodes.
+"""Computes a decode step on the device: one forward, and a token sampled for every slot that decodes.
 
 A step of a small model is some hundred small operations, and Python takes longer to issue them than they take
 to run. So each kind of step is recorded by `torch.jit.trace` after it has been made often: the same
@@ -30,7 +30,7 @@ _RECORDING = threading.Lock()  # torch records one module at a time
 
 
 class Kind(NamedTuple):
-    """What a plan says beside its tensors: a recording is valid for one of these."""
+    """The values of a plan beside its tensors: a recording is valid for one of these."""
 
     groups: int
     decoding: int

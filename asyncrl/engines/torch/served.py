@@ -1,4 +1,5 @@
-"""Whether the embedded engine gives the log-probs of a plain forward: a small copy of the model is asked."""
+"""Checks that the embedded engine gives the log-probs of a plain forward: a small copy of the model is
+asked."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def check_served(model_path: str) -> None:
 
 
 def decodes(model: PreTrainedModel) -> str:
-    """What is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
+    """Says what is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
     second turn; '' for nothing."""
     plain, rng = copy.deepcopy(model), np.random.default_rng(0)
     size = model.config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""Which session owns which slot, and what its slot still holds."""
+"""Records which session owns which slot, and which ids the slot still holds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Slot:
         self.used = 0
 
     def keep(self, ids: Sequence[int]) -> int:
-        """How many leading ids need no prefill: the common prefix with what is held, short of the last id
-        (whose logits are needed). Forgets the rest."""
+        """Returns the number of leading ids that need no prefill: the common prefix with what is held, short
+        of the last id (whose logits are needed). Forgets the rest."""
         limit = min(len(self.held), len(ids) - 1)
         if self.held[:limit] != tuple(ids[:limit]):
             limit = next(i for i in range(limit) if self.held[i] != ids[i])

@@ -34,8 +34,8 @@ class SlotGroup(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the N tokens of one forward live, and how they attend: the tokens of the groups, one group after
-    another."""
+    """The places of the N tokens of one forward in the cache, and how they attend: the tokens of the groups,
+    one group after another."""
 
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]

@@ -1,4 +1,4 @@
-"""Which messages a channel carries: one tagged union a direction and role, with one typed decoder each.
+"""Lists the messages of each channel: one tagged union a direction and role, with one typed decoder each.
 
 A message is a header (one of these structs, msgpack) and zero or more opaque frames.
 """

@@ -30,7 +30,8 @@ class Invite(WireMessage, frozen=True):
 
 
 class Enrol(WireMessage, frozen=True):
-    """Who has a token: from now on this key (public half) is of the token's role, and the token of nobody."""
+    """The owner of a token: from now on this key (public half) is of the token's role, and the token of
+    nobody."""
 
     key: str
 

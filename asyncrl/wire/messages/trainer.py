@@ -134,7 +134,7 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     def of(
         cls, episode: EpisodeRecord, baseline: Baseline, frames: int, temperature: float
     ) -> PlannedTrajectory:
-        """As the buffer knows it."""
+        """The trajectory's name in the buffer."""
         siblings, place = baseline.siblings(episode)
         return cls(
             uid=episode.uid,
@@ -155,7 +155,7 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
 
 
 class WorkPlan(WireMessage, frozen=True):
-    """What a rank does next; all ranks get the same kind for the same (step, micro).
+    """The next task of a rank; all ranks get the same kind for the same (step, micro).
 
     work: train the trajectories (none: a dummy of weight zero). probe: score the probe, for an engine that
     was just started. step: the batch is complete, take the optimizer step. end: no more batches, write a

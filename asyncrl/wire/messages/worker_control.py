@@ -23,7 +23,7 @@ class WorkerHello(WireMessage, frozen=True):
 
 
 class EngineUse(msgspec.Struct, array_like=True, gc=False):
-    """What one server has done for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
+    """The work of one server for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
     computed; `tokens` were sampled. `busy`: requests refused for want of room. `lost`: requests that it did
     not finish. `moved`: turns that it took over from another. `retracted`: how often it took back a request's
     KV memory, for want of it."""
