@@ -42,8 +42,8 @@ from asyncrl.gateway.wire import ApiError
 from asyncrl.rollout.context import turns_of
 from asyncrl.types import Message, Sample, Turn, TurnReply
 from asyncrl.weights import collective_messages
+from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.enrolment import read_token
-from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages import channels
 from asyncrl.wire.messages.keeper import KeeperHello
 from asyncrl.wire.messages.shared import Attempt

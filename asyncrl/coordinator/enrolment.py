@@ -13,7 +13,7 @@ import asyncrl
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.observe.files import read_start
 from asyncrl.store.reader import RunReader
-from asyncrl.wire.incarnations import incarnation_of
+from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite
 from asyncrl.wire.sockets import TOKEN, Gate
 

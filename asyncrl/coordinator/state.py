@@ -34,7 +34,7 @@ from asyncrl.store.schema import StoreError
 from asyncrl.types import MAX_VOCABULARY, Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.model_files import MODEL, identity
-from asyncrl.wire.incarnations import is_older, launch_of
+from asyncrl.wire.addresses import is_older, launch_of
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 

@@ -30,7 +30,7 @@ from asyncrl.launch.process import (
     log_path,
     log_tail,
 )
-from asyncrl.wire.incarnations import incarnation_of
+from asyncrl.wire.addresses import incarnation_of
 
 log = logging.getLogger("asyncrl.launch")
 

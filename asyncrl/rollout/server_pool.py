@@ -26,8 +26,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncrl.engines.base import EngineBusy, EngineLost, Request
-from asyncrl.engines.continuation import NOTHING, extended, rest
+from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import FRESHER, Notifier, Waits

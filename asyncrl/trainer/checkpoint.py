@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -28,7 +31,6 @@ from asyncrl.errors import one_line, reason
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.step import Learner
-from asyncrl.trainer.step_files import StepFiles, reader, writer
 from asyncrl.trainer.world import World
 
 logger = logging.getLogger(__name__)
@@ -176,3 +178,59 @@ def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> N
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+STATE = "state"  # the folder of torch's files
+Name = str | os.PathLike[str]
+
+
+class StepFiles(FileSystemBase):
+    """The files of one checkpoint, as the file system that torch's distributed checkpointing wants. Paths are
+    relative to the checkpoint. `written`: the files of this rank."""
+
+    def __init__(self, checkpoints: Checkpoints, step: int) -> None:
+        self._all, self._step = checkpoints, step
+        self.written: Files = {}
+
+    def create(self, name: str) -> Any:
+        return self._all.create(self._step, name, self.written)
+
+    @contextmanager
+    def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
+        name = os.fspath(path).removesuffix(".tmp")  # there is no need to rename: the manifest comes last
+        with self._all.open(self._step, name) if "r" in mode else self.create(name) as stream:
+            yield stream
+
+    def rename(self, path: Name, new_path: Name) -> None:
+        """Nothing: see `create_stream`."""
+
+    def concat_path(self, path: Name, suffix: str) -> str:
+        return f"{os.fspath(path)}/{suffix}"
+
+    def init_path(self, path: Name) -> Name:
+        return path
+
+    def mkdir(self, path: Name) -> None:
+        """Nothing: `create` makes directories."""
+
+    def exists(self, path: Name) -> bool:
+        return False  # a checkpoint is written to an empty directory
+
+    def rm_file(self, path: Name) -> None:
+        raise AssertionError("nothing is there to be removed")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Name) -> bool:
+        return True
+
+
+def writer(files: StepFiles) -> FileSystemWriter:
+    found: Any = FileSystemWriter(STATE, sync_files=False)  # they are synchronised when they are closed
+    found.fs, found.path = files, STATE
+    return cast(FileSystemWriter, found)
+
+
+def reader(files: StepFiles) -> FileSystemReader:
+    found: Any = FileSystemReader(STATE)
+    found.fs, found.path = files, STATE
+    return cast(FileSystemReader, found)

@@ -31,14 +31,12 @@ from transformers.integrations.moe import ExpertsInterface
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig, TrainerConfig
 from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.layers import layers_of, prepare_layers
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, shard_empty, skeleton
 from asyncrl.trainer.lora import Adapters
-from asyncrl.trainer.model import Policy, findings
+from asyncrl.trainer.model import Critic, Policy, Reference, findings
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
-from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.rehearsal import forward_backward, largest, shape, smallest
 from asyncrl.trainer.world import World
 

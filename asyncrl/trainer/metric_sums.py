@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from asyncrl.algorithms.moments import Moments
+from asyncrl.algorithms.normalise import Moments
 
 
 class MetricSums(msgspec.Struct):

@@ -1,4 +1,6 @@
-"""The policy in training: a Hugging Face causal LM under FSDP2 that scores sampled tokens.
+"""The models of a trainer rank: the policy in training, a reference policy and a critic.
+
+The policy is a Hugging Face causal LM under FSDP2 that scores sampled tokens.
 
 Files and published weights carry the names of Hugging Face's files (weights/names.py). With dtype bfloat16
 the master weights and the gradient reduction are float32, forward and backward bfloat16: plain bfloat16
@@ -10,24 +12,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from asyncrl.config import ModelConfig, Packing, TrainerConfig
+from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.shrunk import remembered
 from asyncrl.trainer.examine import examine
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.lora import Adapters
+from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.routes import Replay
-from asyncrl.trainer.scores import Scores, Selected, score_chunks
-from asyncrl.trainer.sequence import in_parts
+from asyncrl.trainer.scores import Scores, Selected, in_parts, score_chunks
 from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.ulysses import SequenceRanks
 from asyncrl.trainer.world import World
@@ -188,3 +192,77 @@ def copied_buffers(policy: Policy, own: Mapping[str, Tensor] | None = None) -> d
     return {
         piece.name: piece.within(own[piece.parameter].detach().to("cpu", copy=True)) for piece in policy.kept
     }
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen policy that a KL term measures the distance to, scored batch by batch.
+
+    It is the policy as it was before the first step, whatever checkpoint a run goes on from. `policy`: a copy
+    of its own read from the model directory or, with adapters, the policy in training, whose base is scored.
+    """
+
+    policy: Policy
+
+    @torch.no_grad()
+    def logp(self, tokens: Selected) -> Tensor:
+        """Log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights are
+        freed."""
+        with self.policy.base():  # it goes its own way, as it has its own weights
+            found = self.policy(replace(tokens, routes=None)).logp
+        if self.policy.adapters is None:  # those of the policy in training are about to be used
+            cast(FSDPModule, self.policy).reshard()
+        return found
+
+
+def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
+    """The reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
+    policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
+    if config.model.lora_rank and not config.kl.reference:
+        return Reference(policy)
+    path, key = (
+        (config.kl.reference, "kl.reference") if config.kl.reference else (config.model.path, "model.path")
+    )
+    model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
+    frozen = load_policy(model, world, offload=config.kl.offload, key=key)
+    return Reference(frozen.requires_grad_(False))
+
+
+class Critic(nn.Module):
+    """The FSDP root around a backbone with `value_head`, which starts at zero. It is trained by the same
+    micro-batches as the policy. V_t, the value before token t is sampled, reads the hidden state that
+    predicts token t."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, backbone: PreTrainedModel, ranks: SequenceRanks | None) -> None:
+        super().__init__()
+        self.backbone, self.ranks = backbone, ranks
+        add_value_head(backbone, backbone.config.get_text_config().hidden_size)
+
+    def forward(self, tokens: Selected) -> Tensor:
+        """Values [N] with gradient, float32 at least."""
+        (found,) = in_parts(self._values, tokens, self.ranks)
+        assert found is not None
+        return found
+
+    def _values(self, tokens: Selected) -> tuple[Tensor]:
+        hidden = self.backbone(**tokens.inputs).last_hidden_state
+        return (values(self.backbone, tokens.predictors(hidden)),)
+
+
+def load_critic(config: RunConfig, world: World) -> Critic:
+    """The critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A collective.
+
+    All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
+    holds no model.
+    """
+    path, key = config.critic.path, "critic.path"
+    if not path:
+        path, key = config.model.path, "model.path"
+    source = read_model(AutoModel, path, config.model.dtype, world, key)
+    critic = Critic(source.model, world.sequence)
+    prepare_layers(source.model, config.trainer)
+    shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)
+    critic.optimizer = make_optimizer(critic, config.trainer, lr=config.critic.lr)
+    return critic

@@ -1,5 +1,5 @@
-"""The optimizers by name; one whose state exists from the start, so that a checkpoint holds all of it; and
-one step of it."""
+"""The optimizers by name; one whose state exists from the start, so that a checkpoint holds all of it; one
+step of it; and the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -116,3 +116,20 @@ def take_step(
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
+    """Returns the rate of the optimizer step that trains batch `step` (0-based), a function of `step` alone,
+    so that skipped, replayed and resumed steps agree.
+
+    Linear warm-up reaches the peak with the last warm-up step; then the schedule falls to
+    `lr_end`·lr at the last step. A step beyond `total_steps` keeps the final rate.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    length = max(total_steps - 1 - config.warmup_steps, 1)
+    done = min((step - config.warmup_steps) / length, 1.0)
+    shape = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.lr_end + (1 - config.lr_end) * shape)

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
+from asyncrl.trainer.checkpoint import StepFiles, reader
 from asyncrl.trainer.lora import A, B
-from asyncrl.trainer.step_files import StepFiles, reader
 
 MODEL = "model."  # what the policy's tensors are under in a checkpoint
 ROLES = {A: "lora_A.weight", B: "lora_B.weight"}

@@ -14,10 +14,8 @@ import torch
 from asyncrl.config import LESS_MEMORY, Packing, RunConfig
 from asyncrl.errors import ConfigError, lacks_memory, one_line
 from asyncrl.trainer import heap
-from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS
-from asyncrl.trainer.model import Policy
-from asyncrl.trainer.reference import Reference
+from asyncrl.trainer.model import Critic, Policy, Reference
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.step import Learner
 

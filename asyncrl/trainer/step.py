@@ -26,17 +26,15 @@ from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
-from asyncrl.trainer.critic import Critic, load_critic
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.metric_sums import MetricSums, merged
-from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
 from asyncrl.trainer.objective import evaluate
-from asyncrl.trainer.optimizer import make_optimizer, take_step
+from asyncrl.trainer.optimizer import learning_rate, make_optimizer, take_step
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.performance import FlopCount
 from asyncrl.trainer.prefix_tree import common
 from asyncrl.trainer.ratios import Ratios
-from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import (
     advantage_factor,
     advantage_tokens,
@@ -49,7 +47,6 @@ from asyncrl.trainer.report import (
     tally_tokens,
     tally_unscored,
 )
-from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.spikes import SpikeError, norm_limit, note_norm
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.trainer.world import World

@@ -1,4 +1,8 @@
-"""Addresses of this machine, as the processes of a run dial them."""
+"""Addresses of this machine, as the processes of a run dial them, and names of process starts.
+
+The starts of one launch are in order: what a dead process sent can arrive after its successor's first
+message, and must not be taken for the newer one's.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +36,21 @@ def is_here(endpoint: str) -> bool:
     """True when `endpoint` is of this machine."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     return local_address(endpoint) == socket.gethostbyname(host)
+
+
+def incarnation_of(launch: str, start: int) -> str:
+    """The name of the start number `start` within a launch."""
+    return f"{launch}.{start}"
+
+
+def launch_of(incarnation: str) -> str:
+    """The launch that a process was started by; "" of a name in another form."""
+    return incarnation.rpartition(".")[0]
+
+
+def is_older(one: str, other: str) -> bool:
+    """True if `one` was started before `other` in the same launch. Any text may come: int() would raise for
+    thousands of digits."""
+    (launch, _, start), (its, _, later) = one.rpartition("."), other.rpartition(".")
+    numbers = start.isdecimal() and later.isdecimal()
+    return launch == its and numbers and (len(start), start) < (len(later), later)

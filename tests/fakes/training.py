@@ -21,10 +21,10 @@ from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, parse
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint
+from asyncrl.trainer.checkpoint import StepFiles
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.model import Policy, shards
 from asyncrl.trainer.step import Learner
-from asyncrl.trainer.step_files import StepFiles
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.base import EngineLost, Request, check_request
-from asyncrl.engines.continuation import NOTHING
+from asyncrl.engines.base import NOTHING, EngineLost, Request, check_request
 from asyncrl.engines.sglang.http import ServerApi, ServerGone
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode
 from asyncrl.errors import EngineError

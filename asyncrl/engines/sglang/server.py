@@ -11,8 +11,7 @@ from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
-from asyncrl.engines.sglang.loader import ServerLoader
-from asyncrl.engines.sglang.model import shapes_of
+from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.errors import ConfigError

@@ -13,8 +13,7 @@ import time
 import msgspec
 import numpy as np
 
-from asyncrl.engines.base import EngineBusy, EngineRefused, Request
-from asyncrl.engines.continuation import ending
+from asyncrl.engines.base import EngineBusy, EngineRefused, Request, ending
 from asyncrl.engines.sglang.transport import error_text
 from asyncrl.errors import UNDECODABLE, EngineError
 from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, VersionSpan

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.plan import Chunk, DecodePlan, SlotSampling, build, reordered
-from asyncrl.engines.torch.prefixes import Prefixes, Source
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.sessions import Slot, Slots
+from asyncrl.engines.torch.sessions import Prefixes, Slot, Slots, Source
 from asyncrl.engines.torch.slots import KVCache
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan

@@ -19,8 +19,7 @@ import torch
 
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.correction import corrections
-from asyncrl.algorithms.moments import Moments
-from asyncrl.algorithms.normalise import Whitening, end_factor
+from asyncrl.algorithms.normalise import Moments, Whitening, end_factor
 from asyncrl.algorithms.recipe import losses
 from tests.fakes.enumeration import (
     ENDED,

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.credit import Scale
-from asyncrl.algorithms.moments import Moments
-from asyncrl.algorithms.normalise import Whitening, end_factor
+from asyncrl.algorithms.normalise import Moments, Whitening, end_factor
 
 NUMBERS = st.lists(st.floats(-5, 5), max_size=20)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.moments import Moments
+from asyncrl.algorithms.normalise import Moments
 from asyncrl.algorithms.value import explained_variance, value_loss
 
 NUMBER = st.floats(-5, 5)

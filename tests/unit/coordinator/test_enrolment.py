@@ -16,8 +16,8 @@ from asyncrl.coordinator import loop
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.errors import ConfigError
+from asyncrl.wire.addresses import is_older, launch_of
 from asyncrl.wire.enrolment import enrol, invitation
-from asyncrl.wire.incarnations import is_older, launch_of
 from asyncrl.wire.messages.channels import ToKeeper, ToObserver, ToWorkerControl
 from asyncrl.wire.messages.keeper import KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello

@@ -24,7 +24,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.incarnations import incarnation_of
+from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Loaded, Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Published, TrainerHello

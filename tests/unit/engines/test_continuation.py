@@ -6,8 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.base import Request, Sampling
-from asyncrl.engines.continuation import NOTHING, extended, rest
+from asyncrl.engines.base import NOTHING, Request, Sampling, extended, rest
 from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 STOP_ID = 9

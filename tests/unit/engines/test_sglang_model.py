@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.engines.sglang.model import Shapes, shapes_of
+from asyncrl.engines.sglang.loader import Shapes, shapes_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import Layout, TensorSpec
 

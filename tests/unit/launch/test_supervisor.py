@@ -10,7 +10,7 @@ from asyncrl.isolation.child import describe_exit
 from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import TRY_AGAIN, ProcessSpec
 from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVE_SECONDS, SOUND_SECONDS, Supervisor
-from asyncrl.wire.incarnations import is_older
+from asyncrl.wire.addresses import is_older
 
 
 class Fake:

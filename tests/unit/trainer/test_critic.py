@@ -11,7 +11,7 @@ from transformers import AutoModel
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.critic import Critic, load_critic
+from asyncrl.trainer.model import Critic, load_critic
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks

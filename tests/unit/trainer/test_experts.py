@@ -20,9 +20,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.batch import row_routes
-from asyncrl.trainer.critic import load_critic
 from asyncrl.trainer.footprint import LiveBytes
-from asyncrl.trainer.model import Policy, load_policy, shards
+from asyncrl.trainer.model import Policy, load_critic, load_policy, shards
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.routes import Replay
 from asyncrl.trainer.scores import Selected

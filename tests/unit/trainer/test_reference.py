@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model import Policy, Selected, load_policy
-from asyncrl.trainer.reference import load_reference
+from asyncrl.trainer.model import Policy, Selected, load_policy, load_reference
 from asyncrl.trainer.world import World
 from tests.fakes.training import plain_model, save_tiny_model, save_tiny_qwen, tiny_config
 

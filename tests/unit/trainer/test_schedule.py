@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asyncrl.config import TrainerConfig
-from asyncrl.trainer.schedule import learning_rate
+from asyncrl.trainer.optimizer import learning_rate
 
 
 def rates(total: int, **keys: object) -> list[float]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.sequence import in_parts
+from asyncrl.trainer.scores import Selected, in_parts
 from asyncrl.trainer.ulysses import SequenceRanks
 
 

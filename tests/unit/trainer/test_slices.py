@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.critic import load_critic
 from asyncrl.trainer.footprint import LiveBytes
-from asyncrl.trainer.model import load_policy
-from asyncrl.trainer.reference import load_reference
+from asyncrl.trainer.model import load_critic, load_policy, load_reference
 from asyncrl.trainer.slices import locate
 from asyncrl.trainer.world import World
 from tests.fakes.models import save_llama
