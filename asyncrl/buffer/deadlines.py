@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from asyncrl.buffer.lifetimes import Lifetimes
 from asyncrl.buffer.records import GroupRecord
-from asyncrl.buffer.survival import RecentLifetimes
 
 NEWEST = 256  # groups that the estimate is made from: a median needs few, and follows changes
 ESTIMATE_EVERY = 0.25  # seconds: many groups are issued at once, and one estimate serves them all
@@ -24,8 +24,7 @@ class Deadlines:
 
     def __init__(self, patience: float | Literal["auto"]) -> None:
         self._fixed = patience
-        self._lifetimes = RecentLifetimes(NEWEST)  # from the start of a group to the end of its last member
-        self._began: dict[int, float] = {}  # groups that run, and were started by this process
+        self._lifetimes = Lifetimes(NEWEST)  # from the start of a group to the end of its last member
         self._heap: list[tuple[float, int]] = []  # (deadline, group)
         self._estimate, self._estimated_at = math.inf, -math.inf
 
@@ -36,13 +35,13 @@ class Deadlines:
         if self._fixed != "auto":
             return self._fixed
         if not 0 <= now - self._estimated_at < ESTIMATE_EVERY:
-            running = ((began, 1.0) for began in self._began.values())
-            self._estimate, self._estimated_at = self._lifetimes.curve(running, now).quantile(0.5), now
+            self._estimate, self._estimated_at = self._lifetimes.quantile(0.5, now), now
         return self._estimate
 
     def start(self, group: GroupRecord, now: float) -> None:
         """Its first member was assigned."""
-        group.started, self._began[group.id] = now, now
+        group.started = now
+        self._lifetimes.begin(group.id, now)
         self._set(group, now)
 
     def restore(self, group: GroupRecord, now: float) -> None:
@@ -61,12 +60,11 @@ class Deadlines:
 
     def end(self, group: GroupRecord, now: float) -> None:
         """All of its members have ended. A second call changes nothing."""
-        if (began := self._began.pop(group.id, None)) is not None:
-            self._lifetimes.add(began, now)
+        self._lifetimes.end(group.id, now)
 
     def forget(self, group: GroupRecord) -> None:
         """The group is over. One that was dropped while members were running gives no duration."""
-        self._began.pop(group.id, None)
+        self._lifetimes.forget(group.id)
 
     def passed(self, now: float) -> Iterator[int]:
         """Groups whose deadline has passed since the last call."""

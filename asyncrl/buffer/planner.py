@@ -186,6 +186,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         filtered=min(rates.filtered, buffer.max_refill / (1 + buffer.max_refill)),  # as then it is trained
         deadline=math.inf if buffer.group_policy == "complete" else buffer.group_deadline,
         limit=config.rollout.episode_timeout,
+        budget=buffer.stale_budget,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.deadlines import Deadlines
-from asyncrl.buffer.flow_meter import FlowMeter
+from asyncrl.buffer.lifetimes import Lifetimes
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.tally import Tally
@@ -61,7 +61,8 @@ class ReplayBuffer:
         self.group_size = config.episodes_per_group + greedy
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
-        self.meter = FlowMeter()
+        self.lives = Lifetimes(128)  # of groups, from the first slot to settlement: few, to follow changes
+        self.waiting_tokens = Lifetimes(4096)  # by turn, from its end until a batch may take its episode
         self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
@@ -159,7 +160,7 @@ class ReplayBuffer:
         group = self.live[episode.group]
         if math.isnan(group.started):
             self.deadlines.start(group, now)
-            self.meter.began(group.id, now)
+            self.lives.begin(group.id, now)
             self._dirty_groups[group.id] = group
 
     def current(self, uid: str, attempt: int) -> EpisodeRecord | None:
@@ -221,7 +222,7 @@ class ReplayBuffer:
             self._forget_if_over(group)
             return [e for e in running if e.state is State.DROPPED]
         if reason not in RESUMABLE:
-            self.meter.forget(episode.uid)
+            self.waiting_tokens.forget(episode.uid)
             episode.restart()
         episode.attempt += 1
         episode.worker, episode.reason = "", reason
@@ -255,7 +256,7 @@ class ReplayBuffer:
         in_time = tuple(episode.member for episode in landed if episode.member not in group.baseline)
         group.settled, group.first_only = True, overdue and len(in_time) < self.config.min_group
         group.baseline = in_time + group.baseline
-        self.meter.settled(group.id, now)
+        self.lives.end(group.id, now)
         self._dirty_groups[group.id] = group
         if no_greedy or not enough:
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
@@ -265,9 +266,8 @@ class ReplayBuffer:
             self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
             self.settled[USABLE] += 1
-            self.meter.ready((episode.uid for episode in landed), now)
             for episode in landed:
-                self._set_state(episode, State.READY)
+                self._get_ready(episode, now)
             if greedy is not None:
                 self._set_state(greedy, State.FILTERED, FilterReason.BASELINE)
 
@@ -278,8 +278,11 @@ class ReplayBuffer:
             self._set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
             self._forget_if_over(group)
         else:
-            self.meter.ready([episode.uid], now)
-            self._set_state(episode, State.READY)
+            self._get_ready(episode, now)
+
+    def _get_ready(self, episode: EpisodeRecord, now: float) -> None:
+        self.waiting_tokens.end(episode.uid, now)
+        self._set_state(episode, State.READY)
 
     def _equal(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
         """True when nothing can be learned from comparing these: they are to be filtered."""
@@ -366,7 +369,7 @@ class ReplayBuffer:
         self.tally.move(episode, state)
         self.touch(episode)
         if state in OVER:
-            self.meter.forget(episode.uid)
+            self.waiting_tokens.forget(episode.uid)
 
     def _forget_if_over(self, group: GroupRecord) -> None:
         """Forget a group when all its episodes are over. Its payloads stay in the store."""
@@ -380,7 +383,7 @@ class ReplayBuffer:
             self.untrained_reason = f"{last.state} ({why})"
         del self.live[group.id]
         self.deadlines.forget(group)
-        self.meter.forget_group(group.id)
+        self.lives.forget(group.id)
         self._dirty_groups[group.id] = group  # written as over
         self.cohorts.over(group.issued_step)
         self.tally.leave(group)

@@ -20,9 +20,12 @@ import msgspec
 import numpy as np
 
 from asyncrl.buffer.deadlines import Deadlines
-from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
-from asyncrl.buffer.flow_meter import PARTS, FlowMeter
+from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl
+from asyncrl.buffer.lifetimes import Lifetimes
 from asyncrl.buffer.records import GroupRecord
+
+# A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
+PARTS = np.array([0.875, 0.625, 0.375, 0.125])
 
 
 class LogNormal(msgspec.Struct, frozen=True):
@@ -68,6 +71,17 @@ class Workload(msgspec.Struct, frozen=True):
     filtered: float = 0.0  # share of groups without a learning signal
     deadline: float | Literal["auto"] = math.inf  # of a group, in seconds, as in Deadlines; inf: complete
     limit: float = 60.0  # seconds that an episode may take
+    budget: float = 0.01  # stale_budget
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What was measured when a batch was committed. Times in seconds; shares in [0, 1]."""
+
+    seconds: float  # from the last commit to this one
+    train: float  # seconds of these in which the trainer worked
+    rollout: float  # in which the engines worked
+    masked: float  # share of the batch's model tokens that were over the bound
+    life: float  # mean seconds from a group's first slot until it settled
 
 
 class SimulatedStep(msgspec.Struct, frozen=True):
@@ -105,10 +119,12 @@ class Simulation:
     def __init__(self, workload: Workload, seed: int = 0, target: float | None = None) -> None:
         self.w, self.now, self.committed = workload, 0.0, 0
         self.random = Random(seed)
-        self.meter, self.adapts = FlowMeter(), target is None
+        self.lives, self.tokens, self.adapts = Lifetimes(128), Lifetimes(4096), target is None
         self.deadlines = Deadlines(workload.deadline)
-        fixed = None if target is None else (1 + target) * workload.groups
-        self.flow = FlowControl(workload.groups, workload.bound, limit=fixed)
+        self.flow = FlowControl(workload.groups, workload.bound)
+        self.crossings = Crossings(self.tokens, workload.bound)
+        if target is not None:
+            self.flow.level = (1 + target) * workload.groups
         self.steps: list[SimulatedStep] = []
         self._order, self._numbers = count(), count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -173,7 +189,7 @@ class Simulation:
 
     def _begin(self, group: _Group) -> None:
         group.began, group.running = self.now, group.members
-        self.meter.began(group.id, self.now)
+        self.lives.begin(group.id, self.now)
         self.deadlines.start(group.record, self.now)
         if group.record.patience < math.inf:
             self._after(group.record.patience, lambda: self._deadline(group))
@@ -196,7 +212,7 @@ class Simulation:
 
     def _turn_ended(self, episode: _Episode) -> None:
         episode.turns.append((episode.turn_began, self.now, episode.tokens))
-        self.meter.sampled(episode.uid, episode.tokens, self.now)
+        self.tokens.begin(episode.uid, self.now, episode.tokens)
         wait = episode.recorded[-episode.left].wait if episode.recorded else math.nan
         episode.left -= 1
         left = self.w.limit - (self.now - episode.began)
@@ -209,14 +225,13 @@ class Simulation:
         self._after(seconds, lambda: goes_on(episode))
 
     def _landed(self, episode: _Episode) -> None:
-        group, tokens = episode.group, sum(turn[-1] for turn in episode.turns)
-        self.meter.landed(tokens, self.now - episode.began, episode.tools)
+        group = episode.group
         self._held -= 1
         group.running -= 1
         if not group.running:
             self.deadlines.end(group.record, self.now)
         if group.settled:
-            self.meter.ready([episode.uid], self.now)
+            self.tokens.end(episode.uid, self.now)
             (self._late if group.taken else group.landed).append(episode)
         else:
             group.landed.append(episode)
@@ -229,13 +244,14 @@ class Simulation:
         if group.settled or not due:
             return
         group.settled = True
-        self.meter.settled(group.id, self.now)
+        self.lives.end(group.id, self.now)
         if self.random.random() < self.w.filtered:
             self._live.discard(group.id)
             for episode in group.landed:
-                self.meter.forget(episode.uid)
+                self.tokens.forget(episode.uid)
             return
-        self.meter.ready([episode.uid for episode in group.landed], self.now)
+        for episode in group.landed:
+            self.tokens.end(episode.uid, self.now)
         heapq.heappush(self._ready, (group.id, group))
         self._train()
 
@@ -268,36 +284,27 @@ class Simulation:
         self._working, self._worked = True, self._worked + self.w.commit
         self._after(self.w.commit, self._commit)
 
-    def _overdue(self) -> float:
-        """Tokens that are not ready, of versions over the bound in the batch that begins."""
-        first = self.committed - self.w.bound  # the oldest version within it
-        return self.meter.older(self._published[first - 1]) if 0 < first < self.committed else 0.0
-
     def _commit(self) -> None:
-        self._working = False
+        self._working, live = False, len(self._live)
         self._live -= {group.id for group in self._taken}
         self._taken, self.committed = [], self.committed + 1
         self._after(self.w.publish, lambda: self._published.append(self.now))
         lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
         over, seconds = lags > self.w.bound, self.now - self._began
-        self.meter.committed(1 - self._busy / seconds)
         measured = Measured(
             seconds=seconds,
             train=self._worked,
             rollout=self._busy,
-            trainer_idle=1 - self._worked / seconds,
             masked=float(tokens[over].sum() / tokens.sum()),
-            overdue=self._overdue() / float(tokens.sum()),
-            life=self.meter.life(self.now, self.w.limit),
-            unloaded=self.meter.unloaded,
-            settled=self.meter.settled_groups,
-            token_age=self.meter.token_age(1 - BUDGET, self.now, self.w.limit),
+            life=self.lives.mean(self.now, self.w.limit),
         )
         lag = float(lags[~over] @ tokens[~over] / max(1e-9, tokens[~over].sum()))
         useful = float(tokens[~over].sum()) / PARTS.size
         busy = self._busy / seconds
         self.steps.append(SimulatedStep(self.flow.limit, self._held, lag, busy, useful, measured))
         if self.adapts:
-            self.flow.update(measured)
+            grows = 1 - self._worked / seconds >= BUSY and live >= self.flow.limit
+            crossed = self.crossings.committed(measured.masked, float(tokens.sum()) / PARTS.size, self.now)
+            self.flow.update([(crossed, self.w.budget)], grows)
         self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0
         self._train()

@@ -28,8 +28,11 @@ class BufferConfig(Section, frozen=True):
     """Bound on the lag of every trained token, in optimizer batches. 0: synchronous."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
-    at most 1% of the tokens are over the bound and, within that, the trainer is busy; it begins with
+    `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins with
     min(1/2, max_staleness)."""
+    stale_budget: Annotated[float, Meta(gt=0, le=1)] = 0.01
+    """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
+    with slow tools or long episodes faster, and more of their late tokens are not trained."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
     batch waits for groups that would cross the bound, `drop` drops the trajectory."""

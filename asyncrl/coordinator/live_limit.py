@@ -6,91 +6,62 @@ unblocks: admission (rule 1)
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Collection, Mapping
 
-from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
+from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl
 from asyncrl.buffer.kv_cap import KvCap
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
 
-TRAINER_IDLE, ROLLOUT_IDLE = "async/trainer_idle_frac", "async/rollout_idle_frac"
+TRAINER_IDLE = "async/trainer_idle_frac"
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number: by the
-    servers' memory at once, by flow control in the turn of the loop after it, as the turn of a commit is the
-    longest. After a restart of the coordinator it begins anew: what was measured is not stored."""
+    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number: flow control,
+    within what the servers' memory holds. After a restart of the coordinator it begins anew."""
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         section = config.buffer
         self.buffer, self.seconds = buffer, config.rollout.episode_timeout
-        self.adapts = section.target_staleness == "auto"
-        self.control = FlowControl(section.groups_per_batch, section.max_staleness, config.weights.every)
+        self.adapts, self.budget = section.target_staleness == "auto", section.stale_budget
+        self.control = FlowControl(section.groups_per_batch, section.max_staleness)
         self.kv, self._servers = KvCap(section.groups_per_batch, section.max_staleness), config.engine.remote
-        self._commits: deque[float] = deque(maxlen=section.max_staleness + 1)  # times of the newest
-        self.life = self.token_age = 0.0
-        self._idle = {TRAINER_IDLE: 0.0, ROLLOUT_IDLE: 0.0}  # newest known shares
+        self.crossings = Crossings(buffer.waiting_tokens, section.max_staleness)
+        self._idle = 0.0  # share of a step that the trainer waited, as last known
         self._engines: frozenset[str] = frozenset()
-        self._row: Mapping[str, float] | None = None  # of a step that was committed and not looked at
-        self._plain = False  # it may move the limit
+        self._measures = False  # a step was committed, and the gauges are older
+        self.life, self.token_age = 0.0, math.inf
 
-    def committed(self, row: Mapping[str, float], engines: Collection[str], validating: bool) -> None:
+    def committed(
+        self, row: Mapping[str, float], engines: Collection[str], validating: bool, now: float
+    ) -> None:
         """A step is committed; `row` has its metrics. The limit does not change after a step that ends in a
         validation, or that has other engines than the one before: its times are not those of plain steps."""
         same, self._engines = self._engines == frozenset(engines), frozenset(engines)
-        self._row, self._plain = row, same and not validating
-        self.kv.update(self.buffer.tally.open(self.buffer.committed) + self.kv.groups, self._plain)
+        plain, groups = same and not validating, self.control.groups
+        live = self.buffer.tally.open(self.buffer.committed) + groups  # before the commit
+        self.kv.update(live, plain)
+        self._idle, self._measures = row.get(TRAINER_IDLE, self._idle), True  # it comes with heartbeats
+        masked, tokens = row.get("staleness/masked_token_frac", 0.0), row.get("trainer/model_tokens", 0.0)
+        crossed = self.crossings.committed(masked, tokens, now)
         if self.adapts:
-            self._move()
+            if plain:
+                grows = self._idle >= BUSY and live >= self.control.limit
+                self.control.update([(crossed, self.budget)], grows)
+            self.buffer.live_limit = min(self.control.limit, self.kv.limit)
 
     def tick(self, now: float) -> None:
-        """At the beginning of each turn of the loop: measure, and move the limit, if a step was committed."""
-        if self._row is None:
-            return
-        row, self._row = self._row, None
-        meter = self.buffer.meter
-        self.life = meter.life(now, self.seconds)
-        self.token_age = meter.token_age(1 - BUDGET, now, self.seconds)
-        self._commits.append(now)
-        if self._plain and self.adapts and self.life:
-            self.control.update(self._measured(row))
-            self._move()
-
-    def _move(self) -> None:
-        self.buffer.live_limit = min(self.control.limit, self.kv.limit)
-
-    def _measured(self, row: Mapping[str, float]) -> Measured:
-        self._idle = {name: row.get(name, known) for name, known in self._idle.items()}  # by heartbeats
-        seconds, idle, rollout = row["timing_s/step"], self._idle[TRAINER_IDLE], self._idle[ROLLOUT_IDLE]
-        self.buffer.meter.committed(rollout)
-        return Measured(
-            seconds=seconds,
-            train=seconds * (1 - idle),
-            rollout=seconds * (1 - rollout),
-            trainer_idle=idle,
-            masked=row.get("staleness/masked_token_frac", 0.0),
-            overdue=self._overdue(row),
-            life=self.life,
-            unloaded=self.buffer.meter.unloaded,
-            settled=self.buffer.meter.settled_groups,
-            token_age=self.token_age,
-        )
-
-    def _overdue(self, row: Mapping[str, float]) -> float:
-        """In batches: tokens over the bound in the next batch that no batch may train yet. The newest version
-        of max_staleness + 1 is that of the last commit; what was sampled before the first of them is over."""
-        tokens = row.get("trainer/model_tokens", 0.0)
-        if not tokens or len(self._commits) <= self.control.bound:
-            return 0.0
-        return self.buffer.meter.older(self._commits[0]) / tokens
+        """Measure the gauges in the turn of the loop that follows a commit, which is the longest one."""
+        if self._measures:
+            self._measures = False
+            self.life = self.buffer.lives.mean(now, self.seconds)
+            self.token_age = self.buffer.waiting_tokens.quantile(0.99, now)
 
     def gauges(self) -> dict[str, float]:
-        found = {
-            "async/live_limit": float(self.buffer.max_live),
-            "async/group_life_s": self.life,
-            "async/token_age_p99_s": self.token_age,
-        }
+        found = {"async/live_limit": float(self.buffer.max_live), "async/group_life_s": self.life}
+        if self.token_age < math.inf:
+            found["async/token_age_p99_s"] = self.token_age
         if self._servers:
             found["rollout/retractions"] = float(self.kv.retracted)
         return found if self.kv.use is None else found | {"rollout/kv_use": self.kv.use}

@@ -84,7 +84,6 @@ class RecordHandler:
                 del worker.running[episode.uid]
                 self._keep_text(episode, message)
                 state.buffer.finish(episode, message.result, message.stats, now)
-                state.buffer.meter.landed(message.result.tokens, message.stats.seconds, message.stats.tool_s)
                 self.reporter.on_landed(episode)
                 self._first_landed()
             case Failed():
@@ -143,7 +142,7 @@ class RecordHandler:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
         self.reporter.on_turn(message.model_tokens)
-        self.state.buffer.meter.sampled(episode.uid, message.model_tokens, now)
+        self.state.buffer.waiting_tokens.begin(episode.uid, now, message.model_tokens)
         self.state.buffer.turn(
             *(episode, message.tokens, message.model_tokens, message.oldest, message.newest),
             seconds=message.seconds,
