@@ -285,7 +285,7 @@ class Endured:
 
     def _current(self, record: Any) -> Any:
         """The record as the next one of the worker, mostly of an episode that it has: others are fenced."""
-        worker = self.coordinator.workers.workers.get(self.WORKER)
+        worker = self.coordinator.workers.peers.get(self.WORKER)
         if worker is None:
             return record
         attempt = record.attempt

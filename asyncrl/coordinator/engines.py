@@ -6,20 +6,22 @@ unblocks: engines (versions, one after another), workers (the table of servers)
 
     published ──► pushed to an engine ──► loaded and checked by it ──► acked: it may sample training turns
 
-The version ledger names an engine by its peer's identity: a restarted one is new, and holds no version.
+An engine on a restarted peer is new, and holds no version.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
+from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
+from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import Loaded, Prefetch, Stop
+from asyncrl.wire.messages.shared import Loaded, Prefetch
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
@@ -34,35 +36,27 @@ class KeeperRecord:
     """A connected keeper and what is known of its server."""
 
     peer: bytes
+    name: str
     hello: KeeperHello
     seen: float
     beat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
-    push_s: float = 0.0  # seconds of the newest load
     kv_use: float | None = None  # newest known share of its KV memory in use
-
-    @property
-    def engine(self) -> str:
-        """Its name in the ledger."""
-        return self.peer.decode()
-
-    @property
-    def name(self) -> str:
-        return f"engine {self.hello.index}"
 
 
 class EngineHandler:
-    """Which engine has which version, and who may use it."""
+    """Which engine has which version, and who may use it. An engine is named by its peer, a worker or a
+    keeper."""
 
     def __init__(self, state: RunState, now: float) -> None:
         self.state, self._began = state, now
         self.remote = state.config.engine.remote
-        self.keepers: dict[bytes, KeeperRecord] = {}
+        self.keepers = Peers[KeeperRecord](
+            state, "engine", state.config.engine.keepers, lambda keeper, now: self.leave(keeper.peer)
+        )
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
-        self.quarantined: set[str] = set()  # engines whose weights are not what they should be
-        self.refused: Counter[tuple[str, PolicyVersion]] = Counter()  # since an engine loaded any version
+        self.refused: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version
         self.refusal = ""  # why the last was
         self._told = NO_VERSION  # newest version that keepers were told of
-        self._eval_servers: set[str] = set()  # set aside for validation
         self._table: dict[str, EngineEntry] = {}  # by name: what workers were sent last
         self._informed: set[bytes] = set()  # workers that have it
         self._table_at = 0.0  # no change is sent earlier
@@ -70,50 +64,66 @@ class EngineHandler:
 
     # -- engines of both kinds -----------------------------------------------------------------------
 
-    def join(self, engine: str) -> None:
+    def join(self, peer: bytes, name: str, up: bool = True) -> None:
         """An engine reports in; it is sent the latest version whatever it has."""
-        self.state.versions.join(engine)
+        self.state.versions.engines[peer] = EngineRecord(name, up)
 
-    def leave(self, engine: str) -> None:
-        self.state.versions.leave(engine)
-        self.quarantined.discard(engine)
-        self._eval_servers.discard(engine)
+    def leave(self, peer: bytes) -> None:
+        self.state.versions.engines.pop(peer, None)
 
-    def quarantine(self, engine: str, at: float) -> None:
-        """No more work for it until it has loaded the latest version anew; it is sent that at time `at`."""
-        self.quarantined.add(engine)
-        self.state.versions.resend(engine, at)
+    def quarantined(self, peer: bytes) -> bool:
+        """True where the worker's own engine must not sample."""
+        engine = self.state.versions.engines.get(peer)
+        return engine is not None and engine.quarantined
 
-    def loaded(self, engine: str, name: str, message: Loaded, now: float) -> None:
+    def quarantine(self, peer: bytes, at: float) -> None:
+        """Give the engine no more work until it has loaded the latest version anew; it is sent that at time
+        `at`. A worker of servers has no engine."""
+        if (engine := self.state.versions.engines.get(peer)) is not None:
+            engine.quarantined = True
+            engine.resend(at)
+
+    def worker_here(self, peer: bytes, version: PolicyVersion, now: float) -> None:
+        """A worker said hello: it may have missed the table, and its own engine, which has `version`, what it
+        was sent."""
+        self._informed.discard(peer)
+        engine = self.state.versions.engines.get(peer)
+        if engine is not None and engine.pushed > min(version, engine.acked):
+            engine.resend(now)
+
+    def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
         """An engine confirmed a version, or could not load it."""
         versions, version = self.state.versions, message.ref.version
+        if (engine := versions.engines.get(peer)) is None:
+            return  # its peer will say hello
+        engine.push_s = message.seconds
         if message.superseded:
-            log.info("%s has not loaded v%d: %s", name, version.step, message.error)
-            versions.resend(engine, now)
+            log.info("%s has not loaded v%d: %s", engine.name, version.step, message.error)
+            engine.resend(now)
             return
         if message.error:
-            log.warning("%s could not load v%d: %s", name, version.step, message.error)
-            versions.resend(engine, now + LOAD_RETRY)
-            self.refused[engine, version] += not message.lost  # another trainer would not help
+            log.warning("%s could not load v%d: %s", engine.name, version.step, message.error)
+            engine.resend(now + LOAD_RETRY)
+            self.refused[peer, version] += not message.lost  # another trainer would not help
             self.refusal = message.error
             return
         if not versions.same_weights(version, message.checksum):
-            log.error("%s loaded other weights as v%d: sent again", name, version.step)
-            self.quarantine(engine, now + LOAD_RETRY)
+            log.error("%s loaded other weights as v%d: sent again", engine.name, version.step)
+            self.quarantine(peer, now + LOAD_RETRY)
             return
         self.record_probe(message)
-        versions.engines[engine].unproven = message.unproven
+        engine.unproven = message.unproven
         if message.unproven:  # it is sent the newest version again, with the probe
-            versions.resend(engine, now)
+            engine.resend(now)
             return
-        self.quarantined.discard(engine)
+        engine.quarantined = False
         self.refused.clear()
-        pushed_at = versions.engines[engine].pushed_at
-        if versions.ack(engine, version):
-            self.state.timeline.past("push", now - pushed_at, version=version, engine=name)
+        if version > engine.acked:
+            engine.acked = version
+            self.state.timeline.past("push", now - engine.pushed_at, version=version, engine=engine.name)
             self.state.liveness.alive(now)
 
-    def take_damage(self) -> str:
+    def pop_unloadable_version(self) -> str:
         """Why the newest version cannot be loaded, once for REFUSALS of it; '' where an engine holds it."""
         held, newest = self.state.versions.engines, self.state.versions.newest
         often = any(count >= REFUSALS for (_, version), count in self.refused.items() if version == newest)
@@ -127,110 +137,79 @@ class EngineHandler:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
-    def steps(self, engine: str = "") -> list[int]:
-        """Policy versions that a worker's episodes can start on, ascending: that of its own `engine`, or
+    def steps(self) -> Callable[[bytes], list[int]]:
+        """By worker: policy versions that its episodes can start on, ascending: that of its own engine, or
         those of all servers."""
-        engines = [keeper.engine for keeper in self._serving("train")] if self.remote else [engine]
-        return sorted(map(self.state.versions.step, engines))
-
-    def extend_leases(self, now: float) -> None:
-        for keeper in self.keepers.values():
-            keeper.seen = now
+        held = self.state.versions.engines
+        if not self.remote:
+            return lambda worker: [held[worker].acked.step]
+        shared = sorted(held[keeper.peer].acked.step for keeper in self._serving("train"))
+        return lambda worker: shared
 
     def tick(self, now: float) -> None:
         """Remove silent keepers, push versions."""
-        lease = self.state.config.launch.lease
-        for keeper in list(self.keepers.values()):
-            if now - keeper.seen > lease:
-                self._lose(keeper, f"silent for {lease:g} s")
-        self._push(now)
-
-    def _push(self, now: float) -> None:
+        self.keepers.tick(now)
         versions = self.state.versions
         if versions.ref is not None:
             if versions.newest > self._told:
                 self._told = versions.newest
-                for peer in self.keepers:
-                    self.state.outbox.to_control(peer, Prefetch(versions.ref))
-            for engine in self._due(now):
-                self.state.outbox.to_control(engine.encode(), versions.order(versions.ref, "train"))
-                versions.push(engine, now)
-        for engine in versions.overdue(now, self.state.config.weights.deadline):
-            log.warning("%s has not loaded v%d in time; it is sent again", engine, versions.newest.step)
+                for keeper in self.keepers:
+                    self.state.outbox.to_control(keeper.peer, Prefetch(versions.ref))
+            for peer in self._due(now):
+                self.state.outbox.to_control(peer, versions.order(versions.ref, "train"))
+                versions.engines[peer].pushed, versions.engines[peer].pushed_at = versions.newest, now
+        for engine in versions.engines.values():
+            if engine.acked < engine.pushed and now - engine.pushed_at > self.state.config.weights.deadline:
+                engine.resend(now)
+                step = versions.newest.step
+                log.warning("%s has not loaded v%d in time; it is sent again", engine.name, step)
 
-    def _due(self, now: float) -> list[str]:
+    def _due(self, now: float) -> list[bytes]:
         """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
         while one is paused, the others generate."""
-        versions, held = self.state.versions, self.state.versions.engines
-        due = [engine for engine in held if versions.behind(engine, now) and self._may_load(engine)]
+        held = self.state.versions.engines
+        free = {
+            peer for peer, engine in held.items() if engine.up and (engine.quarantined or not engine.pinned)
+        }
+        due = [peer for peer in held if peer in free and self.state.versions.behind(held[peer], now)]
         if not self.remote or not self.state.config.weights.rolling:
             return due
-        served = {engine for engine in held if held[engine].acked != NO_VERSION}  # whether healthy now or not
-        idle = [engine for engine in due if engine not in served]
-        if any(held[engine].acked < held[engine].pushed for engine in served):
+        served = {peer for peer in held if held[peer].acked != NO_VERSION}  # whether healthy now or not
+        idle = [peer for peer in due if peer not in served]
+        if any(held[peer].acked < held[peer].pushed for peer in served):
             return idle
-        return idle + sorted(set(due) & served, key=lambda engine: held[engine].pushed_at)[:1]
-
-    def _may_load(self, engine: str) -> bool:
-        if not self.remote:
-            return True
-        keeper = self.keepers.get(engine.encode())
-        pinned = engine in self._eval_servers and engine not in self.quarantined
-        return keeper is not None and bool(keeper.hello.url) and not pinned
+        return idle + sorted(set(due) & served, key=lambda peer: held[peer].pushed_at)[:1]
 
     # -- keepers -------------------------------------------------------------------------------------
 
     def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
         """A keeper reports in, for the first time or again. Both are handled alike: its state is absolute."""
-        same = [k for k in self.keepers.values() if k.hello.index == message.index]
-        if self.state.dismissed(peer, message.incarnation, same[0].hello.incarnation if same else ""):
+        keeper = self.keepers.hello(peer, message, now, lambda: self._join_keeper(peer, message, now))
+        if keeper is None:
             return
-        for old in [k for k in same if k.peer != peer]:
-            self._lose(old, "replaced by a new process")
-        known = self.keepers.get(peer)
-        if known is None:
-            log.info("engine %d: keeper joined, pid %d", message.index, message.pid)
-            known = self.keepers[peer] = KeeperRecord(peer, message, now)
-            self.join(known.engine)
+        engine = self.state.versions.engines[peer]
+        if message.url and not engine.up:
+            log.info("%s: %s at %s", keeper.name, message.engine, message.url)
             self.state.liveness.alive(now)
-        elif message.url and not known.hello.url:
-            log.info("engine %d: %s at %s", message.index, message.engine, message.url)
-            self.state.liveness.alive(now)
-        known.hello, known.seen = message, now
+        keeper.hello, engine.up = message, bool(message.url)
         self.state.welcome(peer)
+
+    def _join_keeper(self, peer: bytes, message: KeeperHello, now: float) -> KeeperRecord:
+        keeper = KeeperRecord(peer, f"engine {message.index}", message, now)
+        self.join(peer, keeper.name, bool(message.url))
+        self.state.liveness.alive(now)
+        return keeper
 
     def beat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
         keeper = self.keepers.get(peer)
         if keeper is None:
             return  # it will say hello
-        keeper.seen, keeper.beat = now, message
+        keeper.beat = message
         if message.kv_use is not None:
             keeper.kv_use = message.kv_use
             self.state.live_limit.kv.read(keeper.name, message.kv_use)
         if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.liveness.alive(now)
-
-    def confirmed(self, peer: bytes, message: Loaded, now: float) -> None:
-        """A keeper's answer to LoadWeights."""
-        keeper = self.keepers.get(peer)
-        if keeper is not None:
-            keeper.seen = now
-            keeper.push_s = message.seconds
-            self.loaded(keeper.engine, keeper.name, message, now)
-
-    def left(self, peer: bytes) -> None:
-        """A keeper ends, and its server with it or out of its care: workers turn to others at once."""
-        if (keeper := self.keepers.get(peer)) is not None:
-            self._lose(keeper, "it leaves")
-
-    def stop(self, reason: str) -> None:
-        for keeper in self.keepers.values():
-            self.state.outbox.to_control(keeper.peer, Stop(reason))
-
-    def _lose(self, keeper: KeeperRecord, why: str) -> None:
-        log.warning("%s lost (%s)", keeper.name, why)
-        del self.keepers[keeper.peer]
-        self.leave(keeper.engine)
 
     # -- the table -----------------------------------------------------------------------------------
 
@@ -244,7 +223,7 @@ class EngineHandler:
         collected, so that TABLES_PER_SECOND is kept. A restarted coordinator first gives the keepers a
         lease's time to report: workers take back turns from servers that a table leaves out."""
         planned = self.state.config.engine.keepers
-        complete = sum(keeper.hello.index < planned for keeper in self.keepers.values()) >= planned
+        complete = sum(keeper.hello.index < planned for keeper in self.keepers) >= planned
         if not self.remote or not (complete or now > self._began + self.state.config.launch.lease):
             return
         self._informed -= self.state.outbox.unreachable  # a change did not reach them
@@ -263,22 +242,19 @@ class EngineHandler:
         for peer in workers:
             self.state.outbox.to_control(peer, message)
 
-    def forget_table(self, peer: bytes) -> None:
-        """A worker said hello: it may have missed the table."""
-        self._informed.discard(peer)
-
     def table(self) -> tuple[EngineEntry, ...]:
-        serving = {keeper.engine for keeper in self._serving(None)}
-        return tuple(self._entry(keeper, keeper.engine in serving) for keeper in self.keepers.values())
+        serving = {keeper.peer for keeper in self._serving(None)}
+        return tuple(self._entry(keeper, keeper.peer in serving) for keeper in self.keepers)
 
     def _entry(self, keeper: KeeperRecord, healthy: bool) -> EngineEntry:
+        engine = self.state.versions.engines[keeper.peer]
         return EngineEntry(
             name=keeper.name,
             url=keeper.hello.url,
             incarnation=keeper.hello.incarnation,
-            version=self.state.versions.engines[keeper.engine].acked,
+            version=engine.acked,
             healthy=healthy,
-            lane="eval" if keeper.engine in self._eval_servers else "train",
+            lane="eval" if engine.pinned else "train",
         )
 
     def add_use(self, before: Sequence[EngineUse], now: Sequence[EngineUse]) -> None:
@@ -297,11 +273,11 @@ class EngineHandler:
         prompt tokens that were found in a prefix cache."""
         found: dict[str, float] = {}
         prompt = cached = 0
-        for keeper in self.keepers.values():
-            use = self._uses[keeper.name]
+        for keeper in self.keepers:
+            use, engine = self._uses[keeper.name], self.state.versions.engines[keeper.peer]
             totals = {name: float(use[name]) for name in COUNTS}
-            totals["version"] = float(self.state.versions.step(keeper.engine))
-            totals["push_s"] = keeper.push_s
+            totals["version"] = float(engine.acked.step)
+            totals["push_s"] = engine.push_s
             totals["cache_hit"] = use["cached_tokens"] / max(1.0, use["prompt_tokens"])
             if keeper.kv_use is not None:
                 totals["kv_use"] = keeper.kv_use
@@ -315,14 +291,15 @@ class EngineHandler:
 
     def _serving(self, lane: str | None) -> list[KeeperRecord]:
         """Keepers of servers that may sample, in all lanes or in one."""
+        held = self.state.versions.engines
         return [
             keeper
-            for keeper in self.keepers.values()
-            if keeper.hello.url
+            for keeper in self.keepers
+            if (engine := held[keeper.peer]).up
             and keeper.beat.healthy
-            and keeper.engine not in self.quarantined
-            and self.state.versions.engines[keeper.engine].acked != NO_VERSION
-            and (lane is None or (lane == "eval") == (keeper.engine in self._eval_servers))
+            and not engine.quarantined
+            and engine.acked != NO_VERSION
+            and (lane is None or (lane == "eval") == engine.pinned)
         ]
 
     # -- validation ----------------------------------------------------------------------------------
@@ -330,20 +307,19 @@ class EngineHandler:
     def pin(self, version: PolicyVersion, all_servers: bool) -> bool:
         """True when validation may sample: one server with `version` or newer is set aside for it, or all,
         and keeps what it has. With a single one nothing is pinned: training goes on, on the same weights."""
-        if not self._eval_servers and sum(bool(keeper.hello.url) for keeper in self.keepers.values()) < 2:
-            return self.ready
         held = self.state.versions.engines
-        fit = [
-            keeper
-            for keeper in self._serving("train")
-            if held[keeper.engine].acked >= max(version, held[keeper.engine].pushed)
-        ]
-        for keeper in fit if all_servers else fit[: not self._eval_servers]:
-            self._eval_servers.add(keeper.engine)
+        pinned = any(engine.pinned for engine in held.values())
+        if not pinned and sum(engine.up for engine in held.values()) < 2:
+            return self.ready
+        serving = [held[keeper.peer] for keeper in self._serving("train")]
+        fit = [engine for engine in serving if engine.acked >= max(version, engine.pushed)]
+        for engine in fit if all_servers else fit[: not pinned]:
+            engine.pinned = pinned = True
             self._table_at = 0.0  # workers are told before they are given its episodes
-            log.info("%s is set aside for validation", keeper.name)
-        return bool(self._eval_servers)
+            log.info("%s is set aside for validation", engine.name)
+        return pinned
 
     def release(self) -> None:
         """Validation is over: its servers get the latest version and training requests again."""
-        self._eval_servers.clear()
+        for engine in self.state.versions.engines.values():
+            engine.pinned = False

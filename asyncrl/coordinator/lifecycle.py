@@ -64,7 +64,7 @@ class Lifecycle:
     def advance(self, now: float) -> None:
         """Enter the next phase if this one is over. ProtocolError when the run does not start in time."""
         match self.phase:
-            case Phase.STARTING if self.state.versions.ref and self.workers.workers and self.engines.ready:
+            case Phase.STARTING if self.state.versions.ref and self.workers.peers and self.engines.ready:
                 self._enter(Phase.RUNNING, now)
                 self.reporter.begin()
                 trains = self.state.config.total_steps > 0
@@ -96,8 +96,8 @@ class Lifecycle:
         if self.ending:
             return
         log.info("stopping: %s", reason)
-        self.workers.stop(reason)
-        self.engines.stop(reason)
+        self.workers.peers.stop(reason)
+        self.engines.keepers.stop(reason)
         self.trainer.finish()
         self._enter(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - FOLLOW))
 
@@ -145,7 +145,7 @@ class Lifecycle:
         return saved and (pushed or now > self._deadline)
 
     def _missing(self) -> str:
-        waits = [] if self.workers.workers else ["no rollout worker has reported in"]
+        waits = [] if self.workers.peers else ["no rollout worker has reported in"]
         waits += [] if self.state.versions.ref else ["the trainer has not published the first version"]
         waits += [] if self.engines.ready else ["no server holds a published version"]
         return "; ".join(waits) or "unknown"

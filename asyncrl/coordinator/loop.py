@@ -26,7 +26,6 @@ from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.enrolment import EnrolmentHandler, enrolled_keys
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
-from asyncrl.coordinator.presence import Presence
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import TransactionalOutbox, load_state, log
@@ -98,6 +97,7 @@ class Coordinator:
             self.state, self.engines, is_current_eval=lambda attempt: self.validation.is_current(attempt)
         )
         self.trainer = TrainerHandler(self.state, self._committed)
+        self.peers = self.engines.keepers, self.workers.peers, self.trainer.ranks.peers
         test = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
         self.validation = Validation(self.state, self.workers, self.engines, test)
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
@@ -112,7 +112,6 @@ class Coordinator:
         self.writer = TurnWriter(self.state, self._keep_contact)
         self._replaced = -1, -math.inf  # the trainer epoch whose weights were damaged, and when
         self._silent: list[str] = []  # waits for processes that are not heard of
-        self.presence = Presence(config)
         self._unread: dict[object, tuple[bytes, Any, list[bytes]]] = {}  # that came while it was not writable
         self._resume(incarnation)
 
@@ -192,8 +191,8 @@ class Coordinator:
         status = self.reporter.write_status(self.lifecycle.phase)
         for peer in self.observers:
             self.control.send(peer, status)
-        for peer in (*self.workers.workers, *self.engines.keepers):
-            self.control.send(peer, self.state.welcome_message)
+        for known in (*self.workers.peers, *self.engines.keepers):
+            self.control.send(known.peer, self.state.welcome_message)
 
     def _drain(self, hub: Hub, handle: Callable[..., None], now: float) -> None:
         until = time.monotonic() + DRAIN_SECONDS
@@ -206,17 +205,19 @@ class Coordinator:
                 break
 
     def _on_control(self, peer: bytes, message: AnyControl, frames: list[bytes], now: float) -> None:
+        self._heard(peer, now)
         match message:
             case Leave():
-                self.workers.leave(peer, now)
-                self.engines.left(peer)
+                for peers in self.peers:
+                    peers.lose(peer, "it leaves", now)
             case Heartbeat():
                 self.workers.heartbeat(peer, message, now)
             case WorkerHello():
                 self.workers.hello(peer, message, now)
+            case Loaded() if message.lane == "eval":
+                self.validation.loaded(peer, message, now)
             case Loaded():
-                confirm = self.engines.confirmed if self.engines.remote else self.workers.loaded
-                confirm(peer, message, now)
+                self.engines.loaded(peer, message, now)
             case KeeperHello():
                 self.engines.hello(peer, message, now)
             case KeeperBeat():
@@ -251,7 +252,12 @@ class Coordinator:
             case _:
                 assert_never(message)
 
+    def _heard(self, peer: bytes, now: float) -> None:
+        for peers in self.peers:
+            peers.heard(peer, now)
+
     def _on_bulk(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
+        self._heard(peer, now)
         match message:
             case Generated() | Replied() | Finished() | Failed():
                 self.records.record(peer, message, frames, now)
@@ -268,9 +274,8 @@ class Coordinator:
         """Nobody is judged by messages that waited for `gap` seconds while the coordinator did not run."""
         if gap > self.config.launch.lease / 4:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
-            self.workers.extend_leases(now)
-            self.engines.extend_leases(now)
-            self.presence.extend(gap)
+            self.workers.extend_leases(now, gap)
+            self.engines.keepers.extend(now, gap)
 
     def _tick(self, now: float) -> None:
         state = self.state
@@ -321,9 +326,8 @@ class Coordinator:
         except (StoreError, OSError) as trouble:
             log.error("no summary: %s", trouble)
         outcome = self.lifecycle.outcome
-        self.workers.stop(outcome)
-        self.engines.stop(outcome)
-        self.trainer.stop(outcome)
+        for peers in self.peers:
+            peers.stop(outcome)
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
         self._to_observers(RunEnd(outcome, self.lifecycle.error))
         self.state.outbox.flush()
@@ -333,8 +337,8 @@ class Coordinator:
     def _committed(self, message: Commit) -> None:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
-        engines, validating = self.state.versions.engines, self.validation.busy
-        self.state.live_limit.committed(row, engines, validating, time.monotonic())
+        engines, validating = map(bytes.decode, self.state.versions.engines), self.validation.busy
+        self.state.live_limit.committed(row, [*engines], validating, time.monotonic())
         self._to_observers(StepReport(message.step, row, self.reporter.values))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:
@@ -356,11 +360,12 @@ class Coordinator:
             self.state.outbox.to_control(peer, message)
 
     def _absent(self, now: float) -> list[str]:
-        workers = [worker.hello for worker in self.workers.workers.values()]
-        keepers = [keeper.hello for keeper in self.engines.keepers.values()]
-        waits, hanging = self.presence.absent(workers, keepers, self.state.liveness.start, now)
-        for message in hanging:
-            self._replace(message)
+        waits = list[str]()
+        for peers in self.peers:
+            missing, hanging = peers.missing(now)
+            waits += missing
+            for message in hanging:
+                self._replace(message)
         return waits
 
     def _replace(self, message: Replace) -> None:
@@ -374,8 +379,9 @@ class Coordinator:
         epoch, (replaced, began) = self.state.trainer_epoch, self._replaced
         starting = replaced == epoch and now < began + self.state.liveness.start
         starting = starting or self.state.versions.newest.epoch < epoch
-        waiting = self.lifecycle.training and self.trainer.ranks.requests and not starting
-        if waiting and (damage := self.engines.take_damage()):
+        waiting = any(rank.request for rank in self.trainer.ranks.peers) and not starting
+        damage = self.engines.pop_unloadable_version() if waiting and self.lifecycle.training else ""
+        if damage:
             self._replaced = epoch, now
             self._replace(Replace("trainer", f"{damage}; the next trainer publishes it anew"))
         stalled = self.state.liveness.stalled(now)

@@ -37,10 +37,9 @@ class RecordHandler:
 
     def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
         """One sequenced record: processed once, acknowledged after the commit."""
-        worker = self.workers.workers.get(peer)
+        worker = self.workers.peers.get(peer)
         if worker is None:
             return  # unacknowledged: it is sent again after the hello
-        worker.seen = now
         if message.seq > worker.seq + 1:
             return  # something in between was lost: wait for the resend
         self._acks.add(peer)
@@ -129,8 +128,7 @@ class RecordHandler:
         if message.newest > self.state.versions.newest.step:
             trouble = f"{worker.name} names v{message.newest}, which was never pushed"
             log.error(trouble)
-            if not self.workers.engines.remote:
-                self.workers.engines.quarantine(worker.peer.decode(), now)
+            self.workers.engines.quarantine(worker.peer, now)
             self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
             return
         turn = decode_turn(frame := _single_frame(frames))
@@ -152,7 +150,7 @@ class RecordHandler:
     def queue_acks(self) -> None:
         """One cumulative ack per worker that sent records in this turn of the loop."""
         for peer in self._acks:
-            worker = self.workers.workers.get(peer)
+            worker = self.workers.peers.get(peer)
             if worker is not None:
                 self.state.outbox.to_bulk(peer, Ack(worker.seq))
         self._acks = set()

@@ -163,7 +163,7 @@ class Reporter:
                 "async/credits": float(self.workers.free_slots),
                 "async/loop_turn_max_s": self.longest_turn,
                 "async/live_groups": float(state.buffer.tally.open(state.buffer.committed)),
-                "async/workers": float(len(self.workers.workers)),
+                "async/workers": float(len(self.workers.peers)),
                 "weights/pushed": float(state.versions.newest.step),
                 "weights/acked": float(state.versions.acked_step),
                 "weights/acked_lag": float(state.versions.newest.step - state.versions.acked_step),
@@ -195,10 +195,8 @@ class Reporter:
     def waits(self) -> tuple[str, ...]:
         """Who waits for what, and for how long, as far as asked: each wait since it was first found here. Who
         waits for the same is named together."""
-        workers, keepers = self.workers.workers.values(), self.engines.keepers.values()
-        named = [(worker.name, worker.beat.waiting) for worker in workers if worker.beat]
-        named += [(keeper.name, keeper.beat.waiting) for keeper in keepers]
-        named += [(f"trainer {rank}", beat.waiting) for rank, beat in self.trainer.ranks.beats.items()]
+        peers = (*self.workers.peers, *self.engines.keepers, *self.trainer.ranks.peers)
+        named = [(one.name, one.beat.waiting) for one in peers if one.beat]
         own, now = dict.fromkeys(self.state.waits), time.monotonic()
         who: dict[str, list[str]] = {}
         for name, waiting in named:
@@ -247,14 +245,11 @@ class Reporter:
 
     def _totals(self) -> dict[str, tuple[float, float]]:
         """(busy s, idle s) by process, since each began."""
-        totals = {
-            worker.hello.incarnation: (worker.beat.busy_s, worker.beat.idle_s)
-            for worker in self.workers.workers.values()
-            if worker.beat
+        return {
+            f"{one.name}/{one.hello.incarnation}": (one.beat.busy_s, one.beat.idle_s)
+            for one in (*self.workers.peers, *self.trainer.ranks.peers)
+            if one.beat
         }
-        for rank, beat in self.trainer.ranks.beats.items():
-            totals[f"trainer/{self.trainer.ranks.incarnation}/{rank}"] = (beat.busy_s, beat.idle_s)
-        return totals
 
     def _shares(self, seconds: float) -> dict[str, float]:
         """Idle shares and throughput since the last row."""
@@ -263,7 +258,7 @@ class Reporter:
         idle = dict(busy)
         for name, (b, i) in self._busy.items():
             b0, i0 = before.get(name, (0.0, 0.0))
-            role = "trainer" if name.startswith("trainer/") else "rollout"
+            role = "trainer" if name.startswith("trainer") else "rollout"
             busy[role] += b - b0
             idle[role] += i - i0
         shares = {
@@ -272,7 +267,7 @@ class Reporter:
             if busy[role] + idle[role] > 0
         }
         tokens, self._tokens = self._tokens, 0
-        generating = busy["rollout"] / max(1, sum(not name.startswith("trainer/") for name in self._busy))
+        generating = busy["rollout"] / max(1, sum(not name.startswith("trainer") for name in self._busy))
         shares |= {
             "timing_s/gen": generating,
             "rollout/tokens_per_s": tokens / seconds if seconds > 0 else 0.0,

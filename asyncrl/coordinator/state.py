@@ -34,8 +34,7 @@ from asyncrl.store.schema import StoreError
 from asyncrl.types import MAX_VOCABULARY, Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.model_files import MODEL, identity
-from asyncrl.wire.addresses import is_older, launch_of
-from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
+from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
 MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
@@ -144,15 +143,6 @@ class RunState:
         return Welcome(
             self.coordinator_epoch, self.trainer_epoch, self.batches.committed, self.micro_budget.tokens
         )
-
-    def dismissed(self, peer: bytes, incarnation: str, newest: str) -> bool:
-        """Whether a process was started before the `newest` in its place, or by an earlier launch: it is told
-        to end."""
-        replaced = launch_of(incarnation) not in ("", self.launch) or is_older(incarnation, newest)
-        if replaced:
-            log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
-            self.outbox.to_control(peer, Stop("another process has taken its place"))
-        return replaced
 
     def trains_since(self, step: int) -> None:
         """All steps after this one are trained, or trained again, with the configuration of this launch."""

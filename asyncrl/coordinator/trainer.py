@@ -16,6 +16,7 @@ import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.coordinator.lost_tail import recover
+from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.summary import NLL_HELD_OUT, SAMPLED_SCORE
@@ -38,23 +39,32 @@ from asyncrl.wire.messages.trainer import (
     WorkPlan,
 )
 
-SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))  # what is best of a validation: the first that it has
-
+# Scores of a validation that choose the best checkpoint; the first one present counts. -1: lower is better.
+SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))
 MOST_SPIKES = 3  # batches in a row that are left out of one step: then it is not them, but the weights
+
+
+@dataclass
+class RankRecord:
+    """A connected rank."""
+
+    peer: bytes
+    name: str
+    hello: TrainerHello
+    seen: float
+    beat: TrainerBeat | None = None
+    request: PlanRequest | None = None  # that is not answered
 
 
 @dataclass
 class Ranks:
     """The ranks of one trainer start."""
 
+    peers: Peers[RankRecord]
     incarnation: str = ""
     size: int = 0
-    control: dict[int, bytes] = field(default_factory=dict)
-    requests: dict[int, tuple[bytes, PlanRequest]] = field(default_factory=dict)
     answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
     confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
-    beats: dict[int, TrainerBeat] = field(default_factory=dict)
-    heard: dict[int, float] = field(default_factory=dict)  # when each rank sent its last beat
     committed: int = 0  # the newest step that they have committed
 
 
@@ -63,7 +73,7 @@ class TrainerHandler:
 
     def __init__(self, state: RunState, on_commit: Callable[[Commit], None]) -> None:
         self.state, self.on_commit = state, on_commit
-        self.ranks = Ranks(incarnation=state.store.read.meta("trainer_incarnation"))
+        self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
         epoch, step, micro = map(int, state.store.read.meta("last_started", "0 0 0").split())
         self.last_started = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
@@ -82,16 +92,23 @@ class TrainerHandler:
 
     def hello(self, peer: bytes, message: TrainerHello, now: float) -> None:
         """A rank reports in. A new incarnation begins a new trainer epoch, which fences the earlier ones."""
-        state = self.state
-        if state.dismissed(peer, message.incarnation, self.ranks.incarnation):
+        name, newest = f"trainer {message.index}", self.ranks.incarnation
+        rank = self.ranks.peers.hello(
+            peer, message, now, lambda: RankRecord(peer, name, message, now), newest
+        )
+        if rank is None:
             return
+        state = self.state
         if message.incarnation != self.ranks.incarnation or not self.ranks.size:
             if message.incarnation != self.ranks.incarnation:
                 state.trainer_epoch += 1
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
                 state.store.sync()  # after a power cut the number must not be given again
-            started, self.ranks = not self.ranks.size, Ranks(message.incarnation, message.ranks)
+            started, peers = not self.ranks.size, self.ranks.peers
+            self.ranks = Ranks(peers, message.incarnation, message.ranks)
+            for old in [one for one in peers if one.hello.incarnation != message.incarnation]:
+                peers.lose(old.peer, "replaced by a new start", now)
             log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
             if message.step > state.batches.committed:
                 recover(state, message.step, now)
@@ -102,7 +119,6 @@ class TrainerHandler:
             state.trains_since(message.step)
             state.liveness.alive(now)  # a hello that is only repeated is no sign of life
         state.vocabulary = message.vocabulary
-        self.ranks.control[message.rank], self.ranks.heard[message.rank] = peer, now
         state.welcome(peer)
 
     def _check_position(self, step: int) -> None:
@@ -117,20 +133,19 @@ class TrainerHandler:
     def beat(self, peer: bytes, message: TrainerBeat, now: float) -> None:
         """A heartbeat. Only work done since the last one is progress: a long step must not trip the watchdog,
         but a rank that hangs in one must."""
-        if self.ranks.control.get(message.rank) != peer:
+        if (rank := self.ranks.peers.get(peer)) is None:
             return  # of a trainer that another has replaced
-        before = self.ranks.beats.get(message.rank)
-        self.ranks.beats[message.rank], self.ranks.heard[message.rank] = message, now
+        before, rank.beat = rank.beat, message
         if message.work > (before.work if before else 0):
             self.state.liveness.progress(now)
         elif message.written > (before.written if before else 0):
             self.state.liveness.alive(now)  # no progress: on a full disk the same bytes are written again
 
     def hangs(self, now: float) -> bool:
-        """Asked when nothing has moved for long: some rank is silent. Ranks that wait, for whatever, send
-        beats."""
-        late = now - self.state.config.launch.lease
-        return any(self.ranks.heard.get(rank, -math.inf) < late for rank in range(max(1, self.ranks.size)))
+        """True where some rank is silent; asked when nothing has moved for long. Ranks that wait,
+        whatever for, send beats."""
+        peers = self.ranks.peers
+        return len(peers) < max(1, self.ranks.size) or bool(peers.silent(now))
 
     def commit(self, peer: bytes, message: Commit, now: float) -> None:
         """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error.
@@ -287,16 +302,13 @@ class TrainerHandler:
     def unsaved(self, why: str) -> str:
         """What a stop without a checkpoint means."""
         step, saved = self.state.batches.committed, self.checkpoint_step
-        why = "; ".join([why, *(beat.waiting for beat in self.ranks.beats.values() if beat.waiting)])
+        why = "; ".join(
+            [why, *(rank.beat.waiting for rank in self.ranks.peers if rank.beat and rank.beat.waiting)]
+        )
         since = f"the one of step {saved}" if saved >= 0 else "the start"
         return (
             f"stopped without a checkpoint of step {step}: {why}; resume=auto repeats the steps since {since}"
         )
-
-    def stop(self, reason: str) -> None:
-        """Let the ranks end now."""
-        for peer in self.ranks.control.values():
-            self.state.outbox.to_control(peer, Stop(reason))
 
     # -- bulk ----------------------------------------------------------------------------------------
 
@@ -305,8 +317,9 @@ class TrainerHandler:
         a step that they have committed, is not answered: what cannot be read by now was trained."""
         if message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed:
             return
-        if message.rank < self.ranks.size:
-            self.ranks.requests[message.rank] = (peer, message)
+        rank = self.ranks.peers.get(peer)
+        if rank is not None and message.rank == rank.hello.index < self.ranks.size:
+            rank.request = message
 
     def plan_received(self, peer: bytes, message: PlanReceived) -> None:
         """All ranks hold a plan's payloads: let them run the forward.
@@ -320,29 +333,32 @@ class TrainerHandler:
         if place <= self.last_started:
             self.state.outbox.to_bulk(peer, StartPlan(message.step, message.micro))
             return
-        if self.ranks.control.get(message.rank) != peer:  # one identity on both channels
+        rank = self.ranks.peers.get(peer)  # one identity on both channels
+        if rank is None or rank.hello.index != message.rank:
             return
         self.ranks.confirmed.setdefault(place, set()).add(message.rank)
         if len(self.ranks.confirmed[place]) == self.ranks.size:
             self.ranks.confirmed.clear()
             self.last_started = place
             self.state.store.put_meta("last_started", " ".join(map(str, place)))
-            for rank in self.ranks.control.values():
-                self.state.outbox.to_bulk(rank, StartPlan(message.step, message.micro))
+            for rank in self.ranks.peers:
+                self.state.outbox.to_bulk(rank.peer, StartPlan(message.step, message.micro))
 
     def serve(self) -> None:
         """Answer the waiting requests that can be answered."""
-        for rank, (peer, request) in list(self.ranks.requests.items()):
+        for rank in self.ranks.peers:
+            if (request := rank.request) is None:
+                continue
             key = (request.step, request.micro)
-            plan, frames = self._answer(request, rank)
+            plan, frames = self._answer(request)
             if plan is None:  # the rank's beat says what it waits for
                 continue
-            del self.ranks.requests[rank]
+            rank.request = None
             if plan.kind != "stop":  # the other ranks are to be given the same
                 self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
-            self.state.outbox.to_bulk(peer, plan, frames)
+            self.state.outbox.to_bulk(rank.peer, plan, frames)
 
-    def _answer(self, request: PlanRequest, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
+    def _answer(self, request: PlanRequest) -> tuple[WorkPlan | None, list[bytes]]:
         """The plan asked for, with its payloads. None: the request has to wait."""
         batches, sharing = self.state.batches, self.state.config.trainer.sequence_parallel
         parts = self.ranks.size // sharing
@@ -365,7 +381,7 @@ class TrainerHandler:
         if not uids:
             probe = request.micro < len(batch.micros)
             return plan("probe") if probe else plan("step", plan_hash=batch.plan_hash), []
-        mine = batches.deal(uids, parts)[rank // sharing]
+        mine = batches.deal(uids, parts)[request.rank // sharing]
         trajectories, frames = self._trajectories(request.step, mine)
         return plan("work", trajectories), frames
 

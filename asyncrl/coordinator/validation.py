@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.coordinator import transcripts
-from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord, sampling_key
 from asyncrl.observe.held_out import (
@@ -42,7 +42,7 @@ from asyncrl.observe.summary import HIGHEST
 from asyncrl.types import Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.shared import Attempt, Loaded
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.messages.worker_control import Assign, Cancel
 
@@ -203,7 +203,7 @@ class Validation:
         session.fresh.clear()
         remote = self.engines.remote
         pinned = remote and self._pinned(session, exclusive, now)
-        for worker in self.workers.workers.values():
+        for worker in self.workers.peers:
             if not (pinned if remote else self._loaded(session, worker, now)):
                 continue
             share = 1.0 if exclusive else MID_RUN_SHARE
@@ -281,7 +281,7 @@ class Validation:
     def _pinned(self, session: ValidationSession, exclusive: bool, now: float) -> bool:
         """Servers with the version are set aside, as the workers know."""
         pinned = self.engines.pin(session.ref.version, all_servers=exclusive)
-        self.engines.send_table(self.workers.workers, now)  # ahead of the episodes
+        self.engines.send_table([worker.peer for worker in self.workers.peers], now)  # ahead of the episodes
         return pinned
 
     def _loaded(self, session: ValidationSession, worker: WorkerRecord, now: float) -> bool:
@@ -292,6 +292,17 @@ class Validation:
             worker.eval_asked = now
             self.state.outbox.to_control(worker.peer, self.state.versions.order(session.ref, "eval"))
         return False
+
+    def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
+        """The worker's second engine confirmed a version, or could not load it."""
+        if (worker := self.workers.peers.get(peer)) is None:
+            return
+        if message.error:
+            log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
+            worker.eval_asked = now + LOAD_RETRY - self.state.config.weights.deadline
+        else:
+            self.engines.record_probe(message)
+            worker.eval_version = message.ref.version
 
     def _assign(self, session: ValidationSession, worker: WorkerRecord, now: float) -> None:
         uid = session.queue.pop()
@@ -320,7 +331,7 @@ class Validation:
         """Episodes of workers that are gone, hold them no more, or never got them are issued again."""
         lease = self.state.config.launch.lease
         for uid, (worker, seq, at) in list(session.running.items()):
-            lost = self.workers.workers.get(worker.peer) is not worker  # it may have joined again since
+            lost = self.workers.peers.get(worker.peer) is not worker  # it may have joined again since
             beat = worker.beat
             dropped = (
                 beat is not None
@@ -342,7 +353,7 @@ class Validation:
         for uid, given in session.running.items():  # an abandoned session's
             given.worker.eval_running -= 1
             self.state.outbox.to_control(given.worker.peer, Cancel(Attempt(uid, session.attempts[uid])))
-        for worker in self.workers.workers.values():
+        for worker in self.workers.peers:
             worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session)))
         self._save(session)

@@ -14,15 +14,28 @@ PROBE_EVERY = 50  # steps between two comparisons of all engines with the traine
 MOST_PROBED = 64  # versions whose probe is kept: while a disk is full, none of them becomes the newest
 
 
-class EngineVersions(msgspec.Struct):
-    """One engine's: what it was sent last, and what it has confirmed. NO_VERSION: nothing. `unproven`: it
-    has loaded a version, but must compare the probe with the trainer's log-probs before it may sample."""
+class EngineRecord(msgspec.Struct):
+    """An engine on a peer: the embedded one of a worker, or the server of a keeper. NO_VERSION: none.
 
+    `unproven`: it has loaded a version, but must compare the probe with the trainer's log-probs before it may
+    sample. `quarantined`: its weights are not what they should be; it gets no work before it has loaded them
+    anew. `pinned`: it is set aside for validation, and keeps what it has. `up`: a server has told its URL.
+    """
+
+    name: str
+    up: bool = True
+    quarantined: bool = False
+    pinned: bool = False
+    push_s: float = 0.0  # seconds of the newest load
     pushed: PolicyVersion = NO_VERSION
     acked: PolicyVersion = NO_VERSION
     pushed_at: float = 0.0
     send_at: float = 0.0
     unproven: bool = False
+
+    def resend(self, at: float) -> None:
+        """From `at` on, it is to be sent the newest version, whatever it was sent before."""
+        self.pushed, self.send_at = NO_VERSION, at
 
 
 class VersionLedger:
@@ -35,7 +48,7 @@ class VersionLedger:
 
     def __init__(self, newest: PolicyVersion = NO_VERSION, ref: WeightsRef | None = None) -> None:
         self.newest, self.ref = newest, ref
-        self.engines: dict[str, EngineVersions] = {}
+        self.engines: dict[bytes, EngineRecord] = {}  # by the identity of their peer
         self.probed: list[Probed] = []  # of the newest version, and of later ones that are not written yet
         self._checksum = (NO_VERSION, "")  # of the newest version that was loaded, as first loaded
 
@@ -46,21 +59,10 @@ class VersionLedger:
         self.newest, self.ref = ref.version, ref
         return True
 
-    def join(self, engine: str) -> None:
-        self.engines[engine] = EngineVersions()
-
-    def leave(self, engine: str) -> None:
-        self.engines.pop(engine, None)
-
-    def behind(self, engine: str, now: float) -> bool:
+    def behind(self, held: EngineRecord, now: float) -> bool:
         """True when the engine is to be sent the newest version now; an unproven one, with its probe."""
-        held = self.engines[engine]
         ready = not held.unproven or self._probe(self.newest) is not None
         return held.pushed < self.newest and now >= held.send_at and ready
-
-    def push(self, engine: str, now: float) -> None:
-        held = self.engines[engine]
-        held.pushed, held.pushed_at = self.newest, now
 
     def order(self, ref: WeightsRef, lane: str) -> LoadWeights:
         """The message that tells an engine to load a version, with its probe if the trainer has scored it."""
@@ -87,46 +89,14 @@ class VersionLedger:
         kept = [earlier for earlier in self.probed if self.newest <= earlier.version < probed.version]
         self.probed = [*kept, probed][-MOST_PROBED:]
         if probed.version == self.newest:
-            for engine in self.engines:
-                self.resend(engine, now)
+            for engine in self.engines.values():
+                engine.resend(now)
 
     def same_weights(self, version: PolicyVersion, checksum: str) -> bool:
         """False when the checksum of the newest version is not the one that the first engine reported."""
         if version > self._checksum[0]:
             self._checksum = (version, checksum)
         return version < self._checksum[0] or checksum == self._checksum[1]
-
-    def ack(self, engine: str, version: PolicyVersion) -> bool:
-        """The engine uses a version. False when that was known."""
-        held = self.engines[engine]
-        known, held.acked = held.acked, max(held.acked, version)
-        return held.acked > known
-
-    def holds(self, engine: str, version: PolicyVersion, at: float) -> None:
-        """The engine says what it has: it is sent again what it missed, or has not confirmed yet."""
-        held = self.engines[engine]
-        if held.pushed > min(version, held.acked):
-            self.resend(engine, at)
-
-    def resend(self, engine: str, at: float) -> None:
-        """From `at` on, the engine is to be sent the newest version, whatever it was sent before."""
-        held = self.engines[engine]
-        held.pushed, held.send_at = NO_VERSION, at
-
-    def step(self, engine: str) -> int:
-        """Step of the version that the engine has confirmed."""
-        return self.engines[engine].acked.step
-
-    def overdue(self, now: float, deadline: float) -> list[str]:
-        """Engines that have not confirmed what they were sent `deadline` seconds ago: sent again."""
-        found = [
-            engine
-            for engine, held in self.engines.items()
-            if held.acked < held.pushed and now - held.pushed_at > deadline
-        ]
-        for engine in found:
-            self.resend(engine, now)
-        return found
 
     @property
     def all_acked(self) -> bool:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 
 from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import NEVER, EpisodeRecord, State
-from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
+from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.free_slots import FreeSlots
-from asyncrl.coordinator.state import RunState, log
+from asyncrl.coordinator.peers import Peers
+from asyncrl.coordinator.state import RunState
 from asyncrl.observe.held_out import EVAL
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion
-from asyncrl.wire.messages.shared import Attempt, Loaded, Stop
+from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker_bulk import Fenced
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
@@ -32,18 +33,16 @@ class WorkerRecord:
     """A connected rollout worker."""
 
     peer: bytes
+    name: str
     hello: WorkerHello
     seen: float
     seq: int  # highest bulk record processed
     running: dict[str, tuple[int, float]] = field(default_factory=dict)  # uid -> (assign seq, sent at)
     beat: Heartbeat | None = None
+    beat_at: float = 0.0
     eval_version: PolicyVersion | None = None
     eval_asked: float = 0.0  # when its eval lane was last sent a version
     eval_running: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.hello.index}"
 
     @property
     def free(self) -> int:
@@ -57,7 +56,7 @@ class WorkerHandler:
         self, state: RunState, engines: EngineHandler, is_current_eval: Callable[[Attempt], bool]
     ) -> None:
         self.state, self.engines, self.is_current_eval = state, engines, is_current_eval
-        self.workers: dict[bytes, WorkerRecord] = {}
+        self.peers = Peers(state, "rollout", state.config.rollout.workers, self._lost)
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.more = False  # the last tick left episodes that may be assigned now
         self._restored: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)  # that ran, by incarnation
@@ -69,35 +68,23 @@ class WorkerHandler:
 
     def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """A worker reports in, for the first time or again. Both are handled alike: its state is absolute."""
-        known = self.workers.get(peer)
-        same = [known] if known else [w for w in self.workers.values() if w.hello.index == message.index]
-        if self.state.dismissed(peer, message.incarnation, same[0].hello.incarnation if same else ""):
-            return
-        for old in [w for w in same if w.peer != peer]:
-            self.lose(old, "replaced by a new process", now)
-        if peer not in self.workers:
-            log.info("worker %d joined: pid %d, %d slots", message.index, message.pid, message.slots)
-            self.workers[peer] = WorkerRecord(peer, message, now, message.acked)
-            if not self.engines.remote:
-                self.engines.join(peer.decode())
-            self._adopt(self.workers[peer], now)
-        self.workers[peer].seen = now
-        state = self.state
-        state.welcome(peer)
-        state.outbox.to_control(peer, self._clock())
-        if self.engines.remote:
-            self.engines.forget_table(peer)
-        else:
-            state.versions.holds(peer.decode(), message.version, now)
+        if self.peers.hello(peer, message, now, lambda: self._join(peer, message, now)) is not None:
+            self.state.welcome(peer)
+            self.state.outbox.to_control(peer, self._clock())
+            self.engines.worker_here(peer, message.version, now)
 
-    def _adopt(self, worker: WorkerRecord, now: float) -> None:
+    def _join(self, peer: bytes, message: WorkerHello, now: float) -> WorkerRecord:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
-        for episode in self._restored.pop(worker.hello.incarnation, []):
-            if episode.worker == worker.hello.incarnation and episode.state is State.RUNNING:
+        worker = WorkerRecord(peer, f"worker {message.index}", message, now, message.acked)
+        for episode in self._restored.pop(message.incarnation, []):
+            if episode.worker == message.incarnation and episode.state is State.RUNNING:
                 worker.running[episode.uid] = (episode.assign_seq, now)
+        if not self.engines.remote:
+            self.engines.join(peer, worker.name)
+        return worker
 
     def heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> None:
-        worker = self.workers.get(peer)
+        worker = self.peers.get(peer)
         if worker is None:
             return  # it will say hello
         if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
@@ -105,11 +92,11 @@ class WorkerHandler:
         held = {attempt.uid for attempt in message.held}
         for uid, (seq, sent) in [item for item in worker.running.items() if item[0] not in held]:
             arrived = seq <= message.assigned
-            overdue = worker.seen - sent > self.state.config.launch.lease  # before it last ran
+            overdue = worker.beat_at - sent > self.state.config.launch.lease  # when it last ran
             if arrived or overdue:
                 self._lose_episode(worker, uid, now)
         self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
-        worker.seen, worker.beat = now, message
+        worker.beat, worker.beat_at = message, now
         worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
         episodes, name = self.state.buffer.episodes, worker.hello.incarnation
         for attempt in message.held:  # in a large run 100,000 a second
@@ -120,63 +107,36 @@ class WorkerHandler:
                 # it was given to another worker, or given up, while this one was silent
                 self.state.outbox.to_control(peer, Cancel(attempt))
 
-    def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
-        """An embedded engine's answer, from the worker it is part of."""
-        worker = self.workers.get(peer)
-        if worker is None:
-            return
-        if message.lane == "train":
-            self.engines.loaded(peer.decode(), worker.name, message, now)
-        elif message.error:
-            log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
-            worker.eval_asked = now + LOAD_RETRY - self.state.config.weights.deadline
-        else:
-            self.engines.record_probe(message)
-            worker.eval_version = message.ref.version
-
     def clock(self) -> None:
         """Send all workers the oldest version a turn may start on."""
-        for worker in self.workers.values():
+        for worker in self.peers:
             self.state.outbox.to_control(worker.peer, self._clock())
 
     def _clock(self) -> Clock:
         return Clock(max(0, self.state.batches.committed - self.state.config.buffer.max_staleness))
 
-    def stop(self, reason: str) -> None:
-        for worker in self.workers.values():
-            self.state.outbox.to_control(worker.peer, Stop(reason))
-
     # -- losing --------------------------------------------------------------------------------------
 
-    def extend_leases(self, now: float) -> None:
-        for worker in self.workers.values():
-            worker.seen = now
+    def extend_leases(self, now: float, gap: float) -> None:
+        self.peers.extend(now, gap)
+        for worker in self.peers:
             worker.running = {uid: (seq, now) for uid, (seq, _) in worker.running.items()}
 
     def tick(self, now: float) -> None:
         """Remove silent workers, assign."""
-        lease = self.state.config.launch.lease
-        for worker in [w for w in self.workers.values() if now - w.seen > lease]:
-            self.lose(worker, f"silent for {lease:g} s", now)
-        self.engines.send_table(self.workers, now)
+        self.peers.tick(now)
+        self.engines.send_table([worker.peer for worker in self.peers], now)
         self._assign(now)
 
-    def lose(self, worker: WorkerRecord, why: str, now: float) -> None:
-        log.warning("%s lost (%s): %d episodes go back", worker.name, why, len(worker.running))
+    def _lost(self, worker: WorkerRecord, now: float) -> None:
+        """Its episodes go on elsewhere, from their last durable turns."""
         for uid in list(worker.running):
             self._lose_episode(worker, uid, now)
-        del self.workers[worker.peer]
-        if not self.engines.remote:
-            self.engines.leave(worker.peer.decode())
-
-    def leave(self, peer: bytes, now: float) -> None:
-        """It ends in order: its episodes go on elsewhere at once, from their last durable turns."""
-        if (worker := self.workers.get(peer)) is not None:
-            self.lose(worker, "it leaves", now)
+        self.engines.leave(worker.peer)
 
     def reissue_orphans(self, now: float) -> None:
         """Issue the episodes again whose worker is not connected (after a restart of the coordinator)."""
-        here = {worker.hello.incarnation for worker in self.workers.values()}
+        here = {worker.hello.incarnation for worker in self.peers}
         for episode in list(self.state.buffer.episodes.values()):
             if episode.state is State.RUNNING and episode.worker not in here:
                 self._reissue(episode, FailReason.WORKER_LOST, now)  # a stop of the run is no failed attempt
@@ -210,7 +170,7 @@ class WorkerHandler:
 
     def cancel(self, episodes: list[EpisodeRecord]) -> None:
         """Let the workers stop these running episodes."""
-        here = {worker.hello.incarnation: worker for worker in self.workers.values()} if episodes else {}
+        here = {worker.hello.incarnation: worker for worker in self.peers} if episodes else {}
         for episode in episodes:
             worker = here.get(episode.worker)
             if worker is not None and worker.running.pop(episode.uid, None) is not None:
@@ -220,15 +180,11 @@ class WorkerHandler:
 
     @property
     def free_slots(self) -> int:
-        return sum(worker.free for worker in self.workers.values() if self._usable(worker))
-
-    def _usable(self, worker: WorkerRecord) -> bool:
-        quarantined = self.engines.quarantined
-        return not quarantined or worker.peer.decode() not in quarantined
+        return sum(worker.free for worker in self.peers if not self.engines.quarantined(worker.peer))
 
     @property
     def total_slots(self) -> int:
-        return sum(worker.hello.slots for worker in self.workers.values())
+        return sum(worker.hello.slots for worker in self.peers)
 
     def _assign(self, now: float) -> None:
         """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough; at
@@ -258,12 +214,9 @@ class WorkerHandler:
             left -= 1
 
     def _free(self) -> FreeSlots[WorkerRecord]:
-        steps = self.engines.steps
-        usable = filter(self._usable, self.workers.values())
-        if self.engines.remote:
-            shared = steps()
-            return FreeSlots((worker, worker.free, shared) for worker in usable)
-        return FreeSlots((worker, worker.free, steps(worker.peer.decode())) for worker in usable)
+        usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
+        steps = self.engines.steps()
+        return FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
 
     def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, oldest: int, now: float) -> None:
         frames = self.state.readable(episode)

@@ -17,7 +17,7 @@ class TrainerHello(WireMessage, frozen=True):
     """A rank reports in with the step of its checkpoint. Ranks of one start share the incarnation.
     `vocabulary`: token ids of the model are below it."""
 
-    rank: Count
+    index: Count  # its rank
     ranks: Count
     incarnation: str
     step: Count

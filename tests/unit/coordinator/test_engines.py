@@ -14,7 +14,7 @@ from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import MOST_PROBED, VersionLedger
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import PolicyVersion
+from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights
@@ -61,7 +61,11 @@ class EngineSetup:
 
     def join(self, peer: bytes, index: int, url: str = "http://host") -> None:
         self.handler.hello(peer, KeeperHello(index, peer.decode()[-1], url, pid=1, engine="sglang 0"), 0.0)
-        self.handler.beat(peer, HEALTHY, 0.0)
+        self.beat(peer, 0.0)
+
+    def beat(self, peer: bytes, now: float, beat: KeeperBeat = HEALTHY) -> None:
+        self.handler.keepers.heard(peer, now)
+        self.handler.beat(peer, beat, now)
 
     def publish(self, version: int) -> WeightsRef:
         ref = WeightsRef(PolicyVersion(1, version), f"v{version}")
@@ -74,7 +78,7 @@ class EngineSetup:
         return {peer: message.ref.version.step for peer, message in self.sent.take(LoadWeights)}
 
     def ack(self, peer: bytes, ref: WeightsRef, checksum: str = "sum", error: str = "", **more: Any) -> None:
-        self.handler.confirmed(peer, Loaded(ref, "train", checksum, 0.1, error, **more), 0.0)
+        self.handler.loaded(peer, Loaded(ref, "train", checksum, 0.1, error, **more), 0.0)
 
     def serve(self, version: int) -> WeightsRef:
         """Both servers load a version."""
@@ -86,7 +90,7 @@ class EngineSetup:
 
     def version(self, needed: int) -> int | None:
         """That an episode which needs one starts on."""
-        found = FreeSlots([(WORKER, 1, self.handler.steps())]).take(needed)
+        found = FreeSlots([(WORKER, 1, self.handler.steps()(WORKER))]).take(needed)
         return found[1] if found else None
 
     def table(self) -> list[tuple[int, bool, str]]:
@@ -150,7 +154,7 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
             if peer == B:
                 assert order.probe == Probe((order.ref.version.step,), (-1.0,))
             setup.ack(peer, order.ref)
-    assert versions.step(B.decode()) > 0 and len(versions.probed) <= 3
+    assert versions.engines[B].acked.step > 0 and len(versions.probed) <= 3
 
 
 def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineSetup) -> None:
@@ -198,12 +202,12 @@ def test_a_server_that_does_not_confirm_holds_the_others_up_for_one_deadline(set
     (slow,) = setup.pushed(1.0)
     deadline = setup.state.config.weights.deadline
     for now in (20.0, 40.0, deadline):  # it is alive, and silent about the version
-        setup.handler.beat(slow, HEALTHY, now)
+        setup.beat(slow, now)
         other = B if slow == A else A
-        setup.handler.beat(other, HEALTHY, now)
+        setup.beat(other, now)
         assert setup.pushed(now) == {}
-    setup.handler.beat(A, HEALTHY, deadline + 2)
-    setup.handler.beat(B, HEALTHY, deadline + 2)
+    setup.beat(A, deadline + 2)
+    setup.beat(B, deadline + 2)
     setup.pushed(deadline + 2)  # overdue: noticed at this tick
     assert setup.pushed(deadline + 2.1) == {other: 1}
 
@@ -228,9 +232,9 @@ def test_a_server_with_other_weights_is_not_used(setup: EngineSetup) -> None:
 
 def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
     setup.serve(3)
-    setup.handler.beat(B, HEALTHY, 9.0)
+    setup.beat(B, 9.0)
     setup.handler.tick(10.1)
-    assert list(setup.handler.keepers) == [B]
+    assert [one.peer for one in setup.handler.keepers] == [B]
     setup.join(b"engine/0/c", 0, url="")
     assert setup.table() == [(3, True, "train"), (0, False, "train")]
     assert setup.pushed(0.0) == {}  # its server is not up yet
@@ -239,7 +243,7 @@ def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup
 
 
 def test_a_coordinator_that_was_away_does_not_blame_the_keepers(setup: EngineSetup) -> None:
-    setup.handler.extend_leases(60.0)
+    setup.handler.keepers.extend(60.0, 60.0)
     setup.handler.tick(60.0)
     assert len(setup.handler.keepers) == 2
 
@@ -273,15 +277,15 @@ def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup
     assert tables.send(WORKER) == 0
     ref = setup.serve(0)
     assert tables.send(WORKER, other) == 4 and tables.know(WORKER, other)
-    setup.handler.beat(A, KeeperBeat(healthy=False, starting=False), 0.0)
+    setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
     assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
-    setup.handler.forget_table(WORKER)
+    setup.handler.worker_here(WORKER, NO_VERSION, 0.0)
     assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
-    setup.handler.beat(A, HEALTHY, 0.0)
+    setup.beat(A, 0.0)
     assert tables.send(WORKER, other, lost=other) == 2 and not tables.know(other)
     assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
     assert setup.handler.pin(ref.version, False)
-    setup.handler._lose(setup.handler.keepers[B], "gone")
+    setup.handler.keepers.lose(B, "gone", 0.0)
     tables.setup.handler._began = -100.0  # its keeper is not waited for
     tables.send(WORKER, other)
     assert tables.know(WORKER, other) and len(tables.known[WORKER]) == 1
@@ -293,9 +297,9 @@ def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup)
     tables.send(*workers)
     setup.serve(0)
     assert tables.send(*workers) == 2 * 512
-    setup.handler.beat(A, KeeperBeat(healthy=False, starting=False), 0.0)
+    setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
     assert tables.send(*workers, after=0.5 * pause) == 0
-    setup.handler.beat(A, HEALTHY, 0.0)
+    setup.beat(A, 0.0)
     ref = setup.serve(1)
     assert tables.send(*workers, after=0.6 * pause) == 2 * 512 and tables.know(*workers)
     setup.ack(A, setup.publish(2))
@@ -324,7 +328,7 @@ def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> Non
 def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> None:
     setup.serve(2)
     for peer, use in ((A, 0.9), (B, 0.7), (A, 0.3), (B, None)):
-        setup.handler.beat(peer, msgspec.structs.replace(HEALTHY, kv_use=use), 1.0)
+        setup.beat(peer, 1.0, msgspec.structs.replace(HEALTHY, kv_use=use))
     gauges = setup.handler.gauges()
     assert (gauges["engine/0/kv_use"], gauges["engine/1/kv_use"]) == (0.3, 0.7)
     assert setup.state.live_limit.kv.use == 0.7
@@ -370,7 +374,7 @@ def test_validation_waits_for_its_version(setup: EngineSetup) -> None:
 
 def test_a_single_server_is_not_pinned(setup: EngineSetup) -> None:
     ref = setup.serve(4)
-    setup.handler.beat(A, HEALTHY, 9.0)
+    setup.beat(A, 9.0)
     setup.handler.tick(10.1)  # B is lost
     assert setup.handler.pin(ref.version, False)
     assert {lane for _, _, lane in setup.table()} == {"train"}
@@ -378,7 +382,7 @@ def test_a_single_server_is_not_pinned(setup: EngineSetup) -> None:
 
 def test_one_of_two_that_is_away_for_a_moment_does_not_leave_validation_unpinned(setup: EngineSetup) -> None:
     ref = setup.serve(4)
-    setup.handler.beat(B, KeeperBeat(healthy=False, starting=False), 0.0)
+    setup.beat(B, 0.0, KeeperBeat(healthy=False, starting=False))
     assert setup.handler.pin(ref.version, False)
     assert setup.table() == [(4, True, "eval"), (4, False, "train")]
 
@@ -388,8 +392,8 @@ def test_a_server_that_is_being_loaded_is_not_set_aside(setup: EngineSetup) -> N
     setup.publish(5)
     (loading,) = setup.pushed(1.0)
     assert setup.handler.pin(old.version, False)
-    (set_aside,) = setup.handler._eval_servers
-    assert set_aside != loading.decode()
+    (set_aside,) = [peer for peer in (A, B) if setup.state.versions.engines[peer].pinned]
+    assert set_aside != loading
 
 
 def test_a_server_that_reloads_after_a_failure_still_holds_the_others_off(setup: EngineSetup) -> None:
@@ -397,7 +401,7 @@ def test_a_server_that_reloads_after_a_failure_still_holds_the_others_off(setup:
     setup.serve(0)
     setup.publish(1)
     (first,) = setup.pushed(1.0)
-    setup.handler.beat(first, KeeperBeat(healthy=False, starting=False), 1.5)
+    setup.beat(first, 1.5, KeeperBeat(healthy=False, starting=False))
     assert setup.pushed(2.0) == {}
 
 
@@ -416,7 +420,7 @@ def test_a_server_that_cannot_keep_up_does_not_hold_up_new_episodes(setup: Engin
 
 
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:
-    del setup.handler.keepers[B]
+    setup.handler.keepers.lose(B, "gone", 0.0)
     setup.join(b"engine/2/c", 2)  # which has joined the run: B is still to come
     setup.handler.send_table([WORKER], 1.0)
     assert setup.sent.take(Engines) == []
@@ -427,10 +431,10 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(s
 def test_a_server_of_validation_that_dies_is_replaced_by_another(setup: EngineSetup) -> None:
     ref = setup.serve(4)
     assert setup.handler.pin(ref.version, False)
-    leased = next(peer for peer in (A, B) if peer.decode() in setup.handler._eval_servers)
+    leased = next(peer for peer in (A, B) if setup.state.versions.engines[peer].pinned)
     other = B if leased == A else A
-    setup.handler.beat(other, HEALTHY, 9.0)
+    setup.beat(other, 9.0)
     setup.handler.tick(10.1)
-    assert list(setup.handler.keepers) == [other]
+    assert [one.peer for one in setup.handler.keepers] == [other]
     assert setup.handler.pin(ref.version, False)  # the only one left: shared with training
     assert setup.table() == [(4, True, "train")]

@@ -199,12 +199,12 @@ def test_who_leaves_gives_its_episodes_back_at_once(joining: Joining) -> None:
     given = joining.enrol()
     link = worker(given)
     assert isinstance(joining.received(link), Welcome)
-    assert len(joining.coordinator.workers.workers) == 1
+    assert len(joining.coordinator.workers.peers) == 1
     link.send(Leave())
     joining.during(
-        lambda: [0 for _ in range(1000) if joining.coordinator.workers.workers and link.receive(0.03)]
+        lambda: [0 for _ in range(1000) if joining.coordinator.workers.peers and link.receive(0.03)]
     )
-    assert not joining.coordinator.workers.workers
+    assert not joining.coordinator.workers.peers
     link.close()
 
 
@@ -222,7 +222,7 @@ def test_servers_are_counted_apart_and_one_that_leaves_is_gone_at_once(tmp_path:
     assert len({one.incarnation for one in (first, worker, second)}) == 3
     link = Link(given.control, ToKeeper, b"engine/3/x", given.keys)
     link.send(KeeperHello(3, second.incarnation, "http://host", pid=1))
-    assert isinstance(joining.received(link), Welcome) and engines.keepers and not workers.workers
+    assert isinstance(joining.received(link), Welcome) and engines.keepers and not workers.peers
     link.send(Leave())
     joining.during(lambda: [0 for _ in range(1000) if engines.keepers and link.receive(0.03)])
     assert not engines.keepers

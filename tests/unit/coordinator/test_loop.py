@@ -131,11 +131,11 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
         setup.turn()
         assert "locked" in coordinator.state.waits[0] and setup.received(OBSERVER, Status) > 0
         assert setup.received(b"rollout/1/v", Welcome) > 0  # who is known is kept in contact
-        assert WORKER not in coordinator.workers.workers
+        assert coordinator.workers.peers.get(WORKER) is None
         other.execute("ROLLBACK")
     coordinator.turn(coordinator._turned_at + 60.0)  # a long pause
     assert setup.received(WORKER, Welcome) == 1
-    assert len(coordinator.workers.workers) == 2 and not coordinator.lifecycle.error, "leases are extended"
+    assert len(coordinator.workers.peers) == 2 and not coordinator.lifecycle.error, "leases are extended"
     assert coordinator.state.store.read.meta("something") == "to write"
     assert coordinator.state.buffer.next_group >= issued
 
@@ -155,8 +155,8 @@ def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -
         assert len(coordinator._unread) == 2
         other.execute("ROLLBACK")
     setup.turn()
-    beat = coordinator.workers.workers[WORKER].beat
-    assert beat is not None and beat.tokens == 19 and len(coordinator.workers.workers) == 2
+    beat = coordinator.workers.peers.get(WORKER).beat
+    assert beat is not None and beat.tokens == 19 and len(coordinator.workers.peers) == 2
 
 
 def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
@@ -197,7 +197,7 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
     setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=64, pid=1))
     running, more = [], []
     for _ in range(8):
-        running.append(len(coordinator.workers.workers[WORKER].running))
+        running.append(len(coordinator.workers.peers.get(WORKER).running))
         more.append(coordinator._more)
         setup.turn()
     setup.close()
@@ -209,7 +209,7 @@ def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSet
     coordinator = setup.coordinator
     setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
     setup.turn()
-    worker = coordinator.workers.workers[WORKER]
+    worker = coordinator.workers.peers.get(WORKER)
     given = {uid: seq for uid, (seq, _) in worker.running.items()}
     assert given
     setup.send(WORKER, *encode(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
@@ -283,9 +283,9 @@ def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -
     setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0))
     setup.say(TRAINER, Published(ref, 0.0, 0.0))
     coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
-    for engine in map(str, range(REFUSALS)):
-        coordinator.engines.join(engine)
-        coordinator.engines.loaded(engine, engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)
+    for engine in (f"engine/{number}/x".encode() for number in range(REFUSALS)):
+        coordinator.engines.join(engine, "engine")
+        coordinator.engines.loaded(engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 0
 

@@ -14,7 +14,6 @@ from asyncrl.buffer.prompts import Prompts
 from asyncrl.config import parse
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
-from asyncrl.coordinator.presence import Presence
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
@@ -189,7 +188,7 @@ def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinat
             coordinator._on_bulk(RANK, request, [], float(now))
         if now in (0, 45):  # both publish weights that are damaged
             state.versions.publish(WeightsRef(PolicyVersion(state.trainer_epoch, 0), ""))
-        coordinator.engines.refused["e", state.versions.newest] += 5
+        coordinator.engines.refused[b"e", state.versions.newest] += 5
         tick(coordinator, float(now))
         replaced += [now for order in sent(coordinator, Replace) if order.role == "trainer"]
     assert replaced == [0, 45]
@@ -199,7 +198,7 @@ def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinat
 def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, silent: int) -> None:
     """Blocked for ever by somebody's code, say: its lease is over. The next one may take time to start."""
     coordinator.config = parse(msgspec.to_builtins(coordinator.config) | {"rollout": {"workers": 2}})
-    coordinator.presence = Presence(coordinator.config)
+    coordinator.workers.peers._planned = 2
     for index in (0, 1):
         peer = f"rollout/{index}/launch.{index}".encode()
         coordinator._on_control(peer, WorkerHello(index, f"launch.{index}", 4, 1), [], 0.0)
@@ -213,7 +212,7 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
         assert len(named) == (silent if now > 30 else 0)  # launch.lease
         replaced |= {(order.role, order.incarnation, now): named for order in sent(coordinator, Replace)}
     gone = ["launch.1"] if silent == 1 else ["launch.0", "launch.1"]
-    assert list(replaced) == [("rollout", one, now) for now in (151, 272) for one in gone]
+    assert list(replaced) == [("rollout", one, now) for now in (152, 273) for one in gone]
     assert coordinator.lifecycle.phase is Phase.RUNNING
 
 

@@ -15,7 +15,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.observe.files import read_status
 from asyncrl.observe.summary import FILTERED, REWARD
 from asyncrl.types import EpisodeResult, EpisodeStats
-from asyncrl.wire.messages.trainer import PlanRequest, TrainerBeat
+from asyncrl.wire.messages.trainer import PlanRequest, TrainerBeat, TrainerHello
 from tests.unit.buffer.machine import admit
 from tests.unit.coordinator.test_workers import WorkerSetup
 
@@ -117,14 +117,17 @@ def test_demonstrations_earn_no_reward_and_none_is_missed(reporter: Reporter) ->
 
 
 def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -> None:
-    state, ranks = reporter.state, reporter.trainer.ranks
-    ranks.requests[0] = (b"trainer/0/x", PlanRequest(1, 0, 0, 0))
-    ranks.beats |= {rank: TrainerBeat(rank, 0, 0, "trajectories of step 0", 0) for rank in range(3)}
-    ranks.beats[3] = TrainerBeat(3, 0, 0, "", 0)  # it computes
+    state, trainer = reporter.state, reporter.trainer
+    for rank in range(4):
+        trainer.hello(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
+        waiting = "trajectories of step 0" if rank < 3 else ""  # the last one computes
+        trainer.beat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0, waiting), 0.0)
+    trainer.plan_requested(b"trainer/0/x", PlanRequest(1, 0, 0, 0))
     state.waits = []
-    reporter.trainer.serve()
+    trainer.serve()
     assert reporter.waits() == ("trainer 0 and 2 more: trajectories of step 0",)
-    ranks.beats |= {rank: TrainerBeat(rank, 0, 0, "", 0) for rank in range(3)}
+    for rank in range(3):
+        trainer.beat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0), 0.0)
     assert reporter.waits() == ()
 
 

@@ -15,7 +15,7 @@ from asyncrl.config import parse
 from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import MOST_SPIKES, TrainerHandler
-from asyncrl.coordinator.versions import VersionLedger
+from asyncrl.coordinator.versions import EngineRecord, VersionLedger
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.launches import launches_of
 from asyncrl.store.runstore import RunStore
@@ -135,8 +135,8 @@ def test_all_ranks_score_the_probe_at_the_same_place_once_a_batch(setup: Trainer
     """An engine was started: without the probe it may not sample, and nothing may ever become ready."""
     versions = setup.state.versions
     assert setup.take(0, 0, 0) is not None  # planned before
-    versions.join("engine")
-    versions.engines["engine"].unproven = True
+    versions.engines[b"engine"] = EngineRecord("engine")
+    versions.engines[b"engine"].unproven = True
     assert [plan.kind for rank in (1, 0) if (plan := setup.take(rank, 0, 0))] == ["work", "work"]
     for _ in range(2):  # a request that is repeated
         assert [plan.kind for rank in (0, 1) if (plan := setup.take(rank, 0, 1))] == ["probe", "probe"]
@@ -152,9 +152,9 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     setup = TrainerSetup(tmp_path, *make())
     setup.hello()
     versions = setup.state.versions
-    versions.join("engine")
+    versions.engines[b"engine"] = EngineRecord("engine")
     assert setup.take(0, 0, 0) is None
-    versions.engines["engine"].unproven = True
+    versions.engines[b"engine"].unproven = True
     plan = setup.take(0, 0, 0)
     assert plan is not None and plan.kind == "probe"
     assert setup.take(0, 0, 1) is None  # a batch without trajectories is no step
@@ -324,7 +324,7 @@ def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: Trainer
         hello = TrainerHello(0, 2, incarnation, 0)
         setup.handler.hello(b"trainer/0/late", hello, 0.0)
         assert [peer for peer, _ in setup.sent.take(Stop)] == [b"trainer/0/late"]
-    assert setup.state.trainer_epoch == epoch and setup.handler.ranks.control[0] == PEERS[0]
+    assert setup.state.trainer_epoch == epoch and setup.handler.ranks.peers.get(PEERS[0])
     assert setup.take(0, 0, 0) is not None
 
 

@@ -52,7 +52,7 @@ def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerReco
     training.publish(1)
     setup.state.versions.ref = training.ref(0)
     setup.join(A)
-    (worker,) = setup.handler.workers.values()
+    (worker,) = setup.handler.peers
     worker.eval_version = training.ref(0).version
     validation = Validation(setup.state, setup.handler, setup.engines, samples or [SAMPLE])
     assert validation.begin(step=1, final=False, now=0.0)
@@ -145,7 +145,7 @@ def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Pat
     validation.tick(0.0, exclusive=True)
     lost = {message.attempt.uid for _, message in setup.sent.take(Assign)}
     for now, again in ((1.0, set[str]()), (31.0, lost)):
-        setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0), now)
+        setup.beat(A, Heartbeat(0, (), 0, 0, 0), now)
         for _ in range(2):
             validation.tick(now, exclusive=True)
         sent = [message.attempt for _, message in setup.sent.take(Assign)]
@@ -172,9 +172,9 @@ def test_a_worker_that_was_lost_and_is_back_at_once_starts_anew(tmp_path: Path) 
     setup, worker, validation = validating(tmp_path)
     validation.tick(0.0, exclusive=True)
     before = [message.attempt for _, message in setup.sent.take(Assign)]
-    setup.handler.lose(worker, "silent", 0.0)
+    setup.handler.peers.lose(A, "silent", 0.0)
     setup.join(A)
-    (again,) = setup.handler.workers.values()
+    (again,) = setup.handler.peers
     for attempt in before:
         validation.record(again, Finished(0, attempt, EpisodeResult(1.0), EpisodeStats(1)))
     validation.tick(0.0, exclusive=True)
@@ -238,7 +238,7 @@ def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_pat
         validation.tick(now, exclusive=False)
         for _, message in setup.sent.take(LoadWeights):
             asked.append(now)
-            setup.handler.loaded(A, Loaded(message.ref, "eval", "", 0.1, "refused"), now)
+            validation.loaded(A, Loaded(message.ref, "eval", "", 0.1, "refused"), now)
     assert 1 <= len(asked) <= 5  # in five seconds
 
 

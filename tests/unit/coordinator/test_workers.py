@@ -73,6 +73,10 @@ class WorkerSetup:
         incarnation = peer.decode().rpartition("/")[2]
         self.handler.hello(peer, WorkerHello(index, incarnation, slots, pid=1), 0.0)
 
+    def beat(self, peer: bytes, beat: Heartbeat, now: float) -> None:
+        self.handler.peers.heard(peer, now)
+        self.handler.heartbeat(peer, beat, now)
+
     def tick(self, now: float = 0.0) -> list[tuple[bytes, Attempt]]:
         """What is assigned to whom."""
         self.engines.tick(now)
@@ -144,7 +148,7 @@ def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetu
     again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
     setup.turn(A, 2, again)
     setup.finish(A, 3, again)
-    setup.handler.lose(setup.handler.workers[A], "killed", 0.0)  # a loss names no cause
+    setup.handler.peers.lose(A, "killed", 0.0)  # a loss names no cause
     state = setup.state
     assert state.failed == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause)
     assert [episode.uid for episode in setup.landed] == [first.uid]
@@ -174,7 +178,7 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     setup.join(B, index=1)
-    setup.handler.heartbeat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
+    setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
     again = dict(setup.tick(now=31.0))
     assert setup.state_of(first.uid) == (State.RUNNING, 1)
     assert again.keys() == {B}
@@ -189,12 +193,12 @@ def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     assert setup.acks() == [1]
-    setup.handler.lose(setup.handler.workers[A], "silent", 31.0)
+    setup.handler.peers.lose(A, "silent", 31.0)
     setup.join(A)  # said before the ack arrived
     again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
     setup.turn(A, 2, again, turn=1)
     assert setup.acks() == []
-    setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0, acked=1), 31.0)
+    setup.beat(A, Heartbeat(0, (), 0, 0, 0, acked=1), 31.0)
     setup.turn(A, 2, again, turn=1)
     assert setup.acks() == [2]
 
@@ -205,16 +209,16 @@ def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerS
     setup.join(living), setup.tick()
     setup.join(late)
     assert setup.sent.take(Stop) == [(late, Stop("another process has taken its place"))]
-    assert list(setup.handler.workers) == [living] and len(setup.handler.workers[living].running) == 2
+    assert [(one.peer, len(one.running)) for one in setup.handler.peers] == [(living, 2)]
     setup.join(b"rollout/0/l.11")
-    assert list(setup.handler.workers) == [b"rollout/0/l.11"]
+    assert [one.peer for one in setup.handler.peers] == [b"rollout/0/l.11"]
 
 
 def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 0, seconds=7.5), [turn_payload()], 0.0)
     setup.join(B, index=1)
-    setup.handler.heartbeat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
+    setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
     setup.handler.tick(31.0)
     taken = {message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B}
     assert taken == {first.uid: 7.5, "0.1": 0.0}
@@ -226,15 +230,15 @@ def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) ->
 def test_no_lease_expires_while_the_coordinator_did_not_run(setup: WorkerSetup) -> None:
     """Nor is what was assigned just before lost by a heartbeat that was sent earlier and read now."""
     (_, first), _ = setup.tick()
-    setup.handler.extend_leases(60.0)
-    setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0), now=60.0)
+    setup.handler.extend_leases(60.0, 60.0)
+    setup.beat(A, Heartbeat(0, (), 0, 0, 0), now=60.0)
     setup.handler.tick(60.0)
-    assert A in setup.handler.workers and setup.state_of(first.uid) == (State.RUNNING, 0)
+    assert setup.handler.peers.get(A) and setup.state_of(first.uid) == (State.RUNNING, 0)
 
 
 def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(setup: WorkerSetup) -> None:
     (_, first), (_, second) = setup.tick()
-    setup.handler.heartbeat(A, Heartbeat(setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
+    setup.beat(A, Heartbeat(setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
     assert setup.state_of(first.uid) == (State.PENDING, 1)
     assert setup.state_of(second.uid) == (State.RUNNING, 0)
 
@@ -243,14 +247,14 @@ def test_an_assignment_is_not_lost_while_its_worker_could_not_read_it(setup: Wor
     """Its loop was blocked, by a large forward say, and its first beat was sent before it read."""
     (_, first), _ = setup.tick()
     for beat, state in ((1, (State.RUNNING, 0)), (2, (State.PENDING, 1))):
-        setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0), now=31.0 + beat)
+        setup.beat(A, Heartbeat(0, (), 0, 0, 0), now=31.0 + beat)
         assert setup.state_of(first.uid) == state
 
 
 def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     stale = Attempt(first.uid, first.attempt + 7)
-    setup.handler.heartbeat(A, Heartbeat(setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
+    setup.beat(A, Heartbeat(setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
     assert [message.attempt for _, message in setup.sent.take(Cancel) if message.attempt != first] == [stale]
 
 
@@ -349,7 +353,7 @@ def test_a_worker_may_call_itself_as_it_likes(setup: WorkerSetup) -> None:
     names = [f"launch.{start}" for start in ("10", "9" * 5000, "11", "2")]
     for name in names:
         setup.join(f"rollout/7/{name}".encode(), index=7)
-    assert [worker.hello.incarnation for worker in setup.handler.workers.values()][-1] == names[1]
+    assert [worker.hello.incarnation for worker in setup.handler.peers][-1] == names[1]
     assert [peer for peer, _ in setup.sent.take(Stop)] == [f"rollout/7/{name}".encode() for name in names[2:]]
 
 
@@ -407,7 +411,7 @@ def test_an_end_with_impossible_figures_fails_the_episode(
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 99), [turn_payload()], 0.0)
-    assert A.decode() in setup.engines.quarantined and setup.handler.free_slots == 0
+    assert setup.engines.quarantined(A) and setup.handler.free_slots == 0
     assert setup.state_of(first.uid)[0] is State.PENDING
 
 
@@ -417,10 +421,10 @@ def test_engines_must_agree_on_a_version(setup: WorkerSetup) -> None:
     setup.state.versions.publish(ref)
     setup.tick()
     assert {peer for peer, _ in setup.sent.take(LoadWeights)} == {A, B}
-    setup.handler.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
-    setup.handler.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
-    assert [setup.state.versions.step(peer.decode()) for peer in (A, B)] == [1, 0]
-    assert setup.engines.quarantined == {B.decode()}
+    setup.engines.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
+    setup.engines.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
+    assert [setup.state.versions.engines[peer].acked.step for peer in (A, B)] == [1, 0]
+    assert [setup.engines.quarantined(peer) for peer in (A, B)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -435,7 +439,7 @@ def test_a_hello_out_of_silence_is_sent_what_its_engine_lacks(
     setup.state.versions.publish(WeightsRef(PolicyVersion(1, 3), "somewhere"))
     setup.tick()
     assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A]
-    setup.state.versions.ack(A.decode(), PolicyVersion(1, acked))
+    setup.state.versions.engines[A].acked = PolicyVersion(1, acked)
     setup.handler.hello(A, WorkerHello(0, "a", 8, 1, 0, PolicyVersion(1, says)), 1.0)
     setup.tick(1.0)
     assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A] * again
@@ -451,12 +455,12 @@ def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSet
         setup.state.versions.take_probe(probed, now)
         setup.tick(now)
         found += [message.probe for _, message in setup.sent.take(LoadWeights)]
-        setup.handler.loaded(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
+        setup.engines.loaded(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
     assert found == [probed.probe]
 
 
 def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
-    setup.state.versions.engines[A.decode()].acked = PolicyVersion(1, 3)
+    setup.state.versions.engines[A].acked = PolicyVersion(1, 3)
     setup.handler.tick(0.0)
     assert [message.oldest for _, message in setup.sent.take(Assign)] == [3, 3]
     assert {episode.bound for episode in setup.state.buffer.episodes.values()} == {3}
@@ -479,10 +483,11 @@ def test_a_lost_worker_may_hold_a_greedy_episode_and_the_group_it_takes_along(tm
     setup = WorkerSetup(tmp_path, greedy=True)
     setup.join(A)
     setup.tick()
-    worker = setup.handler.workers[A]
+    worker = setup.handler.peers.get(A)
+    assert worker is not None
     worker.running = dict(reversed(worker.running.items()))  # the greedy one is the first to be given up
     for episode in setup.state.buffer.episodes.values():
         episode.losses = MAX_LOSSES
-    setup.handler.lose(worker, "gone", 0.0)
+    setup.handler.peers.lose(A, "gone", 0.0)
     flow = setup.state.buffer.flow()
     assert flow.conserved and (flow.failed, flow.dropped) == (1, 2)

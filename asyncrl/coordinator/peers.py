@@ -1,0 +1,133 @@
+"""The connected processes of one role: who replaces whom, whose lease is over, and who is missing.
+
+waits for: a sign of life of each, at most launch.lease seconds
+unblocks: what a lost process held, through `lost`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from asyncrl.coordinator.state import RunState, log
+from asyncrl.wire.addresses import is_older, launch_of
+from asyncrl.wire.messages.observer import Replace
+from asyncrl.wire.messages.shared import Stop
+
+
+class Hello(Protocol):
+    """First message of a process, repeated after silence. Its place is the pair of role and index."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def incarnation(self) -> str: ...
+
+
+class Connected(Protocol):
+    """A process that has reported in. `name` is for people, `seen` the time of its newest message."""
+
+    peer: bytes
+    name: str
+    seen: float
+
+    @property
+    def hello(self) -> Hello: ...
+
+
+P = TypeVar("P", bound=Connected)
+
+
+class Peers(Generic[P]):
+    """Connected processes, at most one a place.
+
+    Args:
+        planned: number of processes that the launcher starts; more may join.
+        lost: called with each process that is lost, and the time. None: their lease never ends.
+    """
+
+    def __init__(
+        self, state: RunState, role: str, planned: int = 0, lost: Callable[[P, float], None] | None = None
+    ) -> None:
+        self._state, self._role, self._planned, self._lost = state, role, planned, lost
+        self._here: dict[bytes, P] = {}
+        self._gone: dict[int, tuple[str, float]] = {}  # by index: the process that was lost, and when
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(self._here.values())
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def get(self, peer: bytes) -> P | None:
+        """The process of this identity; None: it is not connected, and will say hello."""
+        return self._here.get(peer)
+
+    def hello(
+        self, peer: bytes, message: Hello, now: float, join: Callable[[], P], newest: str = ""
+    ) -> P | None:
+        """A process reports in, for the first time or again: `join` makes its record. None: a process that
+        was started later has its place (or is the `newest` of its role), or an earlier launch started it; it
+        is told to end."""
+        known = self._here.get(peer)
+        same = [known] if known else [one for one in self if one.hello.index == message.index]
+        newest = newest or (same[0].hello.incarnation if same else "")
+        foreign = launch_of(message.incarnation) not in ("", self._state.launch)
+        if foreign or is_older(message.incarnation, newest):
+            log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
+            self._state.outbox.to_control(peer, Stop("another process has taken its place"))
+            return None
+        if known is None or known.hello.incarnation != message.incarnation:
+            for old in same:
+                self.lose(old.peer, "replaced by a new process", now)
+            known = self._here[peer] = join()
+            self._gone.pop(message.index, None)
+            log.info("%s joined", known.name)
+        known.seen = now
+        return known
+
+    def heard(self, peer: bytes, now: float) -> None:
+        """Any message is a sign of life."""
+        if (known := self._here.get(peer)) is not None:
+            known.seen = now
+
+    def lose(self, peer: bytes, why: str, now: float) -> None:
+        """The process is gone; what it held goes to others."""
+        if (known := self._here.pop(peer, None)) is not None:
+            log.warning("%s lost (%s)", known.name, why)
+            self._gone[known.hello.index] = known.hello.incarnation, now
+            if self._lost is not None:
+                self._lost(known, now)
+
+    def tick(self, now: float) -> None:
+        """Lose those whose lease is over."""
+        for one in self.silent(now):
+            self.lose(one.peer, f"silent for {self._state.config.launch.lease:g} s", now)
+
+    def silent(self, now: float) -> list[P]:
+        """Processes that were not heard of for longer than a lease."""
+        return [one for one in self if now - one.seen > self._state.config.launch.lease]
+
+    def extend(self, now: float, gap: float) -> None:
+        """The coordinator did not run for `gap` seconds: nobody was silent in that time."""
+        for one in self:
+            one.seen = now
+        self._gone = {index: (name, at + gap) for index, (name, at) in self._gone.items()}
+
+    def stop(self, reason: str) -> None:
+        for one in self:
+            self._state.outbox.to_control(one.peer, Stop(reason))
+
+    def missing(self, now: float) -> tuple[list[str], list[Replace]]:
+        """A wait for each planned process that is silent, or still starts. One that was lost `liveness.start`
+        seconds ago hangs: it is to be replaced, and the next one has as long."""
+        here, limit = {one.hello.index for one in self}, self._state.liveness.start
+        places = [index for index in range(self._planned) if index not in here]
+        hanging = list[Replace]()
+        for index in places:
+            name, since = self._gone.get(index, ("", now))
+            if name and now - since > limit:
+                why = f"{self._role}-{index} has been silent for {limit:g} s"
+                hanging.append(Replace(self._role, why, name))
+                self._gone[index] = name, now
+        return [f"{self._role}-{index} is silent, or starts: it is not used" for index in places], hanging
