@@ -17,6 +17,7 @@ LEVELS = (
     ("wire",),
     ("engines", "data"),
     ("tools", "rewards", "environments", "gateway", "runtime"),
+    ("episodes",),
     ("coordinator", "rollout", "trainer", "keeper"),  # processes: none imports another
     ("launch", "viewer"),
     ("commands",),

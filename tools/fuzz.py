@@ -36,10 +36,10 @@ from asyncrl.data import Samples, samples_path
 from asyncrl.engines.sglang.stream import StreamEvent
 from asyncrl.engines.sglang.stream import decode as read_event
 from asyncrl.engines.sglang.transport import error_text
+from asyncrl.episodes.recorded import turns_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError
 from asyncrl.gateway import completions, responses
 from asyncrl.gateway.wire import ApiError
-from asyncrl.rollout.context import turns_of
 from asyncrl.types import Message, Sample, Turn, TurnReply
 from asyncrl.weights import collective_messages
 from asyncrl.wire.addresses import incarnation_of

@@ -192,7 +192,7 @@ class Result(NamedTuple):
     @classmethod
     def read(cls, run_dir: Path) -> Result:
         """Raises StoreError and ConfigError."""
-        from asyncrl.rollout.recorded import evaluated
+        from asyncrl.episodes.recorded import evaluated
 
         samples, episodes = evaluated(run_dir)
         threshold = read_config(run_dir).validation.success

@@ -69,20 +69,18 @@ def _out(options: argparse.Namespace) -> Path:
 
 def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """One per sample, in their order."""
-    from asyncrl.rollout.components import load_rules, load_toolbox
-    from asyncrl.rollout.context import turns_of
-    from asyncrl.rollout.recorded import evaluated, recorded
+    from asyncrl.episodes.parts import EpisodeParts
+    from asyncrl.episodes.recorded import evaluated, reward_input, turns_of
     from asyncrl.store.reader import RunReader
 
-    config = read_config(run_dir)
-    rules, toolbox = load_rules(config), load_toolbox(config)
+    parts = EpisodeParts(read_config(run_dir))
     samples, episodes = evaluated(run_dir)
 
     def entry(one: Judged, sample: Sample) -> Sequence[Any]:
         if one.result is None or one.stats is None:
             return None, None, None, "failed", 0
         turns, end = turns_of(list(reader.frames(one.which.uid, one.stats.turns))), one.result.end
-        given = recorded(rules, toolbox, sample, turns, end)
+        given = reward_input(parts, sample, turns, end)
         messages = msgspec.json.encode([message.openai() for message in given.messages])
         return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens
 
@@ -98,4 +96,4 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
                 "ground_truth": truth if isinstance(truth, str) else sample.ground_truth,
                 **dict(zip(COLUMNS, map(list, zip(*entries, strict=True)), strict=True)),
             }
-    asyncio.run(toolbox.close())
+    asyncio.run(parts.close())

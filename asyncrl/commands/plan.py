@@ -162,7 +162,7 @@ def probe(config: RunConfig) -> list[Measurements]:
 def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     """Turns of the groups that are over, seconds of sampling and tokens of them all."""
     from asyncrl.buffer.planner import recorded_turns
-    from asyncrl.rollout.recorded import kept_turns
+    from asyncrl.episodes.recorded import kept_turns
     from asyncrl.store.reader import RunReader
 
     found, seconds, tokens = [], 0.0, 0

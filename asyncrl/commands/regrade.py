@@ -94,12 +94,11 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     """The episodes of all groups of these steps, and why others could not be scored."""
     from asyncrl.algorithms.recipe import compose
     from asyncrl.data import Samples, samples_path
-    from asyncrl.rollout.components import load_rules, load_scorer, load_toolbox
-    from asyncrl.rollout.recorded import kept_turns, regrade
+    from asyncrl.episodes.parts import EpisodeParts
+    from asyncrl.episodes.recorded import kept_turns, regrade
     from asyncrl.store.reader import RunReader
 
-    rules, recipe = load_rules(config), compose(config)
-    toolbox, scorer = load_toolbox(config), load_scorer(config)
+    recipe, parts = compose(config), EpisodeParts(config).load()
     samples, reader = Samples.open(samples_path(run_dir, "train")), RunReader.open(run_dir)
     room, rows, problems = asyncio.Semaphore(AT_ONCE), list[Row](), list[str]()
 
@@ -107,7 +106,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
         async with room:
             try:
                 end, sample = episode.result.end, samples[group.sample]
-                earned = await regrade(rules, toolbox, scorer, sample, turns, end)
+                earned = await regrade(parts, sample, turns, end)
             except Exception as error:
                 problems.append(f"episode {episode.uid}: {one_line(error)}")
                 return None
@@ -123,7 +122,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
             rows += _rows(config, recipe, group, members, again, turns)
     finally:
         reader.close()
-        await asyncio.gather(toolbox.close(), scorer.close())
+        await parts.close()
     return rows, problems
 
 

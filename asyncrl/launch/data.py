@@ -7,9 +7,10 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -25,8 +26,11 @@ from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import changes, stored
 from asyncrl.rewards.answers import is_number
-from asyncrl.tools import Tool, Toolbox, ToolError, check_sample_tools
+from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Message, Sample
+
+if TYPE_CHECKING:
+    from asyncrl.episodes.parts import EpisodeParts
 
 # Rewards that can do without a ground truth. Those of users, whose names have a colon, say so themselves.
 NO_TRUTH = frozenset({"agent", "classifier", "format", "llm_judge", "none", "reward_model"})
@@ -58,12 +62,13 @@ class RunData(NamedTuple):
             raise ConfigError(f"{run_dir}: no room for the samples ({error}); set run_dir=…") from error
 
 
-def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
+def check_data(parts: EpisodeParts) -> RunData:
     """The data sets load, hold at least a batch, and name only configured tools; prompts are not too long; a
     resumed run finds the samples that it was begun with. Raises ConfigError."""
+    config = parts.config
     check_columns(config.data.columns)
-    test, more = _check_split(config, "test", tools) if config.data.test else (None, [])
-    train, warnings = (test, []) if test and not config.total_steps else _check_split(config, "train", tools)
+    test, more = _check_split(parts, "test") if config.data.test else (None, [])
+    train, warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
             f"data.train: {len(train)} samples are less than one batch; lower "
@@ -75,18 +80,19 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
     return RunData(train, test, warnings + more)
 
 
-def _check_split(config: RunConfig, split: str, tools: Mapping[str, Tool]) -> tuple[Samples, list[str]]:
+def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     from asyncrl.algorithms.recipe import imitates  # here: it takes a second
 
+    config = parts.config
     needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
     truth = f"rollout.reward {needing[0]}" if needing else ""
     demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
-    samples, warnings = prepare(config, split, layout, load_rooms(config, tools))
+    samples, warnings = prepare(config, split, layout, load_rooms(parts))
     if complaint := _no_numbers(config, samples):
         warnings.append(f"data.{split}: {complaint}")
     if not config.rollout.agent:  # which reads what its data says about tools by itself
-        problems, ignored = check_sample_tools(tools, (sample.extra_info for sample in samples))
+        problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
         if problems:
             raise ConfigError(
                 f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
@@ -206,13 +212,10 @@ def _says_nothing(message: Message) -> bool:
     return message.role == "assistant" and not said
 
 
-def load_rooms(config: RunConfig, tools: Mapping[str, Tool]) -> dict[bool, Room]:
+def load_rooms(parts: EpisodeParts) -> dict[bool, Room]:
     """What measures prompts, and (True) demonstrations, as the model reads them. Agents write their own
     prompts."""
-    from asyncrl.rollout.components import load_rules
-    from asyncrl.rollout.demonstrations import shown_tools
-
-    rules, box, rollout = load_rules(config), Toolbox(tools), config.rollout
+    rules, box, rollout = parts.rules, parts.toolbox, parts.config.rollout
 
     def tokens(sample: Sample) -> int:
         try:
@@ -225,7 +228,7 @@ def load_rooms(config: RunConfig, tools: Mapping[str, Tool]) -> dict[bool, Room]
             raise
 
     def whole(sample: Sample) -> int:
-        turns = demonstrated(rules, sample, shown_tools(box, sample))
+        turns = demonstrated(rules, sample, box.schemas(sample))
         return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))  # a Fail is refused later
 
     def shown(sample: Sample) -> int:
@@ -247,12 +250,18 @@ Level = Literal["ok", "warning", "error", "skipped"]
 @dataclass
 class Inputs:
     """Of a run. A check may complete them for later ones: `config` gets directories for the names of models,
-    `tools` and `data` are loaded. `prompt`: tokens of the first one."""
+    `data` is loaded. `prompt`: tokens of the first one."""
 
     config: RunConfig
-    tools: Mapping[str, Tool] = field(default_factory=dict)
     data: RunData | None = None
     prompt: int = 0
+
+    @cached_property
+    def parts(self) -> EpisodeParts:
+        """Chat template, tools and rewards, each made once. No check asks before `config` is complete."""
+        from asyncrl.episodes.parts import EpisodeParts  # imports transformers
+
+        return EpisodeParts(self.config)
 
     @property
     def samples(self) -> RunData:

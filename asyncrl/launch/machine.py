@@ -66,7 +66,7 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
         import torch
         import transformers
 
-        import asyncrl.rollout.components  # noqa: F401 (now, without garbage collection)
+        import asyncrl.episodes.parts  # noqa: F401 (now, without garbage collection)
     if failure:
         raise ConfigError(
             f"torch and transformers cannot be imported ({failure.line}); install asyncrl again"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,10 +33,12 @@ from asyncrl.launch.run_directory import (
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.store.schema import DATABASE, check_schema
-from asyncrl.tools import Tool, Toolbox
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.model_files import weight_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
+
+if TYPE_CHECKING:
+    from asyncrl.episodes.parts import EpisodeParts
 
 PLACES = "places"  # in the run directory: names of its directories elsewhere, and where it was then
 OWN_NAME = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # nothing else is removed
@@ -78,7 +80,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
 
 def load_data(inputs: Inputs) -> Iterator[Note]:
     with _quiet():
-        data = inputs.data = check_data(inputs.config, inputs.tools)
+        data = inputs.data = check_data(inputs.parts)
     held_out = f", {len(data.test)} held out" if data.test is not None else ""
     yield ok(f"{len(data.train)} samples{held_out}")
     yield from map(warning, data.warnings)
@@ -87,63 +89,52 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
 def check_plugins(inputs: Inputs) -> Iterator[Note]:
     """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit."""
     from asyncrl.algorithms.recipe import compose
-    from asyncrl.conversation.parsers import load_parser
     from asyncrl.engines.base import engines
-    from asyncrl.environments import load_environment
-    from asyncrl.gateway import load_agent
-    from asyncrl.rollout.components import load_scorer, load_toolbox
 
-    config, toolbox = inputs.config, load_toolbox(inputs.config)
-    if config.rollout.environment:
-        load_environment(config.rollout.environment)
-    if config.rollout.agent:
-        load_agent(config.rollout.agent)
+    config, parts = inputs.config, inputs.parts
     compose(config)  # first: its files may register a shaping
-    load_scorer(config)
-    load_parser(config.rollout.parser)
+    for part in ("toolbox", "environment", "agent", "scorer", "parser"):
+        getattr(parts, part)
     if not config.engine.remote and config.engine.name not in engines:
         engines.load(config.engine.name)
-    inputs.tools = toolbox.tools
-    yield ok(f"tools: {', '.join(inputs.tools) or 'none'}; parser {config.rollout.parser}")
+    yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 
 
 def check_template(inputs: Inputs) -> Iterator[Note]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
     what answers a turn; or the conversations that are to be learned."""
     from asyncrl.algorithms.recipe import imitates
-    from asyncrl.rollout.components import check_chat
-    from asyncrl.rollout.demonstrations import check_demonstrations
+    from asyncrl.episodes.parts import check_chat, check_demonstrations
 
-    config, tools, data = inputs.config, inputs.tools, inputs.samples
+    parts, data = inputs.parts, inputs.samples
     with _quiet():
-        if not imitates(config):
-            yield from map(warning, check_chat(config, tools, data.train[0].prompt))
+        if not imitates(inputs.config):
+            yield from map(warning, check_chat(parts, data.train[0].prompt))
             return
-        check_demonstrations(config, tools, "data.train", data.train)
+        check_demonstrations(parts, "data.train", data.train)
         if data.test:
-            check_demonstrations(config, tools, "data.test", data.test)
+            check_demonstrations(parts, "data.test", data.test)
 
 
 def describe_chat(inputs: Inputs) -> Iterator[Note]:
     """How turns end, and the first prompt exactly as the model reads it; of a conversation that is to be
     learned: what precedes its first answer."""
     from asyncrl.conversation.demonstration import demonstrated
-    from asyncrl.rollout.components import load_rules
-    from asyncrl.rollout.demonstrations import shown_tools
 
-    config, sample, box = inputs.config, inputs.samples.train[0], Toolbox(inputs.tools)
+    config, sample = inputs.config, inputs.samples.train[0]
     with _quiet():
-        rules = load_rules(config)
+        rules = inputs.parts.rules
+    schemas = inputs.parts.toolbox.schemas(sample)
     ends = rules.chat.stop_ids
     stops = ", ".join(f"{rules.chat.decode([end, end])} ({end})" for end in ends)
     yield ok(f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}")
     if config.rollout.environment or config.rollout.agent:  # which write more, or all of it
         return
     if sample.demonstration:
-        turns = demonstrated(rules, sample, shown_tools(box, sample))
+        turns = demonstrated(rules, sample, schemas)
         ids = turns[0].context if isinstance(turns, tuple) else ()  # the check before has refused a Fail
     else:
-        ids = rules.chat.prompt_ids(sample.prompt, box.schemas(sample))
+        ids = rules.chat.prompt_ids(sample.prompt, schemas)
     inputs.prompt = len(ids)
     count = f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}"
     yield ok(f"{count}:\n{rules.chat.decode(ids)}")
@@ -152,23 +143,22 @@ def describe_chat(inputs: Inputs) -> Iterator[Note]:
 def check_sample(inputs: Inputs) -> Iterator[Note]:
     sample = inputs.samples.train[0]
     if not (inputs.config.rollout.agent or sample.demonstration):
-        yield from asyncio.run(try_sample(inputs.config, inputs.tools, sample))
+        yield from asyncio.run(try_sample(inputs.parts, sample))
 
 
-async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sample) -> list[Note]:
+async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     """One call of each tool, with arguments made from its schema, and the rewards of two answers to a sample:
     its ground truth, and nothing."""
     from asyncrl.rewards import RewardInput
-    from asyncrl.rollout.components import load_scorer
     from asyncrl.tools.toolbox import call_tool
 
     found = list[Note]()
-    for name, tool in tools.items():
+    for name, tool in parts.toolbox.tools.items():
         call = ToolCall(name, msgspec.json.encode(_arguments(tool.schema["function"])).decode())
-        reply = await call_tool(tool, call, config.rollout.tool_timeout, sample)
+        reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
         line = f"sample        {name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
         found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
-    truth, scorer = json.loads(sample.ground_truth), load_scorer(config)
+    truth, scorer = json.loads(sample.ground_truth), parts.scorer
     right = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
     try:
         for what, answer in [right] * (truth is not None) + [("no text", "")]:
@@ -183,7 +173,7 @@ async def try_sample(config: RunConfig, tools: Mapping[str, Tool], sample: Sampl
                 warning(why) if failure else ok(f"sample        {what} as the answer scores {score}")
             )
     finally:
-        await scorer.close()
+        await parts.close()
     return found
 
 
@@ -298,7 +288,7 @@ def record_place(config: RunConfig) -> None:
 def check_settings(inputs: Inputs) -> Iterator[Note]:
     """What is valid, but probably a mistake."""
     from asyncrl.conversation.parsers import detect, parsers
-    from asyncrl.rollout.components import shown_calls
+    from asyncrl.episodes.parts import shown_calls
 
     config, gpu, trains = inputs.config, sees_gpu(inputs.config), inputs.config.total_steps > 0
     rollout, engine, parser = config.rollout, config.engine, config.rollout.parser
@@ -337,7 +327,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"taken for text; set rollout.parser={fitting}"
         )
     unsure = calls and rollout.tools and not fitting and inputs.data is not None  # or its check has failed
-    if unsure and not shown_calls(config, inputs.tools, inputs.samples.train[0].prompt):
+    if unsure and not shown_calls(inputs.parts, inputs.samples.train[0].prompt):
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
             f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "

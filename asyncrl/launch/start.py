@@ -40,6 +40,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         return _plan(config)
     inputs = checks.check(config)
     config, data = inputs.config, inputs.samples
+    del inputs  # its tokenizer is needed no more
     run_dir, units, changed = run_directory(config), placement.plan(config), resumed_with(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     with ExitStack() as stack:

@@ -17,9 +17,9 @@ import msgspec
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import EngineRefused, Request, Sampling, Watch
-from asyncrl.errors import UNDECODABLE, ProtocolError, one_line
-from asyncrl.rewards import RewardInput, ShapingInput
-from asyncrl.rollout.scoring import Scorer
+from asyncrl.episodes.scoring import Scorer, shaped, transcript
+from asyncrl.errors import one_line
+from asyncrl.rewards import RewardInput
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
 from asyncrl.wire.messages.shared import Attempt
@@ -34,8 +34,6 @@ TEXT_LIMIT = 20_000  # characters of a transcript that is kept
 _KEYS = (1 << 63) - 1
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_turn = msgspec.msgpack.Decoder(Turn).decode
-_decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
 
 
 class Sampler(Protocol):
@@ -197,7 +195,7 @@ class EpisodeRun:
             turns=len(turns),
             tool_calls=tool_calls,
             end=end,
-            transcript=self.transcript(turns),
+            transcript=transcript(self.context.rules, turns),
             result=result,
         )
         with self.context.waits.named("the reward function", self.context.scorer.deadline):
@@ -206,9 +204,6 @@ class EpisodeRun:
         if self.assign.lane == "eval":  # validation reports scores as they are
             return earned
         return shaped(self.context.rules, self.context.scorer, earned, turns, end)
-
-    def transcript(self, turns: Sequence[Turn]) -> str:
-        return transcript(self.context.rules, turns)
 
     def final_record(self, outcome: Outcome) -> Finished | Failed:
         """The last record."""
@@ -234,32 +229,9 @@ class EpisodeRun:
                 hints=outcome.hints,
                 followed=outcome.followed,
             ),
-            text=_cut(self.transcript(outcome.turns)) if self.assign.transcript else "",
+            text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},
         )
-
-
-def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
-    """The rows as the model read and wrote them."""
-    texts = [rules.chat.decode(ids) for ids in rows_of(turns)]
-    if len(texts) < 2:
-        return "".join(texts)
-    return "\n".join(f"=== row {number} ===\n{text}" for number, text in enumerate(texts))
-
-
-def shaped(
-    rules: Rules, scorer: Scorer, earned: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
-) -> RewardResult:
-    """The reward of an episode that trains. Raises RewardError."""
-    limits = rules.config
-    given = ShapingInput(
-        score=earned.score,
-        tokens=sum(len(turn.ids) for turn in turns),
-        turns=len(turns),
-        end=end,
-        limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
-    )
-    return msgspec.structs.replace(earned, shaping=scorer.shape(given))
 
 
 def _cut(text: str) -> str:
@@ -283,14 +255,3 @@ def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Gener
         seconds=seconds,
     )
     return record, _encode(msgspec.structs.replace(turn, replies=(), observation=None))
-
-
-def turns_of(frames: Sequence[bytes]) -> list[Turn]:
-    """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded)."""
-    try:
-        pairs = zip(frames[::2], frames[1::2], strict=True)
-        read = [(_decode_turn(turn), _decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
-    except (*UNDECODABLE, ValueError) as error:
-        raise ProtocolError(f"recorded turns cannot be read: {error}") from error
-    replace = msgspec.structs.replace
-    return [replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in read]

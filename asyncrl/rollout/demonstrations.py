@@ -8,27 +8,20 @@ Those held out are scored by the engine of validations, which also samples held-
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Done, Fail
 from asyncrl.conversation.demonstration import demonstrated, too_long
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.errors import ConfigError, EngineError, ProtocolError
-from asyncrl.rollout.components import load_rules
+from asyncrl.errors import EngineError, ProtocolError
 from asyncrl.rollout.context import EpisodeRun, Outcome
-from asyncrl.tools import Tool, Toolbox
-from asyncrl.types import EpisodeResult, Generation, Sample, Turn
+from asyncrl.tools import Toolbox
+from asyncrl.types import EpisodeResult, Generation, Turn
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
-
-CHECKED = 256  # conversations that are written before the start, which takes less than a second
 
 
 @dataclass
@@ -41,8 +34,8 @@ class DemonstrationPlayer:
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
         """Post the turns that are not recorded yet."""
         sample, version = self.run.assign.sample, max(0, self.run.sampler.version)
-        rules, tools = self.run.context.rules, shown_tools(self.toolbox, sample)
-        turns = demonstrated(rules, sample, tools, version)
+        rules = self.run.context.rules
+        turns = demonstrated(rules, sample, self.toolbox.schemas(sample), version)
         if isinstance(turns, Fail):
             return Outcome(turns, ())
         if (fail := too_long(rules.config, turns)) is not None:
@@ -80,24 +73,6 @@ def said_logprobs(turns: Sequence[Turn], rows: Sequence[Sequence[float]]) -> lis
         ends[turn.row] += len(turn.context) + len(turn.ids)
         said += rows[turn.row][ends[turn.row] - len(turn.ids) : ends[turn.row]]
     return said
-
-
-def shown_tools(toolbox: Toolbox, sample: Sample) -> tuple[str, ...]:
-    """The schemas (JSON text) that the prompt of a conversation shows: its own, or those of the run."""
-    own = msgspec.json.decode(sample.extra_info).get("tool_schemas")
-    return toolbox.schemas(sample) if own is None else tuple(map(json.dumps, own))
-
-
-def check_demonstrations(
-    config: RunConfig, tools: Mapping[str, Tool], key: str, samples: Sequence[Sample]
-) -> None:
-    """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
-    cannot be learned. Prompts are passed over."""
-    rules, box, every = load_rules(config), Toolbox(tools), -(-len(samples) // CHECKED)
-    for sample in filter(lambda sample: sample.demonstration, samples[::every]):
-        found = demonstrated(rules, sample, shown_tools(box, sample))
-        if isinstance(found, Fail):
-            raise ConfigError(f"{key}, sample {sample.row}: {found.detail}")
 
 
 class NoEngine:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncrl.episodes.recorded import turns_of
 from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, NoEngineError, ProtocolError, describe
 from asyncrl.rewards import RewardError
-from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler, turns_of
+from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
 from asyncrl.wire.messages.worker_bulk import Failed, Finished

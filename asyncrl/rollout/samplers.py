@@ -12,10 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from asyncrl.engines.base import Engine, EngineRefused, Request
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.base import Engine, EngineRefused, Request, engines
 from asyncrl.errors import EngineError
 from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.waits import FRESHER, Notifier, Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
@@ -127,3 +131,18 @@ class LocalSampler:
         if self.engine is None:
             self.engine = await asyncio.to_thread(self.build)
         return self.engine
+
+
+def engine_factory(config: RunConfig) -> Callable[[], Engine]:
+    """Return what makes an embedded engine with the initial weights. ConfigError for an unknown one."""
+    with quick_imports():
+        factory, device = engines.load(config.engine.name), config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return lambda: factory(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        slots=config.rollout.slots,
+        max_len=config.rollout.max_tokens,
+        device=device,
+    )

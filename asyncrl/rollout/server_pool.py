@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.busy_timer import BusyTimer
@@ -304,3 +305,18 @@ def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[
         if server.id == home and server.running + 1 <= bound:
             return server
     return min(servers, key=lambda server: (server.running, prefixes[server.id]))  # ties: the first
+
+
+def connector(config: RunConfig) -> Connect:
+    """Return what makes a client of a server. ConfigError where keys or the tokenizer cannot be read."""
+    from asyncrl.engines.sglang.client import SGLangClient
+    from asyncrl.engines.sglang.http import ServerApi
+    from asyncrl.engines.sglang.process import keys
+    from asyncrl.engines.sglang.server import vocabulary_of
+
+    vocabulary, secrets = vocabulary_of(config), keys(config.engine)
+
+    def connect(entry: EngineEntry, use: EngineUse) -> Client:
+        return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)
+
+    return connect

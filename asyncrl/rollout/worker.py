@@ -27,6 +27,7 @@ import torch
 from asyncrl.algorithms.recipe import imitates
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
 from asyncrl.gateway import Gateway
 from asyncrl.isolation.calls import exits_raise
@@ -35,9 +36,8 @@ from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
-from asyncrl.rollout.samplers import LocalSampler
-from asyncrl.rollout.server_pool import Connect, ServerPool
-from asyncrl.rollout.setup import WorkerParts, prepare
+from asyncrl.rollout.samplers import LocalSampler, engine_factory
+from asyncrl.rollout.server_pool import Connect, ServerPool, connector
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Activity
 from asyncrl.runtime.busy_timer import BusyTimer
@@ -74,16 +74,17 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
-    parts = prepare(config)
+    parts, remote = EpisodeParts(config).load(), config.engine.remote
+    build, connect = None if remote else engine_factory(config), connector(config) if remote else None
     engine: Engine | None = None if sampling else NoEngine()
-    if engine is None and parts.build is not None:
-        engine = parts.build()
+    if engine is None and build is not None:
+        engine = build()
     gc.collect()
     gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
-    worker = RolloutWorker(config, endpoints, index, incarnation, parts, engine)
+    worker = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
     # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
     at_ending(loop, worker.leave)
     try:
@@ -98,29 +99,34 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
 
 
 class RolloutWorker:
-    """Owner of the episodes and of the contact with the coordinator."""
+    """Owner of the episodes and of the contact with the coordinator.
+
+    `build` makes an embedded engine with the initial weights; it may be called from a thread. `connect` makes
+    a client of a server. A run has one or the other. `engine`: the one of training, if it is there already.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
         endpoints: Endpoints,
         index: int,
         incarnation: str,
-        parts: WorkerParts,
+        parts: EpisodeParts,
+        build: Callable[[], Engine] | None,
+        connect: Connect | None,
         engine: Engine | None,
     ) -> None:
-        self.config, self.index, self.incarnation = config, index, incarnation
-        self._parts = parts
+        config = self.config = parts.config
+        self.index, self.incarnation, self._parts = index, incarnation, parts
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
         self.activity = Activity(self.timeline)
         self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
         self._mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
-        self._local = self._local_samplers(parts.build, engine) if parts.build is not None else {}
+        self._local = self._local_samplers(build, engine) if build is not None else {}
         self._servers: dict[str, EngineEntry] = {}  # by name
         self._uses: dict[str, EngineUse] = {}  # by the server's name
-        self._pools = self._server_pools(parts.connect) if parts.connect is not None else {}
+        self._pools = self._server_pools(connect) if connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         context = EpisodeContext(
             parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
@@ -212,7 +218,7 @@ class RolloutWorker:
         self._mirror.close()
         if self.agents is not None:
             await self.agents.close()
-        await asyncio.gather(self._parts.toolbox.close(), self._parts.scorer.close())
+        await self._parts.close()
         self.busy_timer.flush()
         self.activity.flush()
         self.timeline.close()

@@ -11,12 +11,15 @@ cancellation, is abandoned at its deadline, and delays no other call.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from asyncrl.errors import ProtocolError, describe, one_line, reason
 from asyncrl.isolation.calls import call_user
@@ -62,7 +65,12 @@ class Toolbox:
                 log.warning("closing tools: %s", one_line(problem))
 
     def schemas(self, sample: Sample) -> tuple[str, ...]:
-        """Of the tools that a sample is given, as JSON text. ToolError for an unknown one."""
+        """The schemas of the tools that a sample is given, as JSON text. A conversation that is to be learned
+        may bring its own (`tool_schemas`). ToolError for an unknown tool."""
+        if sample.demonstration:
+            own = msgspec.json.decode(sample.extra_info).get("tool_schemas")
+            if own is not None:
+                return tuple(map(json.dumps, own))
         return tuple(
             tool.schema_text for tool in select_tools(self.tools, read_sample_tools(sample)).values()
         )

@@ -13,10 +13,10 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig, texts
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.data import Samples, samples_path
+from asyncrl.episodes.recorded import kept_turns
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.observe import ratios
 from asyncrl.observe.ratios import TokenRatios
-from asyncrl.rollout.recorded import kept_turns
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Sample, Turn
 

@@ -11,6 +11,7 @@ import msgspec
 
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
 from asyncrl.rewards.loading import in_loop
@@ -18,7 +19,6 @@ from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Turn

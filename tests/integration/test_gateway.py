@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from asyncrl.config import composition
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import EngineError
 from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
-from asyncrl.rollout.components import load_rules
-from asyncrl.rollout.setup import engine_factory
+from asyncrl.rollout.samplers import engine_factory
 from asyncrl.types import EpisodeEnd, FailReason, Sample, StopReason
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
 from tests.fakes.agents import AgentBench, read
@@ -184,7 +184,7 @@ def test_a_model_that_is_streamed_and_stopped() -> None:
     turns = []
     for _ in range(2):
         bench = AgentBench(agent_of([said[0][2:6]] if turns else []))
-        bench.context = replace(bench.context, rules=load_rules(config))
+        bench.context = replace(bench.context, rules=EpisodeParts(config).rules)
         bench.engine = engine_factory(config)()  # type: ignore[assignment]
         finished(bench)
         turns += bench.turns

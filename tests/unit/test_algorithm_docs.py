@@ -17,10 +17,10 @@ from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, ToolsReplied, TurnGenerated
 from asyncrl.conversation.episode import advance
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.registry import Registry
 from asyncrl.rewards import RewardInput, in_loop
 from asyncrl.rewards.shaping import shapings
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.tools import call_tool
 from asyncrl.types import Sample
 from tests.fakes.chat import call, rules, start

@@ -15,7 +15,7 @@ from asyncrl.conversation import commands
 from asyncrl.conversation import episode as machine
 from asyncrl.data import load_samples
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.rollout.components import load_rules
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.tools import Toolbox, load_tool
 from asyncrl.types import Sample, ToolCall
 from tests.fakes.scripts import bench_script
@@ -138,7 +138,7 @@ def test_trls_prompts_are_the_demos() -> None:
     config = compose(["experiment=calculator", "name=prompts"])
     sample = load_samples(config.data.train)[0]
     opened = commands.Opened((load_tool("calculator").schema_text,))
-    ours = machine.advance(load_rules(config), machine.begin(sample), opened).command
+    ours = machine.advance(EpisodeParts(config).rules, machine.begin(sample), opened).command
     messages = [{"role": message.role, "content": message.content} for message in sample.prompt]
     theirs = (
         bench_script("trl_job")

@@ -34,10 +34,10 @@ from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import hermes
 from asyncrl.engines.base import Request
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.rewards import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool

@@ -33,8 +33,8 @@ from asyncrl.coordinator.workers import sampling_key
 from asyncrl.data import load_samples
 from asyncrl.engines.base import Engine, Request, Sampling
 from asyncrl.engines.torch.engine import PREFILL_TOKENS, TorchEngine, replace_weights
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.rewards import RewardInput
-from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.tools import ToolSession
 from asyncrl.trainer.model import shards
 from asyncrl.trainer.step import Learner
@@ -86,7 +86,7 @@ class Player:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.parts: WorkerParts = prepare(config)
+        self.parts = EpisodeParts(config)
         self.model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         self._initial: dict[tuple[Ask, ...], list[Episode]] = {}
 

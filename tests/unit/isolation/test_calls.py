@@ -19,7 +19,6 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.isolation import calls
 from asyncrl.isolation.calls import LoopThread, call_user
 from asyncrl.rollout import worker
-from asyncrl.rollout.setup import WorkerParts
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -129,10 +128,10 @@ def test_a_vital_thread_ends_such_a_process_all_the_same() -> None:
 
 
 def test_a_worker_is_such_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(config: RunConfig) -> WorkerParts:
+    def prepare(config: RunConfig) -> None:
         os._exit(7)
 
-    monkeypatch.setattr(worker, "prepare", prepare)
+    monkeypatch.setattr(worker, "EpisodeParts", prepare)
     config = parse(
         {"name": "x", "model": {"path": "none"}, "data": {"train": "none"}, "launch": {"threads": 1}}
     )

@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.data import Samples, samples_path
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import check_data
 from asyncrl.launch.run_directory import check_resumed, run_directory
@@ -39,7 +40,7 @@ def config(run_dir: Path, rows: Iterable[Any], data: dict[str, Any] | None = Non
 
 def test_what_is_checked_is_what_the_coordinator_finds(tmp_path: Path) -> None:
     test = write(tmp_path / "test.jsonl", questions(3))
-    found = check_data(config(tmp_path, questions(9), {"test": test}), {})
+    found = check_data(EpisodeParts(config(tmp_path, questions(9), {"test": test})))
     assert not found.warnings and not (tmp_path / "x").exists()
     found.save(tmp_path / "x")
     for split, count in (("train", 9), ("test", 3)):
@@ -50,14 +51,16 @@ def test_prompts_that_leave_no_room_are_found_before_the_start(tmp_path: Path) -
     """Each of their episodes fails."""
     rollout = {"max_tokens": 128, "max_new_tokens": 16}
     rows = [*questions(4), {"prompt": "7 plus 8? " * 60, "ground_truth": 1}]
-    (line,) = check_data(config(tmp_path, rows, rollout=rollout), {}).warnings
+    (line,) = check_data(EpisodeParts(config(tmp_path, rows, rollout=rollout))).warnings
     assert "data.train: at least 1 prompts have more than 112 tokens" in line
-    filtered = check_data(config(tmp_path, rows, {"filter_overlong": True}, rollout=rollout), {})
+    filtered = check_data(EpisodeParts(config(tmp_path, rows, {"filter_overlong": True}, rollout=rollout)))
     assert len(filtered.train) == 4 and "left out" in filtered.warnings[0]
     with pytest.raises(ConfigError, match="all prompts have more than 112 tokens"):
-        check_data(config(tmp_path, rows[-1:] * 5, rollout=rollout), {})
+        check_data(EpisodeParts(config(tmp_path, rows[-1:] * 5, rollout=rollout)))
     with pytest.raises(ConfigError, match=r"data.train: 4 samples are less than one batch"):
-        check_data(config(tmp_path, rows, {"filter_overlong": True}, buffer={}, rollout=rollout), {})
+        check_data(
+            EpisodeParts(config(tmp_path, rows, {"filter_overlong": True}, buffer={}, rollout=rollout))
+        )
 
 
 def said(answer: str) -> dict[str, Any]:
@@ -73,19 +76,19 @@ SFT: dict[str, Any] = {
 def test_a_supervised_run_measures_whole_conversations(tmp_path: Path) -> None:
     keys: dict[str, Any] = SFT | {"rollout": {"max_tokens": 64, "max_new_tokens": 16}}
     rows = [*map(said, ["yes"] * 4), said("7 plus 8? " * 60)]
-    found = check_data(config(tmp_path, rows, {"filter_overlong": True}, **keys), {})
+    found = check_data(EpisodeParts(config(tmp_path, rows, {"filter_overlong": True}, **keys)))
     (line,) = found.warnings
     assert len(found.train) == 4 and "1 conversations have more than 64 tokens" in line
-    (line,) = check_data(config(tmp_path, rows, **keys), {}).warnings
+    (line,) = check_data(EpisodeParts(config(tmp_path, rows, **keys))).warnings
     assert "at least 1 conversations have more than 64 tokens" in line and "their episodes fail" in line
 
 
 def test_words_where_the_reward_compares_numbers_get_a_warning(tmp_path: Path) -> None:
     rows = questions(5) + questions(1, ground_truth="rain") + questions(1, ground_truth="2 + 3 = 5\n#### 5")
-    (line,) = check_data(config(tmp_path, rows), {}).warnings
+    (line,) = check_data(EpisodeParts(config(tmp_path, rows))).warnings
     assert "rollout.reward final_number compares numbers, and 2 of the first 7 ground" in line
     assert 'such as "rain"' in line
-    assert not check_data(config(tmp_path, rows, rollout={"reward": "exact"}), {}).warnings
+    assert not check_data(EpisodeParts(config(tmp_path, rows, rollout={"reward": "exact"}))).warnings
 
 
 @pytest.mark.parametrize(
@@ -100,30 +103,30 @@ def test_a_ground_truth_is_needed_where_a_reward_compares_with_it(
 ) -> None:
     given = config(tmp_path, [{"prompt": "?"}] * 4, rollout={"reward": reward})
     if not refused:
-        assert check_data(given, {}).train[0].ground_truth == "null"
+        assert check_data(EpisodeParts(given)).train[0].ground_truth == "null"
         return
     with pytest.raises(ConfigError, match=r"sample 0: no ground truth for rollout.reward (exact|gsm8k)"):
-        check_data(given, {})
+        check_data(EpisodeParts(given))
 
 
 def test_what_an_agents_data_says_of_tools_is_its_own_affair(tmp_path: Path) -> None:
     rows = questions(9, extra_info={"tools": [{"type": "function"}]})
-    check_data(config(tmp_path, rows, rollout={"agent": "a.py:f"}), {})
+    check_data(EpisodeParts(config(tmp_path, rows, rollout={"agent": "a.py:f"})))
     with pytest.raises(ConfigError, match="extra_info"):
-        check_data(config(tmp_path, rows), {})
+        check_data(EpisodeParts(config(tmp_path, rows)))
 
 
 def test_another_file_under_the_same_path_is_found_before_anything_starts(tmp_path: Path) -> None:
     resumed = config(tmp_path, questions(9), resume="auto")
-    samples = check_data(resumed, {}).train  # there is no run yet
+    samples = check_data(EpisodeParts(resumed)).train  # there is no run yet
     run = run_directory(resumed)
     run.mkdir()
     (run / "run.db").touch()
-    check_data(resumed, {})  # its first coordinator was killed at once
+    check_data(EpisodeParts(resumed))  # its first coordinator was killed at once
     begin(resumed, samples)
-    check_data(resumed, {})
+    check_data(EpisodeParts(resumed))
     with pytest.raises(ConfigError, match=r"data\.train: these are other samples.*; restore the data"):
-        check_data(config(tmp_path, questions(9)[::-1], resume="auto"), {})
+        check_data(EpisodeParts(config(tmp_path, questions(9)[::-1], resume="auto")))
 
 
 def begin(given: RunConfig, samples: Samples) -> None:
@@ -141,10 +144,10 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(tmp_path: Path
         return config(tmp_path, rows, {"filter_overlong": True}, rollout=rollout, resume="auto")
 
     begun = limited(128)
-    begin(begun, check_data(begun, {}).train)
-    check_data(limited(120), {})  # leaves out the same one
+    begin(begun, check_data(EpisodeParts(begun)).train)
+    check_data(EpisodeParts(limited(120)))  # leaves out the same one
     with pytest.raises(ConfigError, match=r"on rollout\.max_tokens, which was 128 and is 4096; restore that"):
-        check_data(limited(4096), {})
+        check_data(EpisodeParts(limited(4096)))
 
 
 def test_a_resumed_run_keeps_its_sources_and_their_weights(
@@ -189,15 +192,15 @@ def test_what_verls_data_asks_for_and_is_not_there_is_said_before_the_start(
     tmp_path: Path, row: dict[str, Any], rollout: dict[str, Any], said: str
 ) -> None:
     rollout = {"reward": "final_number"} | rollout
-    warnings = check_data(config(tmp_path, questions(4, **row), rollout=rollout), {}).warnings
+    warnings = check_data(EpisodeParts(config(tmp_path, questions(4, **row), rollout=rollout))).warnings
     assert len(warnings) == bool(said) and re.search(said, "".join(warnings))
 
 
 def test_columns_that_nothing_reads_are_listed(tmp_path: Path) -> None:
     rows = questions(4, extro_info={}, answer={"value": 1}, level=3, agent_name=None, note=None)
     columns = {"columns": {"ground_truth": "answer.value"}}
-    (line,) = check_data(config(tmp_path, rows, columns), {}).warnings
+    (line,) = check_data(EpisodeParts(config(tmp_path, rows, columns))).warnings
     assert "data.train: nothing reads the columns extro_info (meant extra_info?), level; " in line
     rows = [{"messages": [{"role": "assistant", "content": "a"}], "tools": [], "uid": 1}] * 4
-    (line,) = check_data(config(tmp_path, rows, **SFT), {}).warnings
+    (line,) = check_data(EpisodeParts(config(tmp_path, rows, **SFT))).warnings
     assert "nothing reads the columns uid; " in line

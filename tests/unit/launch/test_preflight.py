@@ -343,11 +343,10 @@ def test_a_sample_goes_through_each_tool_and_the_reward(tmp_path: Path) -> None:
     sample = Sample(0, "d", (Message("user", "?"),), '"four"')
     inputs = Inputs(asked)
     assert len(list(preflight.check_plugins(inputs))) == 1
-    found = asyncio.run(preflight.try_sample(asked, inputs.tools, sample))
+    found = asyncio.run(preflight.try_sample(inputs.parts, sample))
     broken, weather, right, nothing = found
-    unknown = asyncio.run(
-        preflight.try_sample(asked, {}, msgspec.structs.replace(sample, ground_truth="null"))
-    )
+    without = Inputs(config(tmp_path, rollout=rollout | {"tools": []})).parts
+    unknown = asyncio.run(preflight.try_sample(without, msgspec.structs.replace(sample, ground_truth="null")))
     assert unknown == [nothing], "without a ground truth there is one answer"
     call = '{"city":"1","days":1,"kind":"rain"}'
     assert weather == ok(f"sample        weather({call}) replies 'rain in 1 for 1'")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.errors import ConfigError
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import Script, scripted
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.rewards.models import normalised_output
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import scripted
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from asyncrl.config import RunConfig, parse
+from asyncrl.config import parse
 from asyncrl.conversation.templates import read_template
+from asyncrl.episodes.parts import EpisodeParts, check_chat, shown_calls
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs, RunData
 from asyncrl.launch.preflight import check_settings
-from asyncrl.rollout.components import check_chat, load_chat, shown_calls
-from asyncrl.tools import Tool, load_tools, tool
+from asyncrl.tools import tool
 from asyncrl.types import Message, Sample
 from tests.fakes.chatml import TEMPLATE as CHATML
 from tests.fakes.families import tokenizer_of
@@ -30,14 +29,11 @@ def pick(number: Literal[1, 2] = 1) -> str:
     return str(number)
 
 
-def tools_of(*names: str) -> Mapping[str, Tool]:
-    return load_tools(list(names), {})
-
-
-def config(model: Path, **keys: Any) -> RunConfig:
+def parts_of(model: Path, *tools: str, **keys: Any) -> EpisodeParts:
     rollout = keys.pop("rollout", {})
-    given = {"name": "x", "run_dir": str(model / "runs"), "data": {"train": "t"}, "rollout": rollout}
-    return parse(given | {"model": {"path": str(model), **keys}})
+    given = {"name": "x", "run_dir": str(model / "runs"), "data": {"train": "t"}}
+    given |= {"rollout": {"tools": list(tools), **rollout}, "model": {"path": str(model), **keys}}
+    return EpisodeParts(parse(given))
 
 
 def saved(family: str, path: Path) -> Path:
@@ -47,37 +43,38 @@ def saved(family: str, path: Path) -> Path:
 
 def test_tools_that_the_template_cannot_show(tmp_path: Path) -> None:
     """gpt-oss joins the values of an enum as text."""
-    run, name = config(saved("gpt-oss", tmp_path)), f"{__name__}:pick"
-    assert check_chat(run, tools_of("calculator"), FIRST) == []
+    saved("gpt-oss", tmp_path)
+    assert check_chat(parts_of(tmp_path, "calculator"), FIRST) == []
     with pytest.raises(ConfigError, match=r"rollout\.tools: .* the tool 'pick', change its signature: "):
-        check_chat(run, tools_of("calculator", name), FIRST)
+        check_chat(parts_of(tmp_path, "calculator", f"{__name__}:pick"), FIRST)
 
 
 def test_a_first_prompt_that_the_template_refuses(tmp_path: Path) -> None:
-    run, said = config(saved("gemma3", tmp_path)), (*FIRST, *FIRST)
+    saved("gemma3", tmp_path)
+    said = (*FIRST, *FIRST)
     with pytest.raises(ConfigError, match=r"data\.train: sample 0: .* template refuses .* change the prompt"):
-        check_chat(run, {}, said)
-    check_chat(config(tmp_path, rollout={"environment": "hi_lo"}), {}, said)  # the environment goes on
-    check_chat(config(tmp_path, rollout={"agent": "a:b"}), {}, said)
+        check_chat(parts_of(tmp_path), said)
+    check_chat(parts_of(tmp_path, rollout={"environment": "hi_lo"}), said)  # the environment goes on
+    check_chat(parts_of(tmp_path, rollout={"agent": "a:b"}), said)
 
 
 def test_what_answers_a_turn_is_checked_too(tmp_path: Path) -> None:
-    run = config(saved("qwen3", tmp_path), rollout={"environment": "hi_lo"})
+    parts = parts_of(saved("qwen3", tmp_path), rollout={"environment": "hi_lo"})
     with pytest.raises(ConfigError, match=r"rollout\.history is append"):
-        check_chat(run, {}, FIRST)
+        check_chat(parts, FIRST)
 
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:
     saved("qwen3", tmp_path)
     shown = []
     for given in ({}, {"enable_thinking": False}):
-        chat = load_chat(config(tmp_path, template_args=given))
+        chat = parts_of(tmp_path, template_args=given).chat
         shown.append(chat.decode(chat.prompt_ids(FIRST)))
     assert shown[1] == shown[0] + "<think>\n\n</think>\n\n"
     with pytest.raises(ConfigError, match=r"template_args: .* does not read 'enable_thinkin'; correct"):
-        load_chat(config(tmp_path, template_args={"enable_thinkin": False}))
+        _ = parts_of(tmp_path, template_args={"enable_thinkin": False}).chat
     with pytest.raises(ConfigError, match=r"refuses .* multiple values"):
-        load_chat(config(tmp_path, template_args={"tools": "none"}))
+        _ = parts_of(tmp_path, template_args={"tools": "none"}).chat
 
 
 def test_a_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) -> None:
@@ -85,34 +82,33 @@ def test_a_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) ->
     own = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
     own += "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     saved("gemma3", tmp_path)
-    chat = load_chat(config(tmp_path, template=own))
+    chat = parts_of(tmp_path, template=own).chat
     assert chat.decode(chat.prompt_ids(FIRST)) == (
         "<start_of_turn>user\nRain in Ulm?<end_of_turn>\n<start_of_turn>model\n"
     )
     with pytest.raises(ConfigError, match=r"model\.template: .* no end of turn after the assistant"):
-        load_chat(config(tmp_path, template=read_template("chatml_tools", "--")))
+        _ = parts_of(tmp_path, template=read_template("chatml_tools", "--")).chat
     with pytest.raises(ConfigError, match=r"model\.template: .*TemplateSyntaxError"):
-        load_chat(config(tmp_path, template="{% for %}"))
+        _ = parts_of(tmp_path, template="{% for %}").chat
 
 
 def test_a_model_without_tools_in_its_template_is_offered_one(tmp_path: Path) -> None:
     tokenizer = copy.copy(tokenizer_of("qwen2.5"))
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path)
-    run, tools = config(tmp_path, rollout={"tools": ["calculator"]}), tools_of("calculator")
-    (warning,) = check_chat(run, tools, FIRST)
+    (warning,) = check_chat(parts_of(tmp_path, "calculator"), FIRST)
     assert "does not show the tools to the model: set model.template=chatml_tools" in warning
-    run = config(tmp_path, template=read_template("chatml_tools", "--"), rollout={"tools": ["calculator"]})
-    assert check_chat(run, tools, FIRST) == []
+    own = read_template("chatml_tools", "--")
+    assert check_chat(parts_of(tmp_path, "calculator", template=own), FIRST) == []
 
 
 @pytest.mark.parametrize("found", ["[257, 300]", "257", "null", None])
 def test_ends_of_the_generation_configuration(tmp_path: Path, found: str | None) -> None:
-    own = load_chat(config(saved("qwen2.5", tmp_path))).stop_ids
+    own = parts_of(saved("qwen2.5", tmp_path)).chat.stop_ids
     if found is not None:
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
     ends = json.loads(f"[{(found or 'null').strip('[]')}]")
-    assert load_chat(config(tmp_path)).stop_ids == (*own, *(end for end in ends if end is not None))
+    assert parts_of(tmp_path).chat.stop_ids == (*own, *(end for end in ends if end is not None))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +125,7 @@ def test_a_generation_configuration_that_cannot_be_read_is_refused(
 ) -> None:
     (saved("qwen2.5", tmp_path) / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"generation_config\.json: .*{says}"):
-        load_chat(config(tmp_path))
+        _ = parts_of(tmp_path).chat
 
 
 @pytest.mark.parametrize(
@@ -146,17 +142,17 @@ def test_worked_calls_in_the_prompt_say_what_the_template_does_not(
     tokenizer = copy.copy(tokenizer_of("qwen2.5"))
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path)
-    run, tools = config(tmp_path, rollout={"tools": ["calculator"]}), tools_of("calculator")
+    parts = parts_of(tmp_path, "calculator")
     shown = (Message("assistant", said), Message("tool", "5"), Message("assistant", "5"))
     sample = Sample(0, "sums", (*FIRST, *shown, *FIRST), "5")
-    inputs = Inputs(run, tools, RunData([sample], None, []))
-    parser = [note.text for note in check_settings(inputs) if "how the model writes calls" in note.text]
-    assert [bool(parser), bool(check_chat(run, tools, sample.prompt))] == [warned, warned]
+    inputs = Inputs(parts.config, RunData([sample], None, []))
+    written = [note.text for note in check_settings(inputs) if "how the model writes calls" in note.text]
+    assert [bool(written), bool(check_chat(parts, sample.prompt))] == [warned, warned]
 
 
 def test_a_call_of_one_tool_does_not_show_the_others(tmp_path: Path) -> None:
-    run = config(saved("qwen2.5", tmp_path))
+    saved("qwen2.5", tmp_path)
     call = Message("assistant", '<tool_call>{"name": "calculator", "arguments": {}}</tool_call>')
-    tools = tools_of("calculator", f"{__name__}:pick")
-    assert shown_calls(run, tools, (*FIRST, call)) == {"calculator"}
-    assert not shown_calls(run, tools, (Message("user", call.content),))  # nobody's turn but the model's
+    parts = parts_of(tmp_path, "calculator", f"{__name__}:pick")
+    assert shown_calls(parts, (*FIRST, call)) == {"calculator"}
+    assert not shown_calls(parts, (Message("user", call.content),))  # nobody's turn but the model's

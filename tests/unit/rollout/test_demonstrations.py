@@ -13,21 +13,20 @@ import pytest
 import torch
 
 from asyncrl.engines.base import Request, Sampling
+from asyncrl.episodes.parts import check_demonstrations
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.rollout.demonstrations import (
     DemonstrationPlayer,
     NoEngine,
-    check_demonstrations,
     said_logprobs,
-    shown_tools,
 )
-from asyncrl.tools import Toolbox
+from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
 from asyncrl.weights import disk
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
 from asyncrl.wire.messages.worker_control import Assign
 from tests.fakes.weights import publish
-from tests.unit.rollout.test_check_chat import config, saved, tools_of
+from tests.unit.rollout.test_check_chat import parts_of, saved
 from tests.unit.rollout.test_episode_runner import Bench, recorded
 
 USER, WELL = Message("user", "q"), Message("assistant", "well")
@@ -105,11 +104,11 @@ def test_one_that_is_too_long_is_left_out() -> None:
 
 
 def test_the_prompt_shows_the_tools_of_the_conversation_or_of_the_run() -> None:
-    box = Toolbox(tools_of("calculator"))
-    (own,) = shown_tools(box, talked(*TALK, extra_info='{"tool_schemas": [{"type": "function"}]}'))
-    (runs,) = shown_tools(box, talked(*TALK))
+    box = Toolbox(load_tools(["calculator"]))
+    (own,) = box.schemas(talked(*TALK, extra_info='{"tool_schemas": [{"type": "function"}]}'))
+    (runs,) = box.schemas(talked(*TALK))
     assert own == '{"type": "function"}' and '"calculator"' in runs
-    assert shown_tools(box, talked(*TALK, extra_info='{"tools": []}')) == ()
+    assert box.schemas(talked(*TALK, extra_info='{"tools": []}')) == ()
 
 
 def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None:
@@ -127,15 +126,15 @@ def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None
 
 
 def test_conversations_are_written_before_the_start(tmp_path: Path) -> None:
-    run, good = config(saved("qwen2.5", tmp_path)), talked(*TALK)
-    check_demonstrations(run, {}, "data.test", [good, Sample(0, "asked", TALK, "null"), good])
+    parts, good = parts_of(saved("qwen2.5", tmp_path)), talked(*TALK)
+    check_demonstrations(parts, "data.test", [good, Sample(0, "asked", TALK, "null"), good])
     with pytest.raises(ConfigError, match=r"data\.test, sample 2: message 2: the assistant speaks without"):
-        check_demonstrations(run, {}, "data.test", [good, good, talked(USER, WELL, WELL, row=2)])
+        check_demonstrations(parts, "data.test", [good, good, talked(USER, WELL, WELL, row=2)])
 
 
 def test_only_some_of_many_are_looked_at(tmp_path: Path) -> None:
     """Spread over the data: the first and one near the end are among them."""
-    run, seen = config(saved("qwen2.5", tmp_path)), list[int]()
+    parts, seen = parts_of(saved("qwen2.5", tmp_path)), list[int]()
 
     class Watched(list[Sample]):
         def __getitem__(self, at: Any) -> Any:
@@ -143,5 +142,5 @@ def test_only_some_of_many_are_looked_at(tmp_path: Path) -> None:
             seen.extend(sample.row for sample in found)
             return found
 
-    check_demonstrations(run, {}, "data.train", Watched(talked(*TALK, row=row) for row in range(5000)))
+    check_demonstrations(parts, "data.train", Watched(talked(*TALK, row=row) for row in range(5000)))
     assert len(seen) <= 256 and seen[0] == 0 and seen[-1] > 4900

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.rewards import in_loop, select_shapings
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.tools import Rewarded, Tool, tool
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from asyncrl.wire.messages.worker_bulk import Failed, Finished

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from asyncrl.engines.base import Request
+from asyncrl.episodes.recorded import turns_of
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.errors import EngineError
 from asyncrl.rewards import in_loop
 from asyncrl.rollout import context
-from asyncrl.rollout.context import EpisodeContext, generated, turns_of
+from asyncrl.rollout.context import EpisodeContext, generated
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from asyncrl.data import samples_path
+from asyncrl.episodes.recorded import evaluated, kept_turns
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, Judged
-from asyncrl.rollout.recorded import evaluated, kept_turns
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.episodes.scoring import Scorer
 from asyncrl.rewards import Reward, RewardError, RewardInput, in_loop, load_rewards
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import EpisodeEnd, RewardResult
 from tests.fakes.chat import sample
 

@@ -12,13 +12,17 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
+from asyncrl.conversation.commands import Rules
+from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import describe, one_line
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape
 from asyncrl.rewards.process import PATIENCE, SIZE, RewardPool
 from asyncrl.rewards.shaping import Shaping
-from asyncrl.types import RewardResult
+from asyncrl.types import EpisodeEnd, RewardResult, Turn
 
 
 class Scorer:
@@ -88,3 +92,26 @@ def _pool(reward: Reward) -> RewardPool | None:
     if reward.place == "loop":
         return None
     return RewardPool(reward.source, 1 if reward.place == "one_process" else SIZE)
+
+
+def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
+    """The rows as the model read and wrote them."""
+    texts = [rules.chat.decode(ids) for ids in rows_of(turns)]
+    if len(texts) < 2:
+        return "".join(texts)
+    return "\n".join(f"=== row {number} ===\n{text}" for number, text in enumerate(texts))
+
+
+def shaped(
+    rules: Rules, scorer: Scorer, earned: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
+) -> RewardResult:
+    """The reward of an episode that trains. Raises RewardError."""
+    limits = rules.config
+    given = ShapingInput(
+        score=earned.score,
+        tokens=sum(len(turn.ids) for turn in turns),
+        turns=len(turns),
+        end=end,
+        limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
+    )
+    return msgspec.structs.replace(earned, shaping=scorer.shape(given))

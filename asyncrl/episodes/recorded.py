@@ -9,23 +9,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord
-from asyncrl.conversation.commands import Done, Opened, Rules
+from asyncrl.conversation.commands import Done, Opened
 from asyncrl.conversation.episode import Episode, begin, conversation
 from asyncrl.conversation.turns import read_turn, scored
 from asyncrl.data import Samples, samples_path
-from asyncrl.errors import AsyncrlError
+from asyncrl.episodes.scoring import shaped, transcript
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ProtocolError
 from asyncrl.observe.held_out import HeldOut, Judged, answer_of, uid_prefix
 from asyncrl.rewards import RewardError, RewardInput
-from asyncrl.rollout.context import shaped, transcript, turns_of
-from asyncrl.rollout.scoring import Scorer
 from asyncrl.store.reader import RunReader
-from asyncrl.tools import Toolbox
-from asyncrl.types import EpisodeEnd, EpisodeResult, Sample, Turn
+from asyncrl.types import EpisodeEnd, EpisodeResult, Sample, Turn, TurnReply
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
+
+if TYPE_CHECKING:
+    from asyncrl.episodes.parts import EpisodeParts
+
+_decode_turn = msgspec.msgpack.Decoder(Turn).decode
+_decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
+
+
+def turns_of(frames: Sequence[bytes]) -> list[Turn]:
+    """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded)."""
+    try:
+        pairs = zip(frames[::2], frames[1::2], strict=True)
+        read = [(_decode_turn(turn), _decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
+    except (*UNDECODABLE, ValueError) as error:
+        raise ProtocolError(f"recorded turns cannot be read: {error}") from error
+    replace = msgspec.structs.replace
+    return [replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in read]
 
 
 def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
@@ -54,21 +70,20 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
 
 
 async def regrade(
-    rules: Rules, toolbox: Toolbox, scorer: Scorer, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
+    parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
 ) -> EpisodeResult:
     """What an episode of these turns, which ended so, earns. Raises RewardError."""
-    earned = await scorer.score(recorded(rules, toolbox, sample, turns, end))
-    ended = scored(turns, end, shaped(rules, scorer, earned, turns, end))
+    earned = await parts.scorer.score(reward_input(parts, sample, turns, end))
+    ended = scored(turns, end, shaped(parts.rules, parts.scorer, earned, turns, end))
     if not isinstance(ended, Done):
         raise RewardError(ended.detail)
     return ended.result
 
 
-def recorded(
-    rules: Rules, toolbox: Toolbox, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
-) -> RewardInput:
+def reward_input(parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd) -> RewardInput:
     """An episode of these turns, which ended so, as its reward sees it."""
-    schemas = () if rules.config.agent else toolbox.schemas(sample)
+    rules = parts.rules
+    schemas = () if rules.config.agent else parts.toolbox.schemas(sample)
     episode = Episode(sample, begin(sample).command, Opened(schemas), turns=tuple(turns))
     return RewardInput(
         sample=sample,

@@ -1,0 +1,171 @@
+"""The parts of a run's episodes, from its configuration, and what can be wrong with them before the start.
+
+The launcher's checks, a worker and the commands over recorded episodes use them. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.commands import Fail, Rules
+from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.parsers import Parser, load_parser, parse_turn
+from asyncrl.conversation.tokenizer import load_tokenizer
+from asyncrl.environments import Environment, load_environment
+from asyncrl.episodes.scoring import Scorer
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.gateway import Agent, load_agent
+from asyncrl.observe.files import first_day
+from asyncrl.rewards import load_rewards, select_shapings
+from asyncrl.tools import Toolbox, load_tools
+from asyncrl.types import Message, Sample
+
+CHECKED = 256  # conversations that are written before the start, which takes less than a second
+
+
+class EpisodeParts:
+    """The parts that all episodes of a run share. Each is made when it is first asked for, and kept: all
+    checks of a launcher share one object, as do all episodes of a worker. ConfigError names the key or
+    the file.
+
+    `config` must name a model directory. Shapings may be registered by the files of other keys of
+    `algorithm`: compose the recipe before `scorer` is asked for.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools of `rollout.tools`."""
+        rollout = self.config.rollout
+        return Toolbox(load_tools(rollout.tools, rollout.tool_args), rollout.tool_timeout)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """The reward function with the shapings of `algorithm.shaping`."""
+        rollout = self.config.rollout
+        shapings = select_shapings(self.config.algorithm.shaping, "algorithm.shaping")
+        return Scorer(load_rewards(rollout.reward), rollout.reward_timeout, shapings)
+
+    @cached_property
+    def environment(self) -> Callable[[], Environment] | None:
+        """The factory of the episodes' environments, where `rollout.environment` names one."""
+        named = self.config.rollout.environment
+        return load_environment(named) if named else None
+
+    @cached_property
+    def agent(self) -> Agent | None:
+        """The agent program, where `rollout.agent` names one."""
+        named = self.config.rollout.agent
+        return load_agent(named) if named else None
+
+    @cached_property
+    def parser(self) -> Parser:
+        """The parser of tool calls, `rollout.parser`."""
+        return load_parser(self.config.rollout.parser)
+
+    @cached_property
+    def chat(self) -> Chat:
+        """The tokenizer, with the chat template of the model or `model.template`."""
+        config = self.config
+        tokenizer, options = load_tokenizer(config.model.path), config.model.template_args
+        if config.model.template:
+            tokenizer.chat_template = config.model.template
+        names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+        if unread := sorted(options.keys() - names):
+            raise ConfigError(
+                f"model.template_args: the chat template does not read {unread[0]!r}; correct the "
+                "name, or leave it out"
+            )
+        today = first_day(Path(config.run_dir) / config.name)
+        ends = _ends(Path(config.model.path) / "generation_config.json")
+        try:
+            return Chat(tokenizer, today, options, ends)
+        except ConfigError as error:
+            key = "model.template" if config.model.template else config.model.path
+            raise ConfigError(f"{key}: {error}") from error
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The chat template, the parser and the limits: what the episode machine needs."""
+        return Rules(self.chat, self.parser, self.config.rollout)
+
+    def load(self) -> EpisodeParts:
+        """Make all of them: what is wrong with a name or a file is found here."""
+        for name in ("rules", "toolbox", "scorer", "environment", "agent"):
+            getattr(self, name)
+        return self
+
+    async def close(self) -> None:
+        """Close the tools and the reward processes that were made. Later uses make them again."""
+        made = [self.__dict__.pop(name, None) for name in ("toolbox", "scorer")]
+        await asyncio.gather(*(part.close() for part in made if part is not None))
+
+
+def _ends(path: Path) -> list[int]:
+    """The ids with which generation ends, by a model's generation_config.json, which need not be there.
+    ConfigError for one that cannot be read: its turns would end elsewhere than the model was trained to."""
+    try:
+        found: Any = json.loads(path.read_bytes()).get("eos_token_id")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: no readable JSON object ({one_line(error)}); write it anew, or remove it"
+        ) from None
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(end) is int for end in ends):
+        raise ConfigError(
+            f"{path}: eos_token_id is {found!r}, and must be an id or a list of ids; correct it"
+        )
+    return ends
+
+
+def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
+    """Write the tools and the first prompt of the data as the model will read them; ConfigError where the
+    template cannot, or cannot write the messages that answer a turn. Returns warnings about what it does."""
+    rollout, chat, tools = parts.config.rollout, parts.chat, parts.toolbox.tools
+    if rollout.agent:  # its requests bring their own tools, and begin a new row wherever they must
+        return []
+    for name, tool in tools.items():
+        try:
+            chat.prompt_ids((Message("user", "?"),), (tool.schema_text,))
+        except ConfigError as error:
+            raise ConfigError(
+                f"rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
+            ) from error
+    if not rollout.environment:  # its first message follows the prompt
+        try:
+            chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
+        except ConfigError as error:
+            raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
+    roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
+    return chat.check(rollout.history, roles, shown=tools.keys() <= shown_calls(parts, prompt))
+
+
+def shown_calls(parts: EpisodeParts, prompt: tuple[Message, ...]) -> set[str]:
+    """Return the tools called in the prompt's worked examples, that is, turns of the model in it."""
+    tools = parts.toolbox.tools
+    schemas = tuple(tool.schema_text for tool in tools.values())
+    said = [message.content for message in prompt if message.role == "assistant"]
+    turns = [parse_turn(parts.parser, text, schemas) for text in said]
+    return {call.name for turn in turns for call in turn.calls} & tools.keys()
+
+
+def check_demonstrations(parts: EpisodeParts, key: str, samples: Sequence[Sample]) -> None:
+    """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
+    cannot be learned. Prompts are passed over."""
+    every = -(-len(samples) // CHECKED)
+    for sample in filter(lambda sample: sample.demonstration, samples[::every]):
+        found = demonstrated(parts.rules, sample, parts.toolbox.schemas(sample))
+        if isinstance(found, Fail):
+            raise ConfigError(f"{key}, sample {sample.row}: {found.detail}")
