@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Two tests at a time, a file by one of the two processes (tests/conftest.py).
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+SLOWEST := --durations=40 --durations-min=5
 # The SGLang that tests run against, in an environment of its own; another version gets another environment.
 SGLANG ?= 0.5.23
 SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLANG))
@@ -20,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -33,8 +34,11 @@ demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, sh
 demo-smollm: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters learns to call a tool
 	$(BIN)/asyncrl train experiment=smollm2 observe.console=auto $(ARGS)
 
-test: $(VENV)/dev  ## all but `long`; parts are skipped without `make sglang-cpu tokenizers smollm2`
-	$(PYTEST) tests --ignore=tests/gpu -m "not long" --durations=40 --durations-min=5 $(PARALLEL) $(ARGS)
+test: $(VENV)/dev  ## all but `full` and `long`; parts are skipped without `make sglang-cpu tokenizers smollm2`
+	$(PYTEST) tests --ignore=tests/gpu -m "not long and not full" $(SLOWEST) $(PARALLEL) $(ARGS)
+
+full: $(VENV)/dev  ## all but `long`: every example, client and transport, two emulated machines
+	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(SLOWEST) $(PARALLEL) $(ARGS)
 
 test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
 	ASYNCRL_SGLANG_ENV=$(SGLANG_VENV) ASYNCRL_REQUIRE_SGLANG=1 $(PYTEST) tests/sglang $(ARGS)
@@ -46,7 +50,7 @@ tokenizers: .tokenizers/fetched  ## real tokenizers, chat templates and tool cal
 smollm2: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters: for tests and the demo
 
 quick: $(VENV)/dev  ## what to run while editing: a minute
-	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long" -x -q $(PARALLEL) $(ARGS)
+	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long and not full" -x -q $(PARALLEL) $(ARGS)
 
 long: $(VENV)/dev smollm2 sglang-cpu  ## what is too long for every change, hours: learning, faults, three seeds, memory
 	$(PYTEST) tests -m long $(ARGS)

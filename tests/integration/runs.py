@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.weights.disk import weights_directory
+from tests.fakes.forked import Forked, asyncrl
 from tools.bench.common import roles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,20 +43,21 @@ class Run:
         name: str = "run",
         experiment: str = "calculator",
         command: str = "train",
-        program: Sequence[str] = ("-m", "asyncrl.cli"),
+        program: Sequence[str] = (),
     ) -> None:
         self.path = run_dir / name
         self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
-        asyncrl = [sys.executable, *program, *command.split(), f"experiment={experiment}"]
-        with self.out.open("wb") as out:
-            self.process = self.start(
-                [*asyncrl, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides], out
-            )
+        given = [*command.split(), f"experiment={experiment}", f"name={name}", f"run_dir={run_dir}"]
+        self.process = self.start(program, [*given, *SMALL, *overrides])
 
-    def start(self, command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+    def start(self, program: Sequence[str], arguments: Sequence[str]) -> Forked | subprocess.Popen[bytes]:
+        """Launcher and roles are forked with their imports done, unless Python is to run a `program`."""
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        if not program:
+            return asyncrl(arguments, self.out, ROOT, variables)
+        command = [sys.executable, *program, *arguments]
+        with self.out.open("wb") as out:
+            return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=variables)
 
     def __enter__(self) -> Run:
         return self

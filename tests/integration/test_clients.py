@@ -30,6 +30,7 @@ def played(agent: Agent, script: Callable[[str], str]) -> tuple[Any, EpisodeStat
     return results[0], end.stats
 
 
+@pytest.mark.full
 def test_smolagents_code_agent() -> None:
     """Its requests name texts to stop at; the model's tag after the code is one of them. It adds text of its
     own to the model's messages, so each turn begins a row."""
@@ -49,6 +50,7 @@ def test_smolagents_code_agent() -> None:
     assert (result, stats.turns, stats.rows) == ({"said": 3}, 2, 2)
 
 
+@pytest.mark.full
 def test_smolagents_tool_calling_agent() -> None:
     """Its requests demand a call of a tool."""
     smolagents = pytest.importorskip("smolagents")
@@ -76,6 +78,7 @@ def test_smolagents_tool_calling_agent() -> None:
     assert (result, stats.turns, stats.tool_calls) == ({"said": "3"}, 2, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["OpenAIChatModel", "OpenAIResponsesModel"])
 def test_pydantic_ai_with_a_typed_output(model: str) -> None:
     """Its requests demand a call of the tool that takes the output."""
@@ -144,6 +147,7 @@ def test_openai_agents(streamed: bool) -> None:
     assert (stats.turns, stats.rows, stats.tool_calls) == (2, 1, 1)
 
 
+@pytest.mark.full
 def test_mini_swe_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks by litellm."""
     monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
@@ -176,6 +180,7 @@ def test_mini_swe_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (stats.turns, stats.rows) == (2, 1)
 
 
+@pytest.mark.full
 def test_litellm_knows_a_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")

@@ -14,9 +14,13 @@ from tests.integration.runs import ROOT, Run
 EXAMPLES = sorted(path.parent.parent for path in (ROOT / "examples/multiturn").glob("*/experiment/*.yaml"))
 WANTED = {"python_math", "search_qa", "hi_lo", "mcp_tools", "openai_agent", "custom_reward", "self_play"}
 CODE = 100  # lines that an example may have
+IN_GATE, FULL = "openai_agent", pytest.mark.full  # one goes through the whole gate
 
 
-@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(path, id=path.name, marks=() if path.name == IN_GATE else FULL) for path in EXAMPLES],
+)
 def test_an_example_trains(folder: Path, tmp_path: Path) -> None:
     name = folder.name
     few = ["total_steps=2", "validation.samples=0", "buffer.filter_zero_variance=false"]
@@ -28,6 +32,7 @@ def test_an_example_trains(folder: Path, tmp_path: Path) -> None:
     assert not summary.get("reasons"), "every attempt ended as it should"
 
 
+@FULL
 def test_an_algorithm_of_ones_own_trains(tmp_path: Path) -> None:
     """The command of its README, with the file elsewhere: each finds names that only the file has."""
     folder = ROOT / "examples/custom_algorithm"

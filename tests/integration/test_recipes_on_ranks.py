@@ -90,7 +90,9 @@ def as_one(folder: Path, world: World) -> dict[str, Any]:
     return {recipe: found for (_, _, recipe), found in laid_out(world, folder / "one").items()}
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(2, tuple(RECIPES)), (4, COMPARING)])
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(2, tuple(RECIPES)), pytest.param(4, COMPARING, marks=pytest.mark.full)]
+)
 def test_neither_ranks_nor_micro_batches_matter(
     folder: Path, alone: Weights, as_one: dict[str, Any], ranks: int, names: Sequence[str]
 ) -> None:

@@ -47,6 +47,7 @@ def follow(page: Path, here: Path, long: bool) -> int:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_quick_commands_work_and_runs_are_configurations(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from tests.fakes.nodes import WORK, Node, emulated, forbidden
 from tests.integration.runs import ROOT, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(400)]
 PORT = 6379
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
@@ -91,8 +91,10 @@ class ClusterRun(Run):
         )
         self.path = cluster.first.seen(f"{WORK}/runs/{out_dir.name}")
 
-    def start(self, command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
-        return self._cluster.first.start(*command, out=out, env=ENVIRONMENT, cwd=str(ROOT))
+    def start(self, program: Sequence[str], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        command = (sys.executable, "-m", "asyncrl.cli", *arguments)
+        with self.out.open("wb") as out:
+            return self._cluster.first.start(*command, out=out, env=ENVIRONMENT, cwd=str(ROOT))
 
     def spans(self, role: str) -> list[dict[str, Any]]:
         """Its timeline here, as far as it was fetched."""

@@ -282,6 +282,7 @@ def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, s
     asyncio.run(main())
 
 
+@pytest.mark.full
 def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
     """The push ends at its deadline, but the server is stuck until the end of the trainer, or its own."""
 
@@ -304,6 +305,7 @@ def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
     asyncio.run(main())
 
 
+@pytest.mark.full
 def test_a_server_that_freezes_before_it_joins(server, versions, sender):
     """The push ends at its deadline; the server, which joins when it wakes up, is not caught there."""
 

@@ -34,7 +34,7 @@ from tests.sglang.conformance import (
 every_engine = pytest.mark.parametrize("subject", ["torch-qwen2", "sglang-qwen2-in_place"], indirect=True)
 every_family = pytest.mark.parametrize(
     "subject",
-    ["torch-qwen2", "sglang-qwen2-in_place", "sglang-qwen3-in_place"],
+    ["torch-qwen2", "sglang-qwen2-in_place", pytest.param("sglang-qwen3-in_place", marks=pytest.mark.full)],
     indirect=True,
 )
 LONG = 900  # tokens: still running when whatever the test does has happened

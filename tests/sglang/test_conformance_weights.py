@@ -20,9 +20,11 @@ from tests.fakes.weights import publish
 from tests.sglang.conformance import TOLERANCE, Served, Subject, ask, in_use, prompt, seen, under_way
 
 LONG = 900  # tokens: still running when whatever the test does has happened
-MODES = ["sglang-qwen2-in_place", "sglang-qwen2-retract", "sglang-qwen2-abort"]
+FULL = pytest.mark.full
+MODES = ["sglang-qwen2-in_place", "sglang-qwen2-retract", pytest.param("sglang-qwen2-abort", marks=FULL)]
+QWEN3 = pytest.param("sglang-qwen3-in_place", marks=FULL)
 every_mode = pytest.mark.parametrize("subject", ["torch-qwen2", *MODES], indirect=True)
-every_family = pytest.mark.parametrize("subject", [*MODES, "sglang-qwen3-in_place"], indirect=True)
+every_family = pytest.mark.parametrize("subject", [*MODES, QWEN3], indirect=True)
 in_place = pytest.mark.parametrize("subject", ["torch-qwen2", "sglang-qwen2-in_place"], indirect=True)
 
 

@@ -17,6 +17,7 @@ from tests.sglang.conftest import KEYS, Shared
 from tests.sglang.server import SGLangServer
 from tests.sglang.traps import LONG, WHOLE, idle, kept, publish, raw, run, sampling
 
+pytestmark = pytest.mark.full
 MANY = 40  # requests: more than run and wait at once
 
 

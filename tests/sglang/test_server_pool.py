@@ -28,6 +28,7 @@ from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, as
 from tests.sglang.conftest import KEYS, Shared
 from tests.sglang.server import SGLangServer
 
+pytestmark = pytest.mark.full
 FAMILY = "qwen2"
 PROMPT, NEW = 20, 900  # long enough to be under way when something happens
 Turn = tuple[Request, asyncio.Task[Generation]]

@@ -170,16 +170,17 @@ def same(one: str, other: str) -> bool:
     return normalize("NFC", one) == normalize("NFC", other)
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_deltas_are_the_templates_own_tokens(name: str) -> None:
-    for seed in range(30):
-        check(name, seed)
+FEW, MORE, MANY = range(10), range(10, 50), range(50, 1000)
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "seeds",
+    [FEW, pytest.param(MORE, marks=pytest.mark.full), pytest.param(MANY, marks=pytest.mark.long)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", REAL)
-def test_deltas_are_the_templates_own_tokens_a_thousand_times(name: str) -> None:
-    for seed in range(30, 1000):
+def test_deltas_are_the_templates_own_tokens(name: str, seeds: range) -> None:
+    for seed in seeds:
         check(name, seed)
 
 
