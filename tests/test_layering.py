@@ -13,7 +13,7 @@ LEVELS = (
     ("errors", "types", "values"),
     ("registry", "config", "shrunk"),
     ("algorithms", "buffer", "conversation"),
-    ("isolation", "weights", "store", "remote", "observe"),
+    ("isolation", "planning", "weights", "store", "remote", "observe"),
     ("wire",),
     ("engines", "data"),
     ("tools", "rewards", "environments", "gateway", "runtime"),

@@ -18,10 +18,10 @@ from size_model import COMMON, SIZES, qwen3
 from transformers import Qwen3ForCausalLM
 
 from asyncrl.algorithms.recipe import with_group_policy
-from asyncrl.buffer.planner import Rates, limits, predict
-from asyncrl.buffer.simulator import Recorded, RecordedTurn
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import compose
+from asyncrl.planning.forecast import Rates, limits, predict
+from asyncrl.planning.simulator import Recorded, RecordedTurn
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"
 FLOPS, BANDWIDTH = 989e12, 3.35e12  # an H100's: bfloat16 without sparsity; bytes/s of its memory

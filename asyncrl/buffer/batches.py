@@ -23,7 +23,8 @@ from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
 
 CHOICE = 16  # micro-batches' worth of ready trajectories that one is chosen from
-STREAM = FLOOR = 4  # worth a micro-batch: 1/STREAM of the batch's groups, 1/FLOOR of micro_batch_tokens
+# Worth a micro-batch of its own: this share of the batch's groups, with this share of micro_batch_tokens.
+MIN_SHARE_OF_GROUPS = MIN_FILL = 1 / 4
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -204,17 +205,18 @@ class Batches:
 
     def _enough(self, pool: Sequence[EpisodeRecord], groups: set[int], ranks: int) -> bool:
         """The trainer waits, so it is given what is ready, if that is a full micro-batch for each rank; or
-        1 / STREAM of the batch's groups, new ones, with 1 / FLOOR of those tokens. A smaller one would be
+        MIN_SHARE_OF_GROUPS of the batch's, new ones, with MIN_FILL of those tokens. A smaller one would be
         mostly costs that do not depend on its tokens (gathering weights, launching kernels).
 
         Of 8 groups of 1,000 tokens each, with micro_batch_tokens 8192: 3 ready ones are trained at once, as
-        3,000 > 8192 / FLOOR; with two ranks 5, as each gets half of them.
+        3,000 > 8192 * MIN_FILL; with two ranks 5, as each gets half of them.
         """
-        if sum(episode.tokens for episode in pool) >= CHOICE * self.micro_tokens * ranks:
-            return True  # no more was looked at, though they may share most of their tokens
-        tokens = sum(unit.tokens for unit in self._units(pool))
-        share = STREAM * len(groups) >= self.buffer.config.groups_per_batch
-        return tokens * (FLOOR if share else 1) >= self.micro_tokens * ranks
+        share = len(groups) >= MIN_SHARE_OF_GROUPS * self.buffer.config.groups_per_batch
+        least = (MIN_FILL if share else 1) * self.micro_tokens * ranks
+        tokens = sum(episode.tokens for episode in pool)
+        if not least <= tokens < CHOICE * self.micro_tokens * ranks:
+            return tokens >= least  # of as many no more was looked at, though they may share most of them
+        return sum(unit.tokens for unit in self._units(pool)) >= least
 
     def _close(self, batch: Batch) -> list[str] | None:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""

@@ -25,8 +25,8 @@ from asyncrl.observe.summary import latest
 from asyncrl.observe.timeline import Line, files, union
 
 if TYPE_CHECKING:
-    from asyncrl.buffer.planner import EngineLoad, Forecast, Rates, Row
-    from asyncrl.buffer.simulator import Recorded
+    from asyncrl.planning.forecast import EngineLoad, Forecast, Rates, Row
+    from asyncrl.planning.simulator import Recorded
 
 HELP = """\
 Say what limits a run, and predict other settings of it, from what it measured and a simulation.
@@ -75,7 +75,7 @@ class Measurements(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, run_dir: Path, config: RunConfig) -> Measurements:
         """ConfigError where there is too little."""
-        from asyncrl.buffer.planner import EngineLoad
+        from asyncrl.planning.forecast import EngineLoad
 
         recorded, seconds, tokens = _episodes(run_dir)
         spans = [span for file in files(run_dir) if file.role in ROLES for span in file.added()]
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
         wanted = compose(overrides, options.config_dir)
         runs = probe(wanted)
     from asyncrl.algorithms.recipe import with_group_policy
-    from asyncrl.buffer.planner import fit, stretched
+    from asyncrl.planning.forecast import fit, stretched
 
     first = runs[0]
     rates = fit(first.config, first.rows, first.recorded, [run.load for run in runs], first.publish_s)
@@ -161,8 +161,8 @@ def probe(config: RunConfig) -> list[Measurements]:
 
 def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     """Turns of the groups that are over, seconds of sampling and tokens of them all."""
-    from asyncrl.buffer.planner import recorded_turns
     from asyncrl.episodes.recorded import kept_turns
+    from asyncrl.planning.forecast import recorded_turns
     from asyncrl.store.reader import RunReader
 
     found, seconds, tokens = [], 0.0, 0
@@ -184,7 +184,7 @@ def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
 
 def _sampling(spans: Sequence[Line], config: RunConfig) -> float:
     """Episodes that sampled on an engine at once, as those that sample meet it; validations apart."""
-    from asyncrl.buffer.planner import engines
+    from asyncrl.planning.forecast import engines
     from asyncrl.runtime.busy_timer import DECODE
 
     held_out = union((span.start, span.end) for span in spans if span.name == "validation")
@@ -233,7 +233,7 @@ def engine_key(config: RunConfig) -> tuple[str, int]:
 def candidates(config: RunConfig, rates: Rates, devices: int) -> list[tuple[Keys, Forecast]]:
     """What other values of these keys predict, the best first. Splits and slots are tried together; batch and
     bound with the best of them."""
-    from asyncrl.buffer.planner import predict
+    from asyncrl.planning.forecast import predict
 
     buffer, slots = config.buffer, config.rollout.slots
     groups, bound = buffer.groups_per_batch, buffer.max_staleness
@@ -269,7 +269,7 @@ def ranked(tried: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]
 
 def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -> None:
     """Print it. `rows`: of a run with just this configuration; none where there was none."""
-    from asyncrl.buffer.planner import engines, limits, measured, predict
+    from asyncrl.planning.forecast import engines, limits, measured, predict
 
     key, tp = engine_key(config)
     devices = devices or engines(config) * tp + config.trainer.ranks

@@ -12,13 +12,13 @@ import statistics
 from common import table
 from msgspec.structs import replace
 
-from asyncrl.buffer.simulator import LogNormal, SimulatedStep, Simulation, Workload
+from asyncrl.planning.simulator import LogNormal, SimulatedStep, Simulation, Workload
 
 PLAIN = Workload()
-SLOW_TOOL = replace(PLAIN, members=8, turns=4, tool=LogNormal(0.097, 1.5))
+EIGHT = replace(PLAIN, buffer=replace(PLAIN.buffer, episodes_per_group=8))
+SLOW_TOOL = replace(EIGHT, turns=4, tool=LogNormal(0.097, 1.5))
 TAIL = replace(  # that of async_ratio.py: 0.3 s a call, the demo's model
-    PLAIN,
-    members=8,
+    EIGHT,
     turns=1,
     again=0.47,
     tokens=LogNormal(7.0, 0.3),
@@ -28,15 +28,22 @@ TAIL = replace(  # that of async_ratio.py: 0.3 s a call, the demo's model
     publish=0.02,
     limit=600.0,
 )
+
+
+def with_keys(work: Workload, **keys: object) -> Workload:
+    """With other values of keys of the buffer."""
+    return replace(work, buffer=replace(work.buffer, **keys))
+
+
 WORKLOADS = {
-    "tail": replace(TAIL, deadline="auto"),
+    "tail": with_keys(TAIL, group_policy="partial"),
     "tail, complete": TAIL,
     "rollout bound": PLAIN,
     "trainer bound": replace(PLAIN, train=1.0),
     "slow tool": SLOW_TOOL,
-    "slow tool, partial": replace(SLOW_TOOL, deadline=1.0),
+    "slow tool, partial": with_keys(SLOW_TOOL, group_policy="partial", group_deadline=1.0),
     "lengths": replace(PLAIN, turns=1, tokens=LogNormal(100.0, 1.0), slots=256),
-    "synchronous": replace(SLOW_TOOL, bound=0),
+    "synchronous": with_keys(SLOW_TOOL, max_staleness=0),
 }
 
 
@@ -51,7 +58,7 @@ def main() -> None:
     lines = []
     for name, workload in WORKLOADS.items():
         runs = [
-            Simulation(replace(workload, budget=options.budget), seed).run(options.steps)
+            Simulation(with_keys(workload, stale_budget=options.budget), seed).run(options.steps)
             for seed in range(1, options.seeds + 1)
         ]
         lines.append([name, *figures(runs)])
@@ -60,8 +67,8 @@ def main() -> None:
 
 def figures(runs: list[list[SimulatedStep]]) -> list[str]:
     """Means over the runs; of masked tokens and lag over their steps."""
-    speeds = [sum(s.tokens for s in run) / sum(s.measured.seconds for s in run) for run in runs]
-    steps = [(step.measured.masked, step.lag, step.limit) for run in runs for step in run]
+    speeds = [sum(s.tokens for s in run) / sum(s.seconds for s in run) for run in runs]
+    steps = [(step.masked, step.lag, step.limit) for run in runs for step in run]
     masked, lag, limit = (statistics.mean(values) for values in zip(*steps, strict=True))
     return [f"{statistics.mean(speeds):.0f}", f"{masked:.2%}", f"{lag:.2f}", f"{limit:.1f}"]
 

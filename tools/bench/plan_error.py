@@ -22,10 +22,10 @@ from async_ratio import COMMON, HERE, TOOL
 from common import table, train
 
 from asyncrl.algorithms.recipe import with_group_policy
-from asyncrl.buffer.planner import Forecast, fit, measured, predict
 from asyncrl.commands.plan import Measurements
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
+from asyncrl.planning.forecast import Forecast, fit, measured, predict
 
 STEPS = 20
 SETTINGS = [

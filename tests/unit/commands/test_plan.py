@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from asyncrl import cli
-from asyncrl.buffer import planner
-from asyncrl.buffer.planner import Forecast
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.buffer.simulator import RecordedTurn
 from asyncrl.commands.plan import Measurements, changed, ranked, splits
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import recompose
 from asyncrl.launch.process import BAD_INPUT, FAILED, INTERRUPTED
 from asyncrl.observe.timeline import Timeline
+from asyncrl.planning import forecast
+from asyncrl.planning.forecast import Forecast
+from asyncrl.planning.simulator import RecordedTurn
 from asyncrl.rollout.context import generated
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeStats, StopReason, Turn, VersionSpan
@@ -101,8 +101,8 @@ def test_two_runs_give_the_law_and_one_a_guess(
 ) -> None:
     """At first 6 groups are live, 4 of them being trained: so after 1.8 s of training the next batch
     waits for two groups, 0.36 s of sampling and 0.5 s of waits."""
-    monkeypatch.setattr(planner, "MOST_STEPS", 6)
-    monkeypatch.setattr(planner, "LEAST_STEPS", 6)
+    monkeypatch.setattr(forecast, "MOST_STEPS", 6)
+    monkeypatch.setattr(forecast, "LEAST_STEPS", 6)
     runs = (("lr=1", 16), ("few", 4))  # a path with =, which is no override
     one, few = (str(make_run(tmp_path, name, slots)) for name, slots in runs)
     assert cli.main(["plan", one, few]) == 0
@@ -112,7 +112,7 @@ def test_two_runs_give_the_law_and_one_a_guess(
     seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds a step "))
     assert float(seconds[-2]) == pytest.approx(TRAIN + COMMIT + 0.86, rel=0.02) and seconds[-1] == "4"
     assert "trainer.ranks=1 rollout.slots=" in text.splitlines()[-1]
-    monkeypatch.setattr(planner, "limits", lambda *_: {"trainer": 0.3, "pushes": -0.001})
+    monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3, "pushes": -0.001})
     assert cli.main(["plan", one, "--tail", "2", "--devices", "3", "rollout.slots=8"]) == 0
     text = capsys.readouterr().out
     assert (

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.buffer.planner import (
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError
+from asyncrl.planning.forecast import (
     EngineLoad,
     Rates,
     fit,
@@ -19,9 +21,7 @@ from asyncrl.buffer.planner import (
     stretched,
     workload,
 )
-from asyncrl.buffer.simulator import RecordedTurn
-from asyncrl.config import RunConfig, parse
-from asyncrl.errors import ConfigError
+from asyncrl.planning.simulator import RecordedTurn
 from asyncrl.types import EpisodeStats, Observation, StopReason, ToolCall, ToolReply, Turn
 
 RATES = Rates(  # 8 episodes of 100 tokens; 40 tokens/s of one alone

@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from asyncrl.buffer.batches import FLOOR, STREAM
-from asyncrl.buffer.simulator import Recorded, RecordedTurn, Simulation, Workload
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.planning.simulator import Recorded, RecordedTurn, Simulation, Workload
 from asyncrl.types import EpisodeStats, Turn
 
 Row = Mapping[str, float]
@@ -168,12 +167,11 @@ def stretched(recorded: Recorded, tail: float) -> Recorded:
 def workload(config: RunConfig, rates: Rates) -> Workload:
     """What the simulator plays for a configuration, whose group policy is resolved."""
     buffer, ranks = config.buffer, config.trainer.ranks
-    full = config.trainer.micro_batch_tokens * ranks / max(1.0, rates.group_tokens)
-    part = max(buffer.groups_per_batch / STREAM, full / FLOOR)  # as Batches has enough
+    sampled = statistics.mean(
+        sum(turn.tokens for turn in episode) for group in rates.recorded for episode in group
+    )
     return Workload(
-        groups=buffer.groups_per_batch,
-        members=buffer.episodes_per_group,
-        bound=buffer.max_staleness,
+        buffer=buffer,
         slots=config.rollout.slots * config.rollout.workers,
         recorded=rates.recorded,
         speed=math.inf,
@@ -182,11 +180,11 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         train=rates.episode_s * buffer.batch_size / ranks,
         commit=rates.commit_s,
         publish=rates.publish_s,
-        micro=max(1, math.ceil(min(full, part))),
+        ranks=ranks,
+        micro_tokens=config.trainer.micro_batch_tokens,
+        computed=rates.group_tokens / max(1.0, buffer.episodes_per_group * sampled),
         filtered=min(rates.filtered, buffer.max_refill / (1 + buffer.max_refill)),  # as then it is trained
-        deadline=math.inf if buffer.group_policy == "complete" else buffer.group_deadline,
         limit=config.rollout.episode_timeout,
-        budget=buffer.stale_budget,
     )
 
 
@@ -197,49 +195,39 @@ def engines(config: RunConfig) -> int:
 def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
     """The mean over simulated runs of `steps` steps, of those that are steady. 0: as many as settle.
     ConfigError where no batch could ever fill."""
-    return simulate(workload(config, rates), config.buffer.target_staleness, steps, seeds)
+    return simulate(workload(config, rates), steps, seeds)
 
 
-def simulate(
-    work: Workload, target: float | str = "auto", steps: int = 0, seeds: Sequence[int] = (0,)
-) -> Forecast:
+def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
     """The same of a workload."""
-    size = work.groups * work.members
-    steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // size))
-    fixed = None if isinstance(target, str) else target
+    steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // work.buffer.batch_size))
     try:
-        found = [step for seed in seeds for step in steady(Simulation(work, seed, fixed).run(steps))]
+        found = [step for seed in seeds for step in steady(Simulation(work, seed).run(steps))]
     except ValueError as error:
         raise ConfigError(f"no step of this configuration can be predicted: {error}") from None
-    seconds = statistics.mean(step.measured.seconds for step in found)
-    return Forecast(
-        step_s=seconds,
-        lag=statistics.mean(step.lag for step in found),
-        trainer_idle=1 - statistics.mean(step.measured.train for step in found) / seconds,
-        rollout_idle=1 - statistics.mean(step.measured.rollout for step in found) / seconds,
-        masked=statistics.mean(step.measured.masked for step in found),
-        tokens=statistics.mean(step.tokens for step in found),
-    )
+    columns = zip(*((s.seconds, s.train, s.rollout, s.lag, s.masked, s.tokens) for s in found), strict=True)
+    seconds, train, rollout, lag, masked, tokens = map(statistics.mean, columns)
+    return Forecast(seconds, lag, 1 - train / seconds, 1 - rollout / seconds, masked, tokens)
 
 
 def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict[str, float]:
     """By name, the share of a step's seconds that is saved where one thing is twice as fast, or there is
     twice as much of it. Of the same simulated runs, without and with the change."""
-    work, target = workload(config, rates), config.buffer.target_staleness
+    work = workload(config, rates)
     waits = tuple(
         tuple(tuple(replace(turn, wait=turn.wait / 2) for turn in episode) for episode in group)
         for group in work.recorded
     )
+    longer = replace(work.buffer, max_staleness=work.buffer.max_staleness * 2 + 1)
     changes = {
         "engines": replace(work, base=work.base / 2, rate=work.rate * 2),
         "trainer": replace(work, train=work.train / 2, commit=work.commit / 2),
         "tools and rewards": replace(work, recorded=waits),
         "rollout.slots": replace(work, slots=work.slots * 2),
-        "buffer.max_staleness": replace(work, bound=work.bound * 2 + 1),
+        "buffer.max_staleness": replace(work, buffer=longer),
         "pushes of weights": replace(work, publish=work.publish / 2),
     }
-    now = simulate(work, target, seeds=seeds).step_s
+    now = simulate(work, seeds=seeds).step_s
     return {
-        name: max(0.0, 1 - simulate(changed, target, seeds=seeds).step_s / now)
-        for name, changed in changes.items()
+        name: max(0.0, 1 - simulate(changed, seeds=seeds).step_s / now) for name, changed in changes.items()
     }

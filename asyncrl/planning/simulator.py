@@ -1,0 +1,283 @@
+"""A run in simulated time: engines, tools and a trainer around the real buffer, plans and flow control.
+
+Seeded and pure: from a workload it computes one record per step. Left out: failures, memory, validation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from random import Random
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl
+from asyncrl.buffer.freshness import pending
+from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.config import BufferConfig
+from asyncrl.types import EpisodeResult, EpisodeStats
+
+# A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
+PARTS = np.array([0.875, 0.625, 0.375, 0.125])
+
+
+class LogNormal(msgspec.Struct, frozen=True):
+    """exp(N(ln median, sigma²)); 0 for a median of 0."""
+
+    median: float
+    sigma: float = 0.0
+
+    def draw(self, random: Random) -> float:
+        return self.median * math.exp(random.gauss(0.0, self.sigma)) if self.median else 0.0
+
+
+class RecordedTurn(msgspec.Struct, frozen=True):
+    """Tokens that were sampled, and the seconds from then to the next turn, or until the episode landed."""
+
+    tokens: float
+    wait: float
+
+
+Recorded = tuple[tuple[tuple[RecordedTurn, ...], ...], ...]  # turns of episodes of groups
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """What is simulated, in seconds and tokens. An episode samples `turns` times, with one tool call between
+    two turns; or, with `recorded`, as an episode did of a group that is drawn from these."""
+
+    buffer: BufferConfig = BufferConfig(groups_per_batch=8, episodes_per_group=4, group_policy="complete")
+    slots: int = 64
+    turns: int = 2
+    again: float = 0.0  # probability of one more turn, after these and after each that follows
+    tokens: LogNormal = LogNormal(20.0)  # of a turn
+    tool: LogNormal = LogNormal(0.0)  # seconds of a call
+    recorded: Recorded = ()
+    speed: float = 200.0  # tokens/s of one episode alone
+    rate: float = 4000.0  # tokens/s of all engines
+    base: float = 0.0  # n episodes that sample take max(1/speed, base + n/rate) seconds for a token each
+    train: float = 0.2  # seconds per batch, by its episodes
+    commit: float = 0.0  # seconds per batch, at its end: the optimizer's step, the snapshot
+    publish: float = 0.05  # seconds from a commit until the engines have the weights
+    ranks: int = 1
+    micro_tokens: int = 1 << 30  # of a micro-batch on one rank; more than a batch: batches are trained whole
+    computed: float = 1.0  # tokens that the trainer computes for each that was sampled
+    filtered: float = 0.0  # share of groups without a learning signal
+    limit: float = 60.0  # seconds that an episode may take
+
+
+class SimulatedStep(msgspec.Struct, frozen=True):
+    """Figures of one step. Times in seconds, lags in batches."""
+
+    limit: int  # on live groups, in it
+    lag: float  # mean, of the tokens within the bound
+    seconds: float  # from the last commit to this one
+    train: float  # seconds of these in which the trainer worked
+    rollout: float  # in which the engines worked
+    masked: float  # share of the batch's model tokens that were over the bound
+    tokens: float  # sampled, of its batch, within the bound
+
+
+class _Play:
+    """An episode that runs: `left` turns are to be sampled, as `recorded` where there are any."""
+
+    def __init__(
+        self, episode: EpisodeRecord, left: int, recorded: Sequence[RecordedTurn], began: float
+    ) -> None:
+        self.episode, self.left, self.recorded, self.began = episode, left, recorded, began
+        self.turn_began, self.version, self.tokens = began, 0, 0.0
+        self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
+
+
+class Simulation:
+    """One run. Its flow control moves the live limit, unless buffer.target_staleness is a number."""
+
+    def __init__(self, workload: Workload, seed: int = 0) -> None:
+        self.w, self.now, self.random = workload, 0.0, Random(seed)
+        keys = workload.buffer
+        filters = workload.filtered > 0 and keys.episodes_per_group > 1
+        keys = replace(keys, filter_zero_variance=filters, retire_pass_rate=1.0)
+        prompts = Prompts(1, lambda epoch: [0])
+        self.buffer = ReplayBuffer(keys, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
+        self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
+        self.control = FlowControl(keys.groups_per_batch, keys.max_staleness)
+        self.crossings = Crossings(self.buffer.waiting_tokens, keys.max_staleness)
+        self.steps: list[SimulatedStep] = []
+        self._order = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        # The engines divide their rate equally. `served`: tokens of a turn that would run since the start.
+        self._served = 0.0
+        self._sampling: list[tuple[float, int, _Play]] = []  # (served at its end, order, episode)
+        self._groups: dict[int, tuple[tuple[tuple[RecordedTurn, ...], ...], bool]] = {}  # drawn; filtered
+        self._turns: dict[str, list[tuple[float, float, float]]] = {}  # of episodes that landed
+        self._held = 0  # slots
+        self._changed = True  # something may be admitted, begun or trained
+        self._working, self._micro, self._refused = False, 0, (-1, 0)
+        self._published: list[float] = []  # when the engines got version 1, 2 …
+        self._busy, self._worked, self._began = 0.0, 0.0, 0.0  # of the step: engines, trainer; its start
+        self._lags: list[tuple[np.ndarray, np.ndarray]] = []  # of the batch: lags, tokens
+
+    # -- time ----------------------------------------------------------------------------------------
+
+    def run(self, steps: int, changes: Mapping[int, Workload] = MappingProxyType({})) -> list[SimulatedStep]:
+        """One record per step. `changes`: by step, the workload from that step on."""
+        while len(self.steps) < steps:
+            self.w = changes.get(len(self.steps), self.w)
+            if self._changed:
+                self._changed = False
+                self._admit()
+                self._train()
+            self._next()
+        return self.steps
+
+    def _after(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), what))
+
+    def _next(self) -> None:
+        """The next event, or the end of the next turn, whichever is first."""
+        sampling = len(self._sampling)
+        rate = 1 / max(1 / self.w.speed, self.w.base + max(1, sampling) / self.w.rate)
+        ends = self.now + (self._sampling[0][0] - self._served) / rate if sampling else math.inf
+        at = min(ends, self._events[0][0] if self._events else math.inf)
+        if at == math.inf:
+            raise ValueError("the simulated run waits for nothing: its workload cannot fill a batch")
+        self._served += rate * (at - self.now)
+        self._busy += (at - self.now) * bool(sampling)
+        self.now = at
+        if ends <= at:
+            self._turn_ended(heapq.heappop(self._sampling)[2])
+        else:
+            heapq.heappop(self._events)[2]()
+
+    # -- rollout -------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Rule 1, then rule 2, as the coordinator follows them."""
+        slots, version = self.w.slots, len(self._published)
+        while self.buffer.can_admit(slots - self._held - self.buffer.waiting, slots):
+            self.buffer.admit(self.buffer.committed, self.now)
+        if not self.buffer.waiting:
+            return
+        for needed, episode in pending(self.buffer):
+            if self._held >= slots:
+                return
+            if needed <= version:
+                self._begin(episode, version)
+            elif self.buffer.config.on_stale != "hold":
+                return  # later ones need no older weights
+
+    def _begin(self, episode: EpisodeRecord, version: int) -> None:
+        self._held += 1
+        self.buffer.assign(episode, "", 0, version, self.now)
+        group, random = self.buffer.live[episode.group], self.random
+        if group.id not in self._groups:
+            drawn = random.choice(self.w.recorded) if self.w.recorded else ()
+            self._groups[group.id] = drawn, random.random() < self.w.filtered
+            if group.patience < math.inf:
+                self._after(group.patience, self._deadline)
+        drawn, _ = self._groups[group.id]
+        if drawn:  # a group of more members than were recorded has some twice
+            recorded = drawn[episode.member] if episode.member < len(drawn) else random.choice(drawn)
+            turns = len(recorded)
+        else:
+            recorded, turns = (), self.w.turns
+            while random.random() < self.w.again:
+                turns += 1
+        self._sample(_Play(episode, turns, recorded, self.now))
+
+    def _deadline(self) -> None:
+        self.buffer.tick(self.now)
+        self._changed = True
+
+    def _sample(self, play: _Play) -> None:
+        play.tokens = play.recorded[-play.left].tokens if play.recorded else self.w.tokens.draw(self.random)
+        play.turn_began, play.version = self.now, len(self._published)
+        heapq.heappush(self._sampling, (self._served + play.tokens, next(self._order), play))
+
+    def _turn_ended(self, play: _Play) -> None:
+        tokens, episode = max(1, round(play.tokens)), play.episode
+        play.turns.append((play.turn_began, self.now, play.tokens))
+        self.buffer.waiting_tokens.begin(episode.uid, self.now, play.tokens)
+        computed = max(tokens, round(tokens * self.w.computed))
+        self.buffer.turn(episode, computed, tokens, play.version, len(self._published))
+        wait = play.recorded[-play.left].wait if play.recorded else math.nan
+        play.left -= 1
+        left = self.w.limit - (self.now - play.began)
+        if left <= 0 or not (play.left or play.recorded):
+            self._landed(play)
+            return
+        seconds = min(wait if play.recorded else self.w.tool.draw(self.random), left)
+        goes_on = self._sample if play.left else self._landed
+        self._after(seconds, lambda: goes_on(play))
+
+    def _landed(self, play: _Play) -> None:
+        """Rewards of a group differ, unless it is to be filtered."""
+        episode, self._changed = play.episode, True
+        self._held -= 1
+        self._turns[episode.uid] = play.turns
+        _, filtered = self._groups[episode.group]
+        result = EpisodeResult(0.0 if filtered else float(episode.member))
+        self.buffer.finish(episode, result, EpisodeStats(len(play.turns)), self.now)
+
+    # -- training ------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Ask for the next micro-batch, unless nothing changed since the last one was refused."""
+        known = self.buffer.tally.states[State.READY], self.buffer.refills
+        if self._working or known == self._refused:
+            return
+        uids = self.batches.plan(self.buffer.committed, self._micro, self.w.ranks)
+        self._refused = (-1, 0) if uids is not None else known
+        if uids is None:
+            return
+        self._working = True
+        if not uids:
+            self._worked += self.w.commit
+            self._after(self.w.commit, self._commit)
+            return
+        self._micro += 1
+        turns = np.array([turn for uid in uids for turn in self._turns.pop(uid)])
+        sampled = turns[:, 1] - np.outer(PARTS, turns[:, 1] - turns[:, 0])
+        versions = np.searchsorted(np.array(self._published), sampled, "right")
+        self._lags.append((self.buffer.committed - versions, np.broadcast_to(turns[:, 2], versions.shape)))
+        seconds = self.w.train * len(uids) / self.w.buffer.batch_size
+        self._worked += seconds
+        self._after(seconds, self._trained)
+
+    def _trained(self) -> None:
+        self._working, self._changed = False, True
+
+    def _publish(self) -> None:
+        self._published.append(self.now)
+        self._changed = True
+
+    def _commit(self) -> None:
+        step, live = self.buffer.committed, self.buffer.tally.open(self.buffer.committed)
+        self.batches.commit(step + 1, self.batches.batches[step].uids)
+        self.batches.retain(step + 1)
+        self.buffer.changes()  # kept for a store, which there is not
+        self._after(self.w.publish, self._publish)
+        lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
+        tokens, over = tokens / PARTS.size, lags > self.buffer.config.max_staleness
+        total, useful = float(tokens.sum()), float(tokens[~over].sum())
+        masked, lag = (
+            float(tokens[over].sum()) / total,
+            float((lags * tokens)[~over].sum()) / max(1e-9, useful),
+        )
+        seconds = self.now - self._began
+        limit = self.buffer.live_limit
+        self.steps.append(SimulatedStep(limit, lag, seconds, self._worked, self._busy, masked, useful))
+        crossed = self.crossings.committed(masked, total, self.now)
+        if self.buffer.config.target_staleness == "auto":
+            grows = 1 - self._worked / seconds >= BUSY and live >= limit
+            self.control.update([(crossed, self.buffer.config.stale_budget)], grows)
+            self.buffer.live_limit = self.control.limit
+        self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0
+        self._working, self._micro, self._changed = False, 0, True
