@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import collections
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
 from asyncrl.conversation.commands import (
     CallTools,
     Command,
@@ -118,7 +120,7 @@ def setups(draw: st.DrawFn) -> Rules:
         **limits,
         chat=FakeChat(draw(st.sampled_from([(), (), ("user",), ("tool",), ("user", "tool")]))),
         environment=draw(st.booleans()),
-        history=draw(st.sampled_from(["fold", "fold", "fork", "append"])),
+        history=draw(st.sampled_from(["fold", "fold", "fork", "fork", "append"])),
     )
 
 
@@ -356,7 +358,38 @@ def rewards_are_all_counted_once(play: Played) -> None:
     assert len(done.result.turn_rewards) == len(play.last.turns)
 
 
+def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
+    """Its requests are the conversation as the machine has it; rows of an agent are never folded."""
+    made, branches = play.made, Branches(play.made)
+    if made.config.history != "fork":
+        return
+    for state, event in zip_longest(play.states, play.events):
+        messages, ends = conversation(made, state), EpisodeEnd
+        match state.command:
+            case Generate() as asked:
+                place = branches.place(AgentRequest(messages, state.opened.tools))
+                assert isinstance(place, Placement) and isinstance(event, TurnGenerated)
+                assert (place.ids, place.max_new_tokens) == (asked.ids, asked.max_new_tokens)
+                branches.add(place, branches.turn(place, event.generation))
+            case Score(end=ends.LENGTH) if state.turns[-1].stop is StopReason.LENGTH:
+                assert branches.end is EpisodeEnd.LENGTH
+            case Score(end=ends.LENGTH | ends.MAX_ROWS | ends.MAX_TURNS as end):
+                more = (Message("user", "more"),) if end is ends.MAX_TURNS else ()
+                found = branches.place(AgentRequest(messages + more, state.opened.tools))
+                assert isinstance(found, Refusal) and found.end is branches.end is end
+                REFUSED.add(end)
+            case Fail(reason=FailReason.PROMPT_TOO_LONG):
+                found = branches.place(AgentRequest(messages, state.opened.tools))
+                assert isinstance(found, Refusal)
+                assert found.end is EpisodeEnd.LENGTH
+    shown = [(turn.index, turn.row, turn.context, turn.ids) for turn in play.last.turns]
+    assert [(turn.index, turn.row, turn.context, turn.ids) for turn in branches.turns] == shown
+    assert [row.ids for row in branches.rows] == list(play.last.rows)
+
+
+REFUSED: set[EpisodeEnd] = set()
 PROMISES = (
+    an_agent_gets_the_same_rows_and_limits,
     every_episode_ends_within_its_limits,
     every_prompt_leaves_room,
     rows_are_exactly_what_the_engine_read_and_wrote,
@@ -389,3 +422,4 @@ def test_promises() -> None:
     assert seen.keys() >= {*EpisodeEnd} - {EpisodeEnd.TIMEOUT}
     assert seen.keys() >= {FailReason.PROMPT_TOO_LONG, FailReason.MISALIGNED, FailReason.ENVIRONMENT_ERROR}
     assert seen["folded"] and seen["three rows"]
+    assert {EpisodeEnd.LENGTH, EpisodeEnd.MAX_ROWS, EpisodeEnd.MAX_TURNS} == REFUSED
