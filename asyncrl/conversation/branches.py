@@ -129,8 +129,8 @@ class Branches:
     # -- a request -----------------------------------------------------------------------------------
 
     def find(self, request: AgentRequest, count: int) -> list[Turn | Placement] | Refusal:
-        """For each of `count` answers the place it goes to, or the turn that it is: one that was not
-        delivered. ConfigError when the template cannot write its messages."""
+        """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. ConfigError
+        when the template cannot write the messages."""
         found: list[Turn | Placement] = []
         for _ in range(count):
             try:

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.chat_probe import TemplateProbe, alike
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
+from asyncrl.conversation.chunks import ChunkEncoder
 from asyncrl.conversation.commands import Cut
-from asyncrl.conversation.pieces import PieceEncoder
 from asyncrl.conversation.shorten import CHARACTERS, shorten
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
@@ -56,7 +56,7 @@ class Chat:
         self._probe = TemplateProbe(self._render, controls)
         written = self._probe.written(str(tokenizer.chat_template))
         self._leads, self._closings = self._probe.around()
-        self._encode = PieceEncoder(tokenizer, written)
+        self._encode = ChunkEncoder(tokenizer, written)
         self._control = _any_of({*filter(_no_word, written), *_special(tokenizer)})
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         stops = [*(controls[token] for token in self._probe.stops()), *eos, *ends]

@@ -1,7 +1,7 @@
 """The text of a turn while it is sampled: does it end at a text, and what may be read of it already.
 
     ids so far --decode what is new--> text --a stop text in it?--> the turn ends with this id
-                                        └--what is certain of its content and reasoning--> told
+                                        └--what is certain of its content and reasoning--> on_text
 
 A turn that ends at a text keeps the whole token in which the text ends: every id of the row was sampled.
 """
@@ -14,8 +14,8 @@ from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import parse_turn
 from asyncrl.conversation.parsers.base import THINK, CallFormat
 
-Told = Callable[[str, str], None]
-"""Called with what is new of a turn's reasoning and of its content; both together are never empty."""
+OnText = Callable[[str, str], None]
+"""Called with the new text of a turn's reasoning and of its content; both together are never empty."""
 
 _UNFINISHED = "\ufffd"  # at the end of a text: a character of which not all bytes are there
 _BYTES = 8  # tokens after which bytes that make no character are text all the same
@@ -50,12 +50,23 @@ class GrowingText:
 
 class TurnWatch:
     """A `Watch` (engines/base.py) of one turn: ends it at the first of the texts `stops`. `prompt`: the end
-    of the turn's prompt; `told`, if given, hears of the turn as it grows."""
+    of the turn's prompt; `on_text`, if given, is called as the turn grows."""
 
     def __init__(
-        self, rules: Rules, tools: tuple[str, ...], stops: tuple[str, ...], prompt: str, told: Told | None
+        self,
+        rules: Rules,
+        tools: tuple[str, ...],
+        stops: tuple[str, ...],
+        prompt: str,
+        on_text: OnText | None,
     ) -> None:
-        self._rules, self._tools, self._stops, self._prompt, self._told = rules, tools, stops, prompt, told
+        self._rules, self._tools, self._stops, self._prompt, self._on_text = (
+            rules,
+            tools,
+            stops,
+            prompt,
+            on_text,
+        )
         self._longest = max(map(len, stops), default=0)
         self._count, self._text = 0, GrowingText(rules.chat.decode)
         self._parsed, self._reasoning, self._content = 0, "", ""
@@ -72,8 +83,8 @@ class TurnWatch:
         text = self._text.text
         since = max(0, known - self._longest + 1)
         ended = any(text.find(stop, since) >= 0 for stop in self._stops)
-        if self._told is not None and not ended:
-            self._tell(text[: self._certain(text)], self._told)
+        if self._on_text is not None and not ended:
+            self._tell(text[: self._certain(text)], self._on_text)
         return ended
 
     def _certain(self, text: str) -> int:
@@ -84,20 +95,20 @@ class TurnWatch:
             size = min([size, *(at for at in marks if at >= 0)])
         return size
 
-    def _tell(self, text: str, told: Told) -> None:
+    def _tell(self, text: str, on_text: OnText) -> None:
         if len(text) - self._parsed <= len(text) // _SHARE:
             return
         self._parsed = len(text)
         try:
             parsed = parse_turn(self._rules.parse, text, self._tools, self._prompt)
         except Exception:  # a parser of the user's; that of a whole turn is reported
-            self._told = None
+            self._on_text = None
             return
         new = parsed.reasoning.removeprefix(self._reasoning), parsed.content.removeprefix(self._content)
         grown = parsed.reasoning.startswith(self._reasoning) and parsed.content.startswith(self._content)
         if grown and any(new):
             self._reasoning, self._content = parsed.reasoning, parsed.content
-            told(*new)
+            on_text(*new)
 
 
 def _overlap(text: str, held: str) -> int:

@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.isolation.calls import GRACE, abandon, begin
+from asyncrl.isolation.calls import GRACE, cancel_later, start
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
 
@@ -68,7 +68,7 @@ class Verifiers(Environment):
         self._playing: asyncio.Task[float] | None = None
 
     async def reset(self, sample: Sample) -> Observation:
-        self._playing = begin(functools.partial(self._play, self._task(sample)))
+        self._playing = start(functools.partial(self._play, self._task(sample)))
         messages = (await self._next()).messages
         for begun, prompt in zip_longest(messages[: len(sample.prompt)], sample.prompt):
             if begun is None or (begun.role, begun.content) != (prompt.role, prompt.content):
@@ -92,7 +92,7 @@ class Verifiers(Environment):
 
     async def close(self) -> None:
         if self._playing is not None:
-            abandon(self._playing)
+            cancel_later(self._playing)
             await asyncio.wait({self._playing}, timeout=GRACE)
 
     def _task(self, sample: Sample) -> Any:

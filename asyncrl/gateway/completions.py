@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.conversation.branches import AgentRequest
-from asyncrl.gateway.wire import (
+from asyncrl.gateway.openai import (
     MODEL,
     AgentReply,
     AnswerFormat,
@@ -20,7 +20,7 @@ from asyncrl.gateway.wire import (
     Event,
     Limit,
     ModelName,
-    ToldText,
+    StreamedText,
     agent_request,
     calls_of,
     new_id,
@@ -128,7 +128,10 @@ class ChatExchange:
         most, messages = min(limits, default=None), _messages(sent.messages)
         self.ask = agent_request(sent, messages, sent.tools or (), most, sent.response_format, stops)
         self.count, self.logprobs = sent.n or 1, bool(sent.logprobs)
-        self._head, self._told = _head("chat.completion.chunk"), [ToldText() for _ in range(self.count)]
+        self._head, self._streamed = (
+            _head("chat.completion.chunk"),
+            [StreamedText() for _ in range(self.count)],
+        )
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         choices = [
@@ -146,17 +149,17 @@ class ChatExchange:
         for index in range(self.count):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
-    def told(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        self._told[index].reasoning += reasoning
-        self._told[index].content += content
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
+        self._streamed[index].reasoning += reasoning
+        self._streamed[index].content += content
         for key, text in (("reasoning_content", reasoning), ("content", content)):
             if text:
                 yield self._delta(index, {key: text})
 
     def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
-        """What was not told yet, one chunk per call, the end."""
+        """Stream what was not streamed yet, one chunk per call, the end."""
         for index, (reply, text) in enumerate(zip(replies, texts, strict=True)):
-            yield from self.told(index, *self._told[index].rest(reply.message))
+            yield from self.delta(index, *self._streamed[index].rest(reply.message))
             for number, call in enumerate(calls_of(reply)):
                 yield self._delta(index, {"tool_calls": [{"index": number, **call.openai()}]})
             yield self._delta(index, {}, _finish(reply), _logprobs(reply, text) if self.logprobs else None)

@@ -19,7 +19,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from asyncrl.conversation.branches import AgentRequest
-from asyncrl.gateway.wire import (
+from asyncrl.gateway.openai import (
     MODEL,
     AgentReply,
     AnswerFormat,
@@ -29,7 +29,7 @@ from asyncrl.gateway.wire import (
     Event,
     Limit,
     ModelName,
-    ToldText,
+    StreamedText,
     agent_request,
     calls_of,
     new_id,
@@ -63,7 +63,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect, as have those in wire.IGNORED."""
+    """The body of a request. Fields that are not here have no effect, as have those in openai.IGNORED."""
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
@@ -159,14 +159,14 @@ class ResponsesExchange:
         messages, tools = _messages((*first, *items)), map(_tool, sent.tools or ())
         self.ask = agent_request(sent, messages, tools, sent.max_output_tokens, self._format)
         self._id, self._created = new_id("resp"), int(time.time())
-        self._told = ToldText()
+        self._streamed = StreamedText()
         self._open: list[str] = []  # the kinds of the items begun: reasoning, message
         self._events = 0
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         [reply] = replies
         message = reply.message
-        kinds = [*self._open]  # what was told has its place already
+        kinds = [*self._open]  # what was streamed has its place already
         if message.reasoning and "reasoning" not in kinds:
             kinds.append("reasoning")
         if "message" not in kinds and (message.content or not message.tool_calls):
@@ -194,18 +194,18 @@ class ResponsesExchange:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
-    def told(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        self._told.reasoning += reasoning
-        self._told.content += content
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
+        self._streamed.reasoning += reasoning
+        self._streamed.content += content
         for kind, text in (("reasoning", reasoning), ("message", content)):
             if text:
                 yield from self._begun(kind)
                 yield self._text(kind, "delta", delta=text)
 
     def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
-        """What was not told yet, the ends of the items, one item per call, the end."""
+        """Stream what was not streamed yet, the ends of the items, one item per call, the end."""
         [reply] = replies
-        yield from self.told(0, *self._told.rest(reply.message))
+        yield from self.delta(0, *self._streamed.rest(reply.message))
         if not self._open and not reply.message.tool_calls:
             yield from self._begun("message")
         response = self.whole(replies, texts)
@@ -232,7 +232,7 @@ class ResponsesExchange:
         if not self._open:
             return
         kind, at = self._open[-1], len(self._open) - 1
-        text = self._told.reasoning if kind == "reasoning" else self._told.content
+        text = self._streamed.reasoning if kind == "reasoning" else self._streamed.content
         yield self._text(kind, "done", text=text)
         if kind == "message":
             yield self._event("response.content_part.done", **self._part(kind), part=_output_text(text))

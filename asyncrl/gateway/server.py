@@ -3,7 +3,7 @@
     agent program ──key, request──► Exchange ──► Host ──AgentReply | Refusal──► JSON, or a stream of events
 
 A key is random and names one episode, as long as that runs. Errors are answered in OpenAI's format, and none
-ends the server. A stream tells the text of a turn as it is sampled; calls, and the end, when it is durable.
+ends the server. A stream has the text of a turn as it is sampled; calls, and the end, when it is durable.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from aiohttp import web
 
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.gateway import completions, responses, wire
-from asyncrl.gateway.wire import AgentReply, ApiError, Event, Exchange, ToldOf
+from asyncrl.gateway import completions, openai, responses
+from asyncrl.gateway.openai import AgentReply, ApiError, Event, Exchange, OnDelta
 
 log = logging.getLogger("asyncrl.gateway")
 
@@ -39,16 +39,16 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     base_url: str
     api_key: str
-    model: str = wire.MODEL
+    model: str = openai.MODEL
 
 
 class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
 
     async def answer(
-        self, ask: AgentRequest, count: int, told: ToldOf | None
+        self, ask: AgentRequest, count: int, on_delta: OnDelta | None
     ) -> Sequence[AgentReply] | Refusal:
-        """`count` answers; `told`, if given, hears of each as it grows. ConfigError: the template cannot
+        """`count` answers; `on_delta`, if given, is called as each grows. ConfigError: the template cannot
         write the messages. Anything else it raises ends the episode."""
 
     def lose(self, reply: AgentReply) -> None:
@@ -64,8 +64,8 @@ class _Admitted:
     running: set[Answering] = field(default_factory=set)
 
 
-_News = tuple[int, str, str]
-"""What is new of an answer: see `ToldOf`."""
+_Delta = tuple[int, str, str]
+"""The number of an answer, and the new text of its reasoning and of its content."""
 
 
 class Gateway:
@@ -112,25 +112,25 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json({"object": "list", "data": [wire.model()]})
+        return _json({"object": "list", "data": [openai.model()]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json(wire.model(request.match_info["name"]))  # requests may have any name for it
+        return _json(openai.model(request.match_info["name"]))  # requests may have any name for it
 
     async def _exchange(self, read: Callable[[bytes], Exchange], request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)  # before the body is read
         async with asyncio.timeout(READ_SECONDS):
             asked = read(await request.read())
-        news, stream = asyncio.Queue[_News](), bool(asked.request.stream)
-        self._log_unheeded(wire.unheeded(asked))
-        told: ToldOf | None = (lambda *what: news.put_nowait(what)) if stream else None
-        task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, told))
+        deltas, stream = asyncio.Queue[_Delta](), bool(asked.request.stream)
+        self._log_unheeded(openai.unheeded(asked))
+        on_delta: OnDelta | None = (lambda *what: deltas.put_nowait(what)) if stream else None
+        task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, on_delta))
         admitted.running.add(task)
         task.add_done_callback(admitted.running.discard)
         try:
             if stream:
-                return await self._stream(request, asked, task, news)
+                return await self._stream(request, asked, task, deltas)
             replies = await _outcome(task)
             response = _json(asked.whole(replies, self._texts(asked, replies)))
             await response.prepare(request)
@@ -143,20 +143,20 @@ class Gateway:
             raise
 
     async def _stream(
-        self, request: web.Request, asked: Exchange, task: Answering, news: asyncio.Queue[_News]
+        self, request: web.Request, asked: Exchange, task: Answering, deltas: asyncio.Queue[_Delta]
     ) -> web.StreamResponse:
-        """Server-sent events, as there is something to tell. An error before the first one is an answer of
-        its own; later it is told by an event."""
-        heard = await _next(news, task)
-        replies = await _outcome(task) if heard is None else ()
+        """Stream events as the text grows. An error before the first event is an answer of its own, and an
+        event later."""
+        delta = await _next(deltas, task)
+        replies = await _outcome(task) if delta is None else ()
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
         await _send(response, asked.begin())
-        while heard is not None:
-            await _send(response, asked.told(*heard))
-            heard = await _next(news, task)
+        while delta is not None:
+            await _send(response, asked.delta(*delta))
+            delta = await _next(deltas, task)
         try:
             replies = replies or await _outcome(task)
         except Exception as error:
@@ -198,7 +198,7 @@ async def _outcome(task: Answering) -> Sequence[AgentReply]:
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
     if isinstance(found, Refusal):
-        raise wire.refused(found)
+        raise openai.refused(found)
     return found
 
 
@@ -210,9 +210,9 @@ def _finished(task: Answering) -> Sequence[AgentReply]:
     return () if isinstance(found, Refusal) else found
 
 
-async def _next(news: asyncio.Queue[_News], task: Answering) -> _News | None:
-    """What is to be told next; None when the task is done and all was told."""
-    getting = asyncio.ensure_future(news.get())
+async def _next(deltas: asyncio.Queue[_Delta], task: Answering) -> _Delta | None:
+    """Wait for the next new text; None when the task is done and all was streamed."""
+    getting = asyncio.ensure_future(deltas.get())
     try:
         await asyncio.wait([getting, task], return_when=asyncio.FIRST_COMPLETED)
         return getting.result() if getting.done() else None
@@ -239,7 +239,7 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _error(request: web.Request, error: Exception) -> ApiError:
-    """What a client is told of an error."""
+    """Return the error that a client gets."""
     match error:
         case ApiError():
             return error

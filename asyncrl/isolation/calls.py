@@ -50,10 +50,10 @@ async def call_user(
     that it raises is an Exception. A task is in `running` as long as it is waited for; something is in `live`
     until the function has really ended, which may be later.
     """
-    work = partial(_live, function, blocking, live if live is not None else set())
+    work = partial(_run_counted, function, blocking, live if live is not None else set())
     if seconds is None:
         return await work()
-    task = begin(work)
+    task = start(work)
     running = running if running is not None else set()
     running.add(task)
     try:
@@ -61,7 +61,7 @@ async def call_user(
     finally:
         running.discard(task)
         if not task.done():
-            abandon(task)
+            cancel_later(task)
     if not task.done():
         raise CallTimeout(f"no reply within {seconds:g} s")
     if task.cancelled():
@@ -69,26 +69,35 @@ async def call_user(
     return task.result()
 
 
-def begin(work: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
-    """A task whose errors are Exceptions, whatever is raised. The caller must `abandon` it in the end. `work`
-    is not called if it is cancelled before it has begun."""
-    return asyncio.get_running_loop().create_task(_without_exits(work))
+def start(work: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
+    """Start a task whose errors are Exceptions: SystemExit and KeyboardInterrupt, which would end the event
+    loop, become RuntimeError. The caller must `cancel_later` it in the end. `work` is not called if the task
+    is cancelled before it has begun."""
+
+    async def without_exits() -> Any:
+        try:
+            return await work()
+        except (SystemExit, KeyboardInterrupt) as problem:
+            raise RuntimeError(one_line(problem)).with_traceback(problem.__traceback__) from None
+
+    return asyncio.get_running_loop().create_task(without_exits())
 
 
-def abandon(task: asyncio.Task[Any]) -> None:
-    """Cancel it; a coroutine that ignores this is closed later, as it would keep the loop from ending."""
+def cancel_later(task: asyncio.Task[Any]) -> None:
+    """Cancel it, and do not wait; a coroutine that ignores this is closed GRACE seconds later, as it would
+    keep the loop from ending."""
+
+    def close() -> None:
+        if not task.done():
+            with suppress(Exception):  # its cleanup is users' code, too
+                task.get_coro().close()  # type: ignore[union-attr]
+            task.cancel()
+
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     task.add_done_callback(_retrieve)
     task.cancel()
-    task.get_loop().call_later(GRACE, _force, task)
-
-
-def _force(task: asyncio.Task[Any]) -> None:
-    if not task.done():
-        with suppress(Exception):  # its cleanup is users' code, too
-            task.get_coro().close()  # type: ignore[union-attr]
-        task.cancel()
+    task.get_loop().call_later(GRACE, close)
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
@@ -97,27 +106,20 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-async def _without_exits(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Turn SystemExit and KeyboardInterrupt, which would end the event loop, into RuntimeError."""
-    try:
-        return await work()
-    except (SystemExit, KeyboardInterrupt) as problem:
-        raise RuntimeError(one_line(problem)).with_traceback(problem.__traceback__) from None
-
-
-async def _live(function: Callable[[], Any], blocking: bool, live: set[object]) -> Any:
+async def _run_counted(function: Callable[[], Any], blocking: bool, live: set[object]) -> Any:
+    """Call the function; a token of it is in `live` until it has really ended, in its thread, too."""
     live.add(token := object())
+
+    def call() -> Any:
+        try:
+            return function()
+        finally:
+            live.discard(token)
+
     if blocking:
-        return await in_thread(lambda: _ending(function, live, token), "tool")
+        return await in_thread(call, "tool")
     try:
         return await _inline(function)
-    finally:
-        live.discard(token)
-
-
-def _ending(function: Callable[[], Any], live: set[object], token: object) -> Any:
-    try:
-        return function()
     finally:
         live.discard(token)
 
@@ -159,11 +161,11 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     """Call it in a daemon thread of its own: if it never returns, it blocks neither a pool nor the end of the
     process. It goes on running when this is cancelled."""
     future: Future[Any] = Future()
-    threading.Thread(target=_fulfil, args=(function, future), daemon=True, name=name).start()
+    threading.Thread(target=_set_result, args=(function, future), daemon=True, name=name).start()
     return await asyncio.wrap_future(future)
 
 
-def _fulfil(function: Callable[[], Any], future: Future[Any]) -> None:
+def _set_result(function: Callable[[], Any], future: Future[Any]) -> None:
     """Call it in this thread. A future carries Exceptions, but for StopIteration."""
     error: BaseException | None = None
     result = None
@@ -195,7 +197,7 @@ class OwnThread:
         """What it returns, or raises; it goes on when this is cancelled. CallTimeout: no new thread."""
         thread = self._started()
         future: Future[Any] = Future()
-        self._calls.put(partial(_fulfil, function, future))
+        self._calls.put(partial(_set_result, function, future))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -238,12 +240,13 @@ class LoopThread:
     async def call(self, function: Callable[[], Any]) -> Any:
         """What a function returns, or raises. A coroutine function runs in that loop, another in a thread of
         its own. When this is cancelled the coroutine is, too, and has CLOSE_SECONDS to end."""
-        if not inspect.iscoroutinefunction(inspect.unwrap(_innermost(function))):
-            result = await in_thread(function, self._name)
-            if not inspect.isawaitable(result):
-                return result
-            function = partial(_awaited, result)
-        return await self._beside(function)
+        called: Any = function
+        while isinstance(called, partial):
+            called = called.func
+        if inspect.iscoroutinefunction(inspect.unwrap(called)):
+            return await self._beside(function)
+        result = await in_thread(function, self._name)
+        return await self._beside(partial(_inline, lambda: result)) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         """Let the thread end."""
@@ -254,7 +257,7 @@ class LoopThread:
         tasks: list[asyncio.Task[Any]] = []
 
         async def work() -> Any:
-            tasks.append(begin(function))
+            tasks.append(start(function))
             return await tasks[0]
 
         def cancel() -> None:  # a turn of that loop later, it finds what `work` has begun
@@ -279,13 +282,3 @@ class LoopThread:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
         return self._loop
-
-
-def _innermost(function: Any) -> Any:
-    while isinstance(function, partial):
-        function = function.func
-    return function
-
-
-async def _awaited(result: Any) -> Any:
-    return await result

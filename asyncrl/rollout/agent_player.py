@@ -20,10 +20,10 @@ from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Ref
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.forms import grammar
 from asyncrl.conversation.turns import opening, problem, scored
-from asyncrl.conversation.watch import Told, TurnWatch
+from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
-from asyncrl.gateway.wire import AgentReply, ToldOf
+from asyncrl.gateway.openai import AgentReply, OnDelta
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
@@ -72,14 +72,14 @@ class AgentHost:
         self._changed = Notifier()  # there is one more turn
 
     async def answer(
-        self, request: AgentRequest, count: int, told: ToldOf | None
+        self, request: AgentRequest, count: int, on_delta: OnDelta | None
     ) -> Sequence[AgentReply] | Refusal:
         found = self._branches.find(request, count)
         if isinstance(found, Refusal):
             return found
         try:
             with self._idle.paused():
-                return await self._together(found, told)
+                return await self._together(found, on_delta)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
@@ -88,10 +88,10 @@ class AgentHost:
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)
 
-    async def _together(self, found: list[Turn | Placement], told: ToldOf | None) -> list[AgentReply]:
+    async def _together(self, found: list[Turn | Placement], on_delta: OnDelta | None) -> list[AgentReply]:
         """All answers to a request, once they are durable. When one fails, or the client leaves, none is left
         under way, and none counts as delivered."""
-        answers = [self._one(one, told and partial(told, index)) for index, one in enumerate(found)]
+        answers = [self._one(one, on_delta and partial(on_delta, index)) for index, one in enumerate(found)]
         tasks = list(map(asyncio.ensure_future, answers))
         try:
             replies = await asyncio.gather(*tasks)
@@ -104,15 +104,15 @@ class AgentHost:
             raise
         return replies
 
-    async def _one(self, found: Turn | Placement, told: Told | None) -> AgentReply:
+    async def _one(self, found: Turn | Placement, on_text: OnText | None) -> AgentReply:
         """Of a turn that was not delivered, a recorded one, or one that is sampled and posted."""
-        turn = found if isinstance(found, Turn) else await self._turn(found, told)
+        turn = found if isinstance(found, Turn) else await self._turn(found, on_text)
         row = self._branches.rows[turn.row]
         return AgentReply(self._branches.said(turn), turn, len(row.ids) - len(turn.ids))
 
-    async def _turn(self, place: Placement, told: Told | None) -> Turn:
+    async def _turn(self, place: Placement, on_text: OnText | None) -> Turn:
         try:
-            return await self._recorded(place) or await self._sample(place, told)
+            return await self._recorded(place) or await self._sample(place, on_text)
         finally:
             self._branches.cancel(place)
 
@@ -127,12 +127,12 @@ class AgentHost:
             await self._changed.wait()
         return None
 
-    async def _sample(self, place: Placement, told: Told | None) -> Turn:
+    async def _sample(self, place: Placement, on_text: OnText | None) -> Turn:
         rules, asked = self._run.context.rules, place.request
         prompt = opening(rules, place.context)
         watch = None
-        if asked.stops or told:
-            watch = TurnWatch(rules, asked.tools, asked.stops, prompt, told)
+        if asked.stops or on_text:
+            watch = TurnWatch(rules, asked.tools, asked.stops, prompt, on_text)
         form = grammar(asked.form, asked.tools, rules.parse, prompt)
         generation = await self._run.generate(place.ids, place.max_new_tokens, place.session, watch, form)
         if trouble := problem(rules.chat.stop_ids, place.max_new_tokens, generation):

@@ -66,21 +66,21 @@ class NodeKernel:
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._pieces: dict[tuple[int | None, torch.dtype], list[NodePart]] = {}
+        self._chunks: dict[tuple[int | None, torch.dtype], list[NodePart]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         kind = scoring.window, query.dtype
-        if kind not in self._pieces:
-            self._pieces[kind] = list(_pieces(self._forest, *kind))
+        if kind not in self._chunks:
+            self._chunks[kind] = list(_chunks(self._forest, *kind))
         found = [
-            _attend(query[:, piece.queries], key[:, piece.keys], value[:, piece.keys], piece.mask, scoring)
-            for piece in self._pieces[kind]
+            _attend(query[:, chunk.queries], key[:, chunk.keys], value[:, chunk.keys], chunk.mask, scoring)
+            for chunk in self._chunks[kind]
         ]
         return torch.cat(found, dim=1).transpose(0, 1)  # nodes lie in the sequence one after another
 
 
-def _pieces(forest: Forest, window: int | None, dtype: torch.dtype) -> Iterator[NodePart]:
-    """Whole nodes without ancestors, others in pieces of QUERIES: few keys are computed that none may see."""
+def _chunks(forest: Forest, window: int | None, dtype: torch.dtype) -> Iterator[NodePart]:
+    """Whole nodes without ancestors, others in chunks of QUERIES: few keys are computed that none may see."""
     for path, size in zip(map(torch.from_numpy, forest.paths), forest.sizes, strict=True):
         if len(path) == size and window is None:
             yield NodePart(path, path, None)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.isolation.sandbox.wire import ISOLATION as ISOLATION
-from asyncrl.isolation.sandbox.wire import SandboxLimits as SandboxLimits
+from asyncrl.isolation.sandbox.frames import ISOLATION as ISOLATION
+from asyncrl.isolation.sandbox.frames import SandboxLimits as SandboxLimits
 
 RunKind = Literal["cell", "program", "shell"]
 """`cell`: statements for the interpreter that keeps its variables; a last expression is printed. Over time it

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asyncrl.isolation.sandbox import kernel, landlock, seccomp
+from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import check, libc, prctl, syscall
-from asyncrl.isolation.sandbox.wire import SandboxLimits
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
@@ -50,7 +50,7 @@ class ConfinementPlan(NamedTuple):
 
 class Confinement(NamedTuple):
     """What `confine` achieved. `home`: the code's directory. `holds`: the isolation in force (words of
-    wire.ISOLATION). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the value for
+    frames.ISOLATION). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the value for
     RLIMIT_NPROC, which counts all processes of a user. `files`: descriptor of a Landlock ruleset for the
     code's processes, or -1 for none. `filtered`: seccomp works here. `notes`: what the kernel refused."""
 

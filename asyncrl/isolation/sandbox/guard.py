@@ -7,9 +7,9 @@ import signal
 import sys
 
 from asyncrl.isolation.sandbox import confine, emptying, processes
+from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from asyncrl.isolation.sandbox.warden import Warden
-from asyncrl.isolation.sandbox.wire import SandboxLimits
 
 START = """import sys
 sys.path.insert(0, {root!r})

@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from asyncrl.isolation.sandbox import wire
+from asyncrl.isolation.sandbox import frames
 
 ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST; the module ast is slow to import
 SHOWN_FRAMES = 6
@@ -25,8 +25,8 @@ def serve_cells(control: int) -> NoReturn:
     to the present standard output. EOFError when the socket closes."""
     main, process, output = fresh_main(), os.getpid(), os.dup(1)
     while True:
-        number, size = CELL.unpack(wire.read_exactly(control, CELL.size))
-        source = wire.read_exactly(control, size)
+        number, size = CELL.unpack(frames.read_exactly(control, CELL.size))
+        source = frames.read_exactly(control, size)
         open_streams(output)
         raised = _raises(source, f"<cell {number}>", main)
         _flush()

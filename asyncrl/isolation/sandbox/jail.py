@@ -27,7 +27,7 @@ from pathlib import Path
 
 from asyncrl.errors import one_line
 from asyncrl.isolation.calls import in_thread
-from asyncrl.isolation.sandbox import emptying, wire
+from asyncrl.isolation.sandbox import emptying, frames
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,
     RunEnding,
@@ -49,10 +49,10 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 ROOT = Path(__file__).resolve().parents[3]
 ENDINGS = {
-    wire.DONE: RunEnding.DONE,
-    wire.FAILED: RunEnding.FAILED,
-    wire.LATE: RunEnding.LATE,
-    wire.DIED: RunEnding.DIED,
+    frames.DONE: RunEnding.DONE,
+    frames.FAILED: RunEnding.FAILED,
+    frames.LATE: RunEnding.LATE,
+    frames.DIED: RunEnding.DIED,
 }
 ENVIRONMENT = {
     "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin")),
@@ -146,8 +146,8 @@ class Jail:
         return result.output
 
     async def _ask(self, kind: RunKind, source: str, seconds: float, stdin: bytes) -> RunResult:
-        request = wire.RunRequest(kind[0].encode(), seconds, source.encode(errors="replace"), stdin)
-        if len(request.source) > (most := wire.LARGEST[request.kind]):
+        request = frames.RunRequest(kind[0].encode(), seconds, source.encode(errors="replace"), stdin)
+        if len(request.source) > (most := frames.LARGEST[request.kind]):
             raise ValueError(f"the code has {len(request.source)} bytes; at most {most} can be run")
         async with self._turn:
             if self._closed:
@@ -211,7 +211,7 @@ class Jail:
         )
 
     async def _handshake(self) -> None:
-        bits, size = wire.HELLO.unpack(await self._reader.readexactly(wire.HELLO.size))
+        bits, size = frames.HELLO.unpack(await self._reader.readexactly(frames.HELLO.size))
         if size > MAX_OUTPUT:
             raise SandboxError("the sandbox broke the protocol")
         self.notes = (await self._reader.readexactly(size)).decode("utf-8", "replace")
@@ -222,12 +222,12 @@ class Jail:
                 f"namespaces (docs/sandbox.md), or require less"
             )
 
-    async def _exchange(self, request: wire.RunRequest) -> RunResult:
+    async def _exchange(self, request: frames.RunRequest) -> RunResult:
         assert self._writer is not None
         self._writer.write(request.frame())
         await self._writer.drain()
-        header = await self._reader.readexactly(wire.REPLY.size)
-        ending, status, lost, omitted, size = wire.REPLY.unpack(header)
+        header = await self._reader.readexactly(frames.REPLY.size)
+        ending, status, lost, omitted, size = frames.REPLY.unpack(header)
         if ending not in ENDINGS or size > MAX_OUTPUT:
             raise SandboxError("the sandbox broke the protocol")
         output = (await self._reader.readexactly(size)).decode("utf-8", "replace")

@@ -20,10 +20,10 @@ import time
 from _socket import socketpair  # the module socket is slow to import
 from collections.abc import Callable
 
-from asyncrl.isolation.sandbox import emptying, interpreter, landlock, processes, seccomp, wire
+from asyncrl.isolation.sandbox import emptying, frames, interpreter, landlock, processes, seccomp
 from asyncrl.isolation.sandbox.confine import Confinement
+from asyncrl.isolation.sandbox.frames import RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
-from asyncrl.isolation.sandbox.wire import RunReply, RunRequest, SandboxLimits
 
 LINK = 0  # the connection to the owner
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
@@ -128,19 +128,19 @@ class Warden:
 
     def serve(self) -> None:
         """Answer requests until the owner closes the connection, then end every process."""
-        bits = sum(1 << bit for bit, name in enumerate(wire.ISOLATION) if name in self._confinement.holds)
+        bits = sum(1 << bit for bit, name in enumerate(frames.ISOLATION) if name in self._confinement.holds)
         notes = self._confinement.notes.encode()[:2000]
         try:
-            wire.write_all(LINK, wire.HELLO.pack(bits, len(notes)) + notes)
+            frames.write_all(LINK, frames.HELLO.pack(bits, len(notes)) + notes)
             while True:
-                request = wire.read_request(LINK)
+                request = frames.read_request(LINK)
                 self._signal_all(signal.SIGCONT)
                 reply = self._cell(request) if request.kind == b"c" else self._program(request)
                 self._signal_all(signal.SIGSTOP)  # no process runs between two requests
                 if self._interpreter_ended():
                     reply = reply._replace(lost=True)
                 self._status.clear()
-                wire.write_all(LINK, reply.frame())
+                frames.write_all(LINK, reply.frame())
         except (EOFError, ConnectionError):
             self._kill_all()
 
@@ -149,18 +149,18 @@ class Warden:
         self._cells += 1
         kept = BoundedOutput(self._limits.output)
         if not process.send_cell(self._cells, request.source):
-            return self._lose(process, kept, wire.DIED)
+            return self._lose(process, kept, frames.DIED)
         in_time = process.watch(kept, request.seconds)
         if not in_time:
             processes.kill(-process.pid, signal.SIGINT)
             if not process.watch(kept, GRACE):
-                return self._lose(process, kept, wire.LATE)
+                return self._lose(process, kept, frames.LATE)
         raised = process.cell_raised(self._cells)
         if raised is None:
-            return self._lose(process, kept, wire.DIED)
+            return self._lose(process, kept, frames.DIED)
         self._signal_all(signal.SIGSTOP)
         process.drain(kept)
-        ending = wire.LATE if not in_time else wire.FAILED if raised else wire.DONE
+        ending = frames.LATE if not in_time else frames.FAILED if raised else frames.DONE
         return RunReply(ending, 0, False, *kept.join())
 
     def _lose(self, process: WatchedProcess, kept: BoundedOutput, ending: bytes) -> RunReply:
@@ -190,7 +190,7 @@ class Warden:
         process.drain(kept)
         process.close()
         status = self._status.pop(process.pid, 0)
-        ending = wire.LATE if not in_time else wire.FAILED if status else wire.DONE
+        ending = frames.LATE if not in_time else frames.FAILED if status else frames.DONE
         return RunReply(ending, status, lost, *kept.join())
 
     def _fork_interpreter(self) -> WatchedProcess:
@@ -289,7 +289,7 @@ def _run_shell(command: bytes) -> None:
 def _file(data: bytes) -> int:
     """A descriptor from which `data` can be read: a memory file, sealed so that it cannot grow."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    wire.write_all(fd, data)
+    frames.write_all(fd, data)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.conversation.branches import AgentRequest
-from asyncrl.gateway import completions, wire
+from asyncrl.gateway import completions, openai
 from asyncrl.gateway.completions import ChatExchange
-from asyncrl.gateway.wire import AgentReply, ApiError
+from asyncrl.gateway.openai import AgentReply, ApiError
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 
 USER = {"role": "user", "content": "q"}
@@ -61,7 +61,7 @@ def test_without_a_choice_there_are_no_tools() -> None:
 def test_what_a_client_sends_as_a_matter_of_course_is_fine() -> None:
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 3, "user": "me", "metadata": {}}
     assert ask(**common, response_format={"type": "text"}).max_new_tokens is None
-    assert wire.unheeded(exchange(**common)).keys() == {"temperature", "top_p", "seed"}
+    assert openai.unheeded(exchange(**common)).keys() == {"temperature", "top_p", "seed"}
 
 
 def test_a_form_that_is_asked_for_is_a_hint() -> None:
@@ -70,8 +70,8 @@ def test_a_form_that_is_asked_for_is_a_hint() -> None:
     body = {"tools": [TOOL], "parallel_tool_calls": False, "response_format": form}
     for choice in ("required", named):
         asked = exchange(tool_choice=choice, **body)
-        assert wire.unheeded(asked).keys() == {"tool_choice", "parallel_tool_calls", "response_format"}
-        assert set(wire.unheeded(asked).values()) == {wire.HINT}
+        assert openai.unheeded(asked).keys() == {"tool_choice", "parallel_tool_calls", "response_format"}
+        assert set(openai.unheeded(asked).values()) == {openai.HINT}
         assert (asked.ask.form.calls, asked.ask.form.once) == (("look",), True)
         assert json.loads(asked.ask.form.schema) == {"type": "object"}
     assert ask(tools=[TOOL], tool_choice="auto", response_format={"type": "text"}) == ask(tools=[TOOL])
@@ -175,7 +175,7 @@ CALLS = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1")
 def test_a_stream_adds_up_to_the_answer(told: list[tuple[str, str]]) -> None:
     said = reply(Message("assistant", "let me", CALLS, reasoning="hm"))
     asked = exchange(stream=True, stream_options={"include_usage": True})
-    events = [*asked.begin(), *(event for new in told for event in asked.told(0, *new))]
+    events = [*asked.begin(), *(event for new in told for event in asked.delta(0, *new))]
     parts = [data for _, data in (*events, *asked.end([said], [[]]))]
     deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
@@ -193,7 +193,7 @@ def test_several_answers_have_their_numbers() -> None:
     whole = asked.whole(said, [[], []])
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
-    events = [*asked.begin(), *asked.told(1, "", "b"), *asked.end(said, [[], []])]
+    events = [*asked.begin(), *asked.delta(1, "", "b"), *asked.end(said, [[], []])]
     choices = [data["choices"][0] for _, data in events]
     texts = [
         "".join(one["delta"].get("content", "") for one in choices if one["index"] == number)
@@ -205,7 +205,7 @@ def test_several_answers_have_their_numbers() -> None:
 def test_calls_that_turn_out_malformed_are_told_to_the_end() -> None:
     """The message then quotes the whole turn."""
     asked = exchange(stream=True)
-    list(asked.told(0, "", "let me"))
+    list(asked.delta(0, "", "let me"))
     said = reply(Message("assistant", " let me <tool_call>{"))
     deltas = [data["choices"][0]["delta"] for _, data in asked.end([said], [[]])]
     assert "".join(delta.get("content", "") for delta in deltas) == " <tool_call>{"
@@ -213,7 +213,7 @@ def test_calls_that_turn_out_malformed_are_told_to_the_end() -> None:
 
 def test_a_thought_without_a_beginning_was_told_as_content_and_the_content_follows() -> None:
     asked = exchange(stream=True)
-    list(asked.told(0, "", "let me see"))
+    list(asked.delta(0, "", "let me see"))
     said = reply(Message("assistant", "42", reasoning="let me see"))
     deltas = [data["choices"][0]["delta"] for _, data in asked.end([said], [[]])]
     assert "".join(delta.get("content", "") for delta in deltas) == "42"

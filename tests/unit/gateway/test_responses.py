@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.gateway import responses, wire
+from asyncrl.gateway import openai, responses
+from asyncrl.gateway.openai import AgentReply, ApiError
 from asyncrl.gateway.responses import ResponsesExchange
-from asyncrl.gateway.wire import AgentReply, ApiError
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
@@ -32,7 +32,7 @@ def test_a_text_and_instructions() -> None:
     assert [json.loads(tool) for tool in asked.ask.tools] == [
         {"type": "function", "function": {key: value for key, value in TOOL.items() if key != "type"}}
     ]
-    assert wire.unheeded(asked).keys() == {"temperature"}
+    assert openai.unheeded(asked).keys() == {"temperature"}
     assert exchange(tools=[TOOL], tool_choice="none").ask.tools == ()
 
 
@@ -100,7 +100,7 @@ def test_an_answer() -> None:
 def test_a_stream_adds_up_to_the_answer(told: list[tuple[str, str]]) -> None:
     said = reply(Message("assistant", "let me", (ToolCall("look", "{}", "call_0"),), reasoning="hm"))
     asked = exchange(stream=True)
-    events = [*asked.begin(), *(event for new in told for event in asked.told(0, *new))]
+    events = [*asked.begin(), *(event for new in told for event in asked.delta(0, *new))]
     events += asked.end([said], [[]])
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert all(kind == data["type"] for kind, data in events)

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.gateway import Endpoint, Gateway, server
-from asyncrl.gateway.wire import AgentReply
+from asyncrl.gateway.openai import AgentReply
 from asyncrl.types import EpisodeEnd, Message, StopReason, Turn, VersionSpan
 from tests.fakes.agents import ask
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.isolation.sandbox import wire
+from asyncrl.isolation.sandbox import frames
 from asyncrl.isolation.sandbox.warden import BoundedOutput
 
 PARTS = st.lists(st.binary(max_size=300), max_size=20)
@@ -38,13 +38,13 @@ def test_an_endless_output_is_not_held() -> None:
 
 @given(st.sampled_from([b"c", b"p", b"s"]), st.floats(0, 1e6), st.binary(), st.binary())
 def test_requests_arrive_as_they_were_sent(kind: bytes, seconds: float, source: bytes, stdin: bytes) -> None:
-    sent = wire.RunRequest(kind, seconds, source, stdin)
+    sent = frames.RunRequest(kind, seconds, source, stdin)
     read, write = os.pipe()
     try:
-        wire.write_all(write, sent.frame())
+        frames.write_all(write, sent.frame())
         os.close(write)
-        assert wire.read_request(read) == sent
+        assert frames.read_request(read) == sent
         with pytest.raises(EOFError):
-            wire.read_request(read)
+            frames.read_request(read)
     finally:
         os.close(read)

@@ -1,6 +1,6 @@
-"""Texts to tokens piece by piece, so that a history which is rendered again is mostly looked up.
+"""Encodes texts to tokens chunk by chunk, so that a history which is rendered again is mostly looked up.
 
-A tokenizer splits a text at its added tokens before anything else. So a piece that begins with one is read as
+A tokenizer splits a text at its added tokens before anything else. So a chunk that begins with one is read as
 it is in the whole text, whatever stands before.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from asyncrl.conversation.chat_render import Tokenizer
 
-LONGEST = 4096  # characters of a piece that is kept
-KEPT = 8192  # pieces: some 16 MB as a rule, at most 160 MB
+LONGEST = 4096  # characters of a chunk that is kept
+KEPT = 8192  # chunks: some 16 MB as a rule, at most 160 MB
 
 
-class PieceEncoder:
+class ChunkEncoder:
     """`encoder(text)`: its ids, none added. `tokens`: the added tokens at which texts may be split."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
@@ -39,15 +39,16 @@ class PieceEncoder:
             ids += self._kept(text[start:end]) if end - start <= LONGEST else self._ids(text[start:end])
         return tuple(ids)
 
-    def _ids(self, piece: str) -> array[int]:
-        return array("I", self._tokenizer.encode(piece, add_special_tokens=False) if piece else ())
+    def _ids(self, chunk: str) -> array[int]:
+        return array("I", self._tokenizer.encode(chunk, add_special_tokens=False) if chunk else ())
 
 
 def _splits(token: Any) -> bool:
-    """It is found before the text is normalised, in any place, and takes nothing of what stands before it."""
+    """True if a tokenizer finds the token before it normalises the text, in any place, and takes nothing of
+    what stands before it."""
     return not (token.normalized or token.single_word or token.lstrip)
 
 
 def _overlap(token: str, other: str) -> bool:
-    """The other one could be found in a text where this one begins."""
+    """True if `other` may match at or across the start of `token`."""
     return token != other and (token in other or any(other.endswith(token[:n]) for n in range(1, len(token))))

@@ -1,4 +1,4 @@
-"""A text is read piece by piece as it is as a whole, and what was read before is looked up."""
+"""A text is read chunk by chunk as it is as a whole, and what was read before is looked up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from asyncrl.conversation.pieces import KEPT, LONGEST, PieceEncoder
+from asyncrl.conversation.chunks import KEPT, LONGEST, ChunkEncoder
 from tests.fakes.families import FAMILIES, tokenizer_of
 
 PARTS = (
@@ -48,7 +48,7 @@ def controls(name: str) -> list[str]:
 def test_pieces_are_read_as_in_the_whole_text(text: str) -> None:
     tokenizer = tokenizer_of("qwen3")
     whole = tuple(tokenizer.encode(text, add_special_tokens=False))
-    assert PieceEncoder(tokenizer, controls("qwen3"))(text) == whole
+    assert ChunkEncoder(tokenizer, controls("qwen3"))(text) == whole
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_no_piece_begins_where_the_whole_text_is_read_otherwise(token: Any) -> N
     tokenizer.add_tokens([token])
     for text in ("so <a> x<a> (<a>) 1<a>2", "<a><a>  <a>\n<a>"):
         whole = tuple(tokenizer.encode(text, add_special_tokens=False))
-        assert PieceEncoder(tokenizer, ["<a>"])(text) == whole
+        assert ChunkEncoder(tokenizer, ["<a>"])(text) == whole
 
 
 def test_a_history_that_grows_is_read_once() -> None:
     tokenizer = Counting(tokenizer_of("qwen2.5"))
-    encode, text = PieceEncoder(tokenizer, controls("qwen2.5")), ""
+    encode, text = ChunkEncoder(tokenizer, controls("qwen2.5")), ""
     for n in range(60):
         text += f"<|im_start|>user\nSure about {n}?<|im_end|>\n"
         encode(text)

@@ -59,7 +59,7 @@ def refused(refusal: Refusal) -> ApiError:
     return ApiError(400, refusal.detail, _CODES.get(refusal.end, str(refusal.end)))
 
 
-ToldOf = Callable[[int, str, str], None]
+OnDelta = Callable[[int, str, str], None]
 """Called with the number of an answer, and what is new of its reasoning and of its content."""
 
 Event = tuple[str, dict[str, Any]]
@@ -77,26 +77,27 @@ class Exchange(Protocol):
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]: ...
     def begin(self) -> Iterator[Event]: ...
-    def told(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
     def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]: ...
 
 
 @dataclass
-class ToldText:
-    """What a client has been told of an answer that grows."""
+class StreamedText:
+    """Keeps what was streamed to a client of an answer that grows."""
 
     reasoning: str = ""
     content: str = ""
 
     def rest(self, message: Message) -> tuple[str, str]:
-        """What it has not been told of the whole reasoning and content. Content that turns out to be quoted
-        with its calls has what was told somewhere in it."""
+        """Return what was not streamed yet of the whole reasoning and content. Content that turns out to be
+        quoted with its calls has the streamed text somewhere in it."""
         return _after(self.reasoning, message.reasoning), _after(self.content, message.content)
 
 
-def _after(told: str, whole: str) -> str:
-    """All of it where what was told is not in it: a thought that the model ends without a beginning."""
-    return whole.partition(told)[2] if told and told in whole else whole
+def _after(streamed: str, whole: str) -> str:
+    """Return all of it if it does not have what was streamed: a thought that the model ends without a
+    beginning."""
+    return whole.partition(streamed)[2] if streamed and streamed in whole else whole
 
 
 class ContentPart(msgspec.Struct, frozen=True):
