@@ -91,7 +91,7 @@ check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/python tools/make_config_docs.py --check
 	$(BIN)/python tools/make_algorithm_docs.py --check
 
-docs: $(VENV)/dev  ## docs/configuration.md and the tables of docs/algorithms.md, from the code
+docs: $(VENV)/dev  ## docs/configuration.md and the tables of docs/algorithms.md and docs/metrics.md, from the code
 	$(BIN)/python tools/make_config_docs.py
 	$(BIN)/python tools/make_algorithm_docs.py
 

@@ -1,5 +1,5 @@
 """Write docs/configuration.md from asyncrl/config/: the string under a field is its documentation. And the
-table of docs/from_verl.md from configs/from_verl.yaml.
+tables of docs/from_verl.md from configs/from_verl.yaml, of docs/metrics.md from asyncrl/observe/metrics.yaml.
 
 python tools/make_config_docs.py [--check]
 """
@@ -20,10 +20,11 @@ import msgspec
 from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import verl_rows
+from asyncrl.observe.metrics import sections
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-TARGET, VERL = DOCS / "configuration.md", DOCS / "from_verl.md"
-BEGIN, END = "<!-- from configs/from_verl.yaml, by `make docs` -->\n\n", "\n<!-- until here -->"
+TARGET, VERL, METRICS = DOCS / "configuration.md", DOCS / "from_verl.md", DOCS / "metrics.md"
+BEGIN, END = "<!-- from {}, by `make docs` -->\n\n", "\n<!-- until here -->"
 HEAD = """\
 # Configuration
 
@@ -38,6 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
     texts = {TARGET: render(), VERL: render_verl(VERL.read_text())}
+    texts[METRICS] = render_metrics(METRICS.read_text())
     wrong = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
     check = parser.parse_args().check
     for path, text in wrong.items():
@@ -50,13 +52,31 @@ def main() -> int:
 
 def render_verl(text: str) -> str:
     """docs/from_verl.md with its table written anew."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
     rows = ["| verl | asyncrl | notes |", "|---|---|---|"]
     for keys, here, note in verl_rows():
         names = ", ".join(f"`{key}`" for key in keys.split(", "))
         rows.append(f"| {names} | {f'`{here}`' if here else '–'} | {note} |".replace("|  |", "| |"))
-    return f"{before}{BEGIN}" + "\n".join(rows) + f"\n{END}{after}"
+    return _placed(text, "configs/from_verl.yaml", rows)
+
+
+def render_metrics(text: str) -> str:
+    """docs/metrics.md with its tables written anew."""
+    lines = []
+    for title, metrics in sections().items():
+        lines += [f"## {title}", "", "| name | verl | meaning |", "|---|---|---|"]
+        for metric in metrics:
+            names, meaning = metric.names.replace(", ", "`, `"), metric.meaning.replace("|", "\\|")
+            lines.append(f"| `{names}` | {metric.verl or '–'} | {meaning} |")
+        lines.append("")
+    return _placed(text, "asyncrl/observe/metrics.yaml", lines[:-1])
+
+
+def _placed(text: str, source: str, lines: list[str]) -> str:
+    """The text with these lines between the comments that name their source."""
+    begin = BEGIN.format(source)
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(END)
+    return f"{before}{begin}" + "\n".join(lines) + f"\n{END}{after}"
 
 
 def render() -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.observe.files import read_status, read_summary
+from asyncrl.observe.metrics import OF_STEP, figures
 from asyncrl.observe.progress import clock
-from asyncrl.observe.summary import UNSOUND, flow_line, of_step
+from asyncrl.observe.summary import UNSOUND, flow_line
 
 WATCH_EVERY = 2.0  # seconds
 SILENT = 5.0  # seconds after which a status is old: there are two a second
@@ -71,7 +72,7 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
     heard = f", silent for {age:.0f} s" if age > SILENT and not ended else ""
     steps = f"step {status['step']} of {status['total_steps']} after {clock(status['seconds'])}"
     gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
-    numbers = (shown := of_step(gauges | status["metrics"])) and f"{when}: {shown}"
+    numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
     known = filter(None, (numbers, flow_line(gauges), status.get("alert"), status["failed"]))
     waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
     lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asyncrl.viewer.views import Views
 
 HELP = """\
-Curves, episodes token by token, and what each process did when, in the browser:
+Curves, episodes token by token, what each process did when, and a summary, in the browser:
 
   asyncrl view                      the newest run in runs/
   asyncrl view demo other           two runs, their curves in the same charts
@@ -37,20 +37,26 @@ def main(argv: list[str]) -> int:
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")
     paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
-    from asyncrl.viewer.page import write
+    if options.html is not None:
+        return export(paths, options.html)
     from asyncrl.viewer.views import Views
 
-    views = Views(paths, ending)
-    if options.html is not None:
-        write(options.html, views)
-        print(options.html)
-        return 0
-    asyncio.run(_serve(views, options.port, options.open))
+    asyncio.run(_serve(Views(paths, ending), options.port, options.open))
     return 0
 
 
+def export(paths: list[Path], file: Path) -> int:
+    """Write the page of runs to a file, and print its path. Return 1 if the account of one is not exact."""
+    from asyncrl.viewer.page import write
+    from asyncrl.viewer.views import Views
+
+    exact = write(file, Views(paths, ending))
+    print(file)
+    return 0 if exact else 1
+
+
 async def _serve(views: Views, port: int, show: bool) -> None:
-    """Until it is interrupted."""
+    """Serve the page until an interrupt."""
     from asyncrl.viewer.server import ViewServer
 
     server = ViewServer(views, port)

@@ -19,8 +19,9 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.files import read_rows, write_status, write_summary
+from asyncrl.observe.metrics import FILTERED, OF_STEP, REWARD, STEP_SECONDS
 from asyncrl.observe.progress import BATCH
-from asyncrl.observe.summary import FILTERED, OF_STEP, REWARD, failures_line, summarize
+from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.wire.messages.observer import Status
@@ -104,7 +105,7 @@ class Reporter:
     def step_row(self, step: int, trained: dict[str, float]) -> dict[str, float]:
         """The metrics of a committed step: the trainer's, and what only the coordinator knows."""
         now = time.monotonic()
-        row = {"training/step": float(step), "time_s": self.seconds, "timing_s/step": now - self.row_at}
+        row = {"training/step": float(step), "time_s": self.seconds, STEP_SECONDS: now - self.row_at}
         row |= trained | self.gauges() | self._episodes() | self._groups(step)
         row |= self._shares(now - self.row_at)
         self.row_at, self.longest_turn = now, 0.0

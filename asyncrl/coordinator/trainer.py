@@ -19,7 +19,7 @@ from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.summary import NLL_HELD_OUT, SAMPLED_SCORE
+from asyncrl.observe.metrics import NLL_HELD_OUT, SAMPLED_SCORE
 from asyncrl.types import DropReason, PolicyVersion
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (

@@ -38,7 +38,7 @@ from asyncrl.observe.held_out import (
     succeeds,
     uid_prefix,
 )
-from asyncrl.observe.summary import HIGHEST
+from asyncrl.observe.metrics import HIGHEST
 from asyncrl.types import Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef

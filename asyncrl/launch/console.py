@@ -21,8 +21,7 @@ from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.background import Background
-from asyncrl.observe.progress import BATCH
-from asyncrl.observe.summary import (
+from asyncrl.observe.metrics import (
     GREEDY,
     GREEDY_SCORE,
     HIGHEST,
@@ -32,8 +31,9 @@ from asyncrl.observe.summary import (
     SAMPLED_SCORE,
     VALIDATED,
     ZERO_ADVANTAGE,
-    success_line,
 )
+from asyncrl.observe.progress import BATCH
+from asyncrl.observe.summary import success_line
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.observer import Status
@@ -94,7 +94,7 @@ class Console:
         self._line(plain_line(self.state, waits=False))
 
     def _advise(self, about: str, text: str) -> None:
-        """Once in a launch."""
+        """Give an advice once in a launch."""
         if text and about not in self._advised:
             self._advised.add(about)
             self.note(text)
@@ -139,8 +139,7 @@ def open_console(
             if run_dir is not None:
                 for key in pressed():
                     state.transcript = _chosen(key, run_dir, threshold)
-            width, height = terminal.size
-            return render(state, width, height - 1, keys=pressed is not _nothing)
+            return render(state, terminal, keys=pressed is not _nothing)
 
         live = LiveView(console=terminal, get_renderable=picture, refresh_per_second=4, transient=True)
         if chosen == "live":
@@ -169,8 +168,8 @@ def _nothing() -> str:
 
 @contextmanager
 def _keyboard(wanted: bool) -> Iterator[Callable[[], str]]:
-    """A function that returns the keys pressed since its last call. Ctrl-C stays a signal. Without a terminal
-    of our own there are none: who reads one from the background is stopped by the kernel."""
+    """Yields a function that returns the keys pressed since its last call. Ctrl-C stays a signal. No keys in
+    the background: reading the terminal there would stop this process (SIGTTIN)."""
     try:
         file = sys.stdin.fileno()
         before = termios.tcgetattr(file) if wanted and _in_front(file) else None
@@ -201,7 +200,7 @@ def _in_front(file: int) -> bool:
 
 
 def _validation(metrics: Mapping[str, float]) -> str:
-    """Of one that was not over by its deadline there are no numbers."""
+    """Describe a validation; it has no numbers where it was not over by its deadline."""
     found = [
         f"{mode}: success {metrics[success]:.1%}, score {metrics[score]:.3f}"
         for mode, success, score in (("sampled", SAMPLED, SAMPLED_SCORE), ("greedy", GREEDY, GREEDY_SCORE))
@@ -212,10 +211,9 @@ def _validation(metrics: Mapping[str, float]) -> str:
 
 
 class BackgroundFile:
-    """What rich writes to, in place of `file`: a thread of its own writes on, so that nothing waits while
-    nobody reads (Ctrl-S, a full pipe, a connection that has stalled). OSError where `file` is none of the
-    operating system's. Of a terminal that is closed nothing is said. A launcher that waits for a terminal
-    would restart no process."""
+    """Takes what rich writes to `file`: a thread of its own writes it, so that nothing waits while nobody
+    reads (Ctrl-S, a full pipe, a stalled connection). A launcher that waits restarts no process. A terminal
+    that is closed is no error. OSError where `file` is not one of the operating system."""
 
     def __init__(self, file: TextIO) -> None:
         self._fd, self.encoding = file.fileno(), file.encoding
@@ -263,7 +261,7 @@ def open_terminal() -> Iterator[Terminal]:
 
 
 class LiveView(Live):
-    """It leaves out pictures while the terminal has not taken the one before."""
+    """Leaves out pictures while the terminal has not taken the one before."""
 
     def refresh(self) -> None:
         file = self.console.file

@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
+from rich.columns import Columns
 from rich.console import Console as Terminal
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment, Segments
+from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.progress import BATCH, Progress, sparkline
-from asyncrl.observe.summary import (
+from asyncrl.observe.metrics import (
+    ENTROPY,
     FILTERED,
     GREEDY,
     GREEDY_SCORE,
+    LAG,
+    LAG_MAX,
+    LAG_P95,
+    LENGTH,
     NLL,
     NLL_HELD_OUT,
     REWARD,
+    ROLLOUT_IDLE,
     SAMPLED,
     SAMPLED_SCORE,
+    TRAINER_IDLE,
     ZERO_ADVANTAGE,
+    figures,
+    label,
+    value_of,
 )
-from asyncrl.observe.table import shown
+from asyncrl.observe.progress import BATCH, Progress, sparkline
 from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.observer import Status
 
-LAG, ENTROPY, LENGTH = "staleness/lag/mean", "actor/entropy", "rollout/response_length/mean"
-TRACED = {  # metrics with a small curve: label and format
-    REWARD: ("reward", ".3f"),
-    NLL: ("loss", ".4f"),
-    LAG: ("lag", ".2f"),
-    ENTROPY: ("entropy", ".3f"),
-    LENGTH: ("length", ".0f"),
-}
+TRACED = (REWARD, NLL, LAG, ENTROPY, LENGTH)  # metrics with a small curve
 GAP = 3  # columns between figures
 LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns
 WAITS, FAILED = 4, 3  # lines of the picture, at most
 KEYS = "g: newest good transcript, b: newest bad one"
 WIDEST = 160  # characters of a plain line
-WRAPPING = Terminal(width=80)  # its width does not matter
 
 
 @dataclass
@@ -61,7 +66,7 @@ class ConsoleState:
 
     @property
     def steps(self) -> str:
-        """Of the first batch, its share: until it is done, that is all that moves."""
+        """Steps done; until the first one is, also the share of its batch: that is all that moves."""
         step, share = self.status.step, self.status.gauges.get(BATCH, 0.0)
         first = f" ({share:.0%} of the first batch)" if not step and share else ""
         return f"step {step}/{self.status.total_steps}{first}"
@@ -71,122 +76,79 @@ class ConsoleState:
         gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
         self.status, self.metrics = replace(self.status, step=step, gauges=gauges), metrics
         self.progress.update(step, True, time.monotonic())
-        for name in TRACED.keys() & metrics.keys():
+        for name in metrics.keys() & TRACED:
             self.history.setdefault(name, []).append(metrics[name])
 
-    def get(self, name: str) -> float | None:
-        """A gauge or a metric, whichever is newer."""
-        for source in (self.status.gauges, self.metrics, self.validation):
-            if name in source:
-                return source[name]
-        return None
+    @property
+    def known(self) -> dict[str, float]:
+        """Gauges and metrics; of two values of a name the newer one."""
+        return self.validation | self.metrics | self.status.gauges
 
 
-FIGURES = (
-    ("reward", REWARD, ".3f"),
-    ("filtered", FILTERED, ".0%"),
-    ("loss per token", NLL, ".4f"),
-    ("loss per token (held out)", NLL_HELD_OUT, ".4f"),
-    ("success (sampled)", SAMPLED, ".1%"),
-    ("success (greedy)", GREEDY, ".1%"),
-    ("score (sampled)", SAMPLED_SCORE, ".3f"),
-    ("score (greedy)", GREEDY_SCORE, ".3f"),
-    ("advantage 0", ZERO_ADVANTAGE, ".0%"),
-    ("lag mean", LAG, ".2f"),
-    ("tool calls/episode", "tool_call_counts/mean", ".2f"),
-    ("response length", LENGTH, ".0f"),
-    ("entropy", ENTROPY, ".3f"),
-    ("tokens/s", "rollout/tokens_per_s", ",.0f"),
-    ("trainer idle", "async/trainer_idle_frac", ".0%"),
-    ("rollout idle", "async/rollout_idle_frac", ".0%"),
-    ("lag p50", "staleness/lag/p50", ".0f"),
-    ("lag p95", "staleness/lag/p95", ".0f"),
-    ("lag max", "staleness/lag/max", ".0f"),
-    ("ready", "async/ready", ".0f"),
-    ("running", "async/running", ".0f"),
-    ("credits", "async/credits", ".0f"),
-    ("version pushed", "weights/pushed", ".0f"),
-    ("version acked", "weights/acked", ".0f"),
-    ("workers", "async/workers", ".0f"),
+FIGURES = (  # the least important ones last
+    *(REWARD, FILTERED, NLL, NLL_HELD_OUT, SAMPLED, GREEDY, SAMPLED_SCORE, GREEDY_SCORE, ZERO_ADVANTAGE, LAG),
+    *("tool_call_counts/mean", LENGTH, ENTROPY, "rollout/tokens_per_s", TRAINER_IDLE, ROLLOUT_IDLE),
+    *("staleness/lag/p50", LAG_P95, LAG_MAX, "async/ready", "async/running", "async/credits"),
+    *("weights/pushed", "weights/acked", "async/workers"),
 )
 
 
-def render(state: ConsoleState, width: int = 120, height: int = 40, keys: bool = False) -> Group:
-    """The live view, at most `width` columns and `height` lines: progress; then curves, figures, failures and
-    who waits on whom, or a transcript. What has no room is left out line by line. `keys`: there is a
-    keyboard."""
-    top = _progress(state, width)[:height]
-    room = height - len(top)
-    if state.transcript is not None:
-        return Group(*top, *_transcript(state.transcript, width, room))
-    status = state.status
-    failed = _wrapped(filter(None, (status.alert, status.failed)), width, FAILED, "red")
-    waits = _wrapped(status.waits, width, WAITS, "yellow")
-    below = [*failed, *([Text("waiting:"), *waits] if waits else []), *([Text(KEYS, "dim")] if keys else [])]
-    curves = _curves(state, width)
-    cells = [
-        f"{label} {shown(value, form)}"
-        for label, name, form in _figures(state)
-        if name not in state.history and (value := state.get(name)) is not None
-    ]
-    figures = _grid(cells, width)[: max(0, room - len(curves) - len(below))]
-    return Group(*top, *[*curves, *figures, *below][:room])
+def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segments:
+    """Make the live view, one line less than the terminal has: progress; then curves, figures, failures and
+    who waits on whom, or a transcript. What has no room is left out. `keys`: there is a keyboard."""
+    width, height = terminal.width, terminal.height - 1
+
+    def lines(*parts: RenderableType) -> list[list[Segment]]:
+        return terminal.render_lines(Group(*parts), terminal.options.update(width=width), pad=False)
+
+    top = lines(*_progress(state, width))
+    room = max(0, height - len(top))
+    if found := state.transcript:
+        title = lines(_text([found.title], "bold"))[:2]
+        end = max(0, room - len(title) - 1)  # of the text: that is where the answer is
+        text = lines(_text(found.text.splitlines()))[-end:] if end else []
+        rest = [*title, *text, *lines(Text("any other key: back", "dim"))]
+    else:
+        status = state.status
+        known = (figure for figure in _figures(state) if figure not in state.history)
+        curves = lines(_curves(state, width))
+        cells = lines(Columns(figures(known, state.known), padding=(0, GAP, 0, 0), equal=True))
+        below = lines(_text(filter(None, (status.alert, status.failed)), "red"))[:FAILED]
+        below += [*lines("waiting:"), *lines(_text(status.waits, "yellow"))[:WAITS]] if status.waits else []
+        below += lines(Text(KEYS, "dim")) if keys else []
+        rest = [*curves, *cells[: max(0, room - len(curves) - len(below))], *below]
+    shown = [*top, *rest[:room]][:height]
+    return Segments([part for line in shown for part in (*line, Segment.line())])
 
 
-def _progress(state: ConsoleState, width: int) -> list[Text]:
+def _progress(state: ConsoleState, width: int) -> list[RenderableType]:
     """Name and phase; bar, steps and times, on two lines where one has no room for them."""
-    name = Text(f"{state.title}  {state.status.phase}", "bold", no_wrap=True)
-    name.truncate(width, overflow="ellipsis")
-    steps, times = state.steps, state.times
-    words = [f"{steps} {times}"]
-    if len(words[0]) + 1 + LEAST_BAR > width:
-        words = [steps, times]
-    if len(words[0]) + 1 + LEAST_BAR > width:
-        return [name, *_wrapped(words, width)]
-    bar = max(LEAST_BAR, min(MOST_BAR, width - len(words[0]) - 1))
-    share = min(1.0, state.progress.steps / max(1, state.status.total_steps))
-    done = round(bar * share)
-    first = Text.assemble(("━" * done, "green"), ("─" * (bar - done), "dim"), f" {words[0]}")
-    return [name, first, *map(Text, words[1:])]
+    name = Text(f"{state.title}  {state.status.phase}", "bold", no_wrap=True, overflow="ellipsis")
+    for words in ([f"{state.steps} {state.times}"], [state.steps, state.times]):
+        if (bar := width - len(words[0]) - 1) >= LEAST_BAR:
+            line = Table.grid(padding=(0, 1, 0, 0))
+            total = max(1, state.status.total_steps)
+            line.add_row(ProgressBar(total, state.progress.steps, min(bar, MOST_BAR)), words[0])
+            return [name, line, *words[1:]]
+    return [name, *words]
 
 
-def _curves(state: ConsoleState, width: int) -> list[Text]:
+def _curves(state: ConsoleState, width: int) -> Table:
     """Label, curve of all steps so far, newest value."""
-    lines = []
-    for name, (label, form) in TRACED.items():
-        if values := state.history.get(name):
-            last = shown(values[-1], form)
-            curve = sparkline(values, max(1, min(MOST_CURVE, width - 8 - len(last) - 1)))
-            lines.append(Text.assemble((f"{label:<8}", "dim"), (curve, "cyan"), f" {last}"))
-    return lines
+    table = Table.grid(padding=(0, 1, 0, 0))
+    traced = [name for name in TRACED if state.history.get(name)]
+    wide = max(map(len, map(label, traced)), default=0)
+    for name in traced:
+        values = state.history[name]
+        last = value_of(name, values[-1])
+        curve = sparkline(values, max(1, min(MOST_CURVE, width - wide - len(last) - 2)))
+        table.add_row(Text(label(name), "dim"), Text(curve, "cyan"), last)
+    return table
 
 
-def _grid(cells: Sequence[str], width: int) -> list[Text]:
-    """In columns of one width, as many as fit."""
-    if not cells:
-        return []
-    each = max(map(len, cells)) + GAP
-    columns = max(1, (width + GAP) // each)
-    rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
-    return [Text("".join(f"{cell:<{each}}" for cell in row).rstrip()) for row in rows]
-
-
-def _transcript(found: Transcript, width: int, room: int) -> list[Text]:
-    """Its title, and of its text what fits, up to the end: that is where the answer is."""
-    title = _wrapped([found.title], width, 2, "bold")
-    lines = _wrapped(found.text.splitlines(), width)
-    shown_lines = lines[len(lines) - max(0, room - len(title) - 1) :] if room > len(title) + 1 else []
-    return [*title, *shown_lines, Text("any other key: back", "dim")][:room]
-
-
-def _wrapped(texts: Iterable[str], width: int, most: int | None = None, style: str = "") -> list[Text]:
-    """Lines of at most `width` columns, broken between words; of what a model or a tool wrote without control
-    characters. Of more than `most` lines the first."""
-    lines: list[Text] = []
-    for text in texts:
-        plain = "".join(one if one.isprintable() else " " for one in text)
-        lines += [Text(line.plain.rstrip(), style) for line in Text(plain).wrap(WRAPPING, width)]
-    return lines[:most]
+def _text(lines: Iterable[str], style: str = "") -> Text:
+    """Lines of what a model or a tool may have written, without control characters."""
+    return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines), style)
 
 
 def plain_line(state: ConsoleState, waits: bool = True) -> str:
@@ -194,11 +156,8 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     out. `waits`: with failures and who waits for what."""
     status, line = state.status, f"[{state.status.phase}] {state.steps} | {state.times}"
     line += f" | {status.alert.partition(';')[0]}" if status.alert else ""
-    known = [
-        f"{label} {shown(value, form)}"
-        for label, name, form in (_figures(state) if status.phase != "starting" else ())
-        if (value := state.get(name)) is not None and not name.startswith("val-core/")
-    ]
+    names = (name for name in _figures(state) if not name.startswith("val-core/"))
+    known = [*figures(names, state.known)] if status.phase != "starting" else []
     named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
     texts = (status.failed, named) if waits else ()
     ends = list(filter(None, texts))
@@ -211,7 +170,7 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     return line + "".join(f" | {text if len(text) <= each else text[: each - 1] + '…'}" for text in ends)
 
 
-def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:
-    """Those of this kind of run: a supervised one has a loss, all others rewards."""
+def _figures(state: ConsoleState) -> list[str]:
+    """The figures of this kind of run: a supervised one has a loss, all others rewards."""
     other = (REWARD, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
-    return [figure for figure in FIGURES if figure[1] not in other]
+    return [name for name in FIGURES if name not in other]

@@ -14,14 +14,34 @@ from msgspec.structs import asdict
 
 from asyncrl.buffer.records import Flow
 from asyncrl.config import ValidationConfig
+from asyncrl.observe.metrics import (
+    COMPONENT,
+    COMPONENT_HELD_OUT,
+    FLOW,
+    GREEDY,
+    GREEDY_SCORE,
+    HIGHEST,
+    LAG,
+    LAG_MAX,
+    LAG_TOKENS,
+    MASKED,
+    NLL,
+    NLL_HELD_OUT,
+    REWARD,
+    ROLLOUT_IDLE,
+    SAMPLED,
+    SAMPLED_SCORE,
+    STEP_SECONDS,
+    TRAINER_IDLE,
+    UPDATE,
+    VALIDATED,
+    ZERO_ADVANTAGE,
+    Row,
+    matching,
+)
 
-Row = Mapping[str, float]
 UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
-
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
-SAMPLED, GREEDY = "val-core/all/sampled/success", "val-core/all/greedy/success"  # shares of episodes
-SAMPLED_SCORE, GREEDY_SCORE = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
-NLL_HELD_OUT = "val-core/all/nll"  # per token of held-out demonstrations
 BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
     "success": SAMPLED,
     "greedy": GREEDY,
@@ -29,50 +49,22 @@ BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
     "greedy_score": GREEDY_SCORE,
     "nll_held_out": NLL_HELD_OUT,
 }
-REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
-COMPONENT = "rollout/component/*/mean"  # of all landed episodes, likewise
-COMPONENT_HELD_OUT = "val-aux/all/sampled/*/mean@1"
-FILTERED = "flow/filtered_frac"  # of groups
-ZERO_ADVANTAGE = "critic/zero_advantage_frac"
-NLL = "actor/nll"  # per token, of a supervised run, which has no reward
-HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.success`
-VALIDATED = "val-aux/policy_version"
-UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
-
-FLOW = "flow/"  # + the name of a counter
-LAG_TOKENS = "staleness/lag_tokens/"  # + lag: tokens taken at that lag
-
-OF_STEP = {  # metrics of the last step that `asyncrl status` shows: label and format
-    "timing_s/step": ("seconds", ".2f"),
-    REWARD: ("score", ".3f"),
-    FILTERED: ("filtered", ".0%"),
-    "staleness/lag/mean": ("lag", ".2f"),
-    "staleness/masked_token_frac": ("masked", ".2%"),
-    "async/trainer_idle_frac": ("trainer idle", ".0%"),
-    "async/rollout_idle_frac": ("rollout idle", ".0%"),
-}
-
-
-def of_step(metrics: Row) -> str:
-    """Those of OF_STEP that are known, for a person to read."""
-    known = ((label, metrics[name], form) for name, (label, form) in OF_STEP.items() if name in metrics)
-    return ", ".join(f"{label} {value:{form}}" for label, value, form in known)
 
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
-    steps = latest(row for row in rows if "timing_s/step" in row)
+    steps = latest(row for row in rows if STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
     scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
     learned = [row for row in steps if NLL in row]
     components = {
         label: (_mean(scored[:edge], name), _mean(scored[-edge:], name), *_of_both(validations, held_out))
-        for label, name in matching(COMPONENT, scored).items()
+        for label, name in matching(COMPONENT, set[str]().union(*scored)).items()
         for held_out in (COMPONENT_HELD_OUT.replace("*", label),)
     }
     tokens = _sum(steps, "trainer/model_tokens")
-    busy_s = _sum(steps, "timing_s/step")
+    busy_s = _sum(steps, STEP_SECONDS)
     return {
         "steps": int(steps[-1]["training/step"]) if steps else 0,
         "skipped_steps": int(_sum(steps, "actor/skipped_steps")),
@@ -91,14 +83,14 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "tokens_trained": int(tokens),
         "tokens_per_s": tokens / busy_s if busy_s else None,
         "zero_advantage_frac": _mean(steps, ZERO_ADVANTAGE, weight="trainer/trajectories"),
-        "lag_mean": _mean(steps, "staleness/lag/mean", weight="trainer/model_tokens"),
-        "lag_max": _max(steps, "staleness/lag/max"),
-        "masked_token_frac": _mean(steps, "staleness/masked_token_frac", weight="trainer/model_tokens"),
+        "lag_mean": _mean(steps, LAG, weight="trainer/model_tokens"),
+        "lag_max": _max(steps, LAG_MAX),
+        "masked_token_frac": _mean(steps, MASKED, weight="trainer/model_tokens"),
         "trajectories_multi_version": _last(steps, "rollout/multi_version_frac"),
-        "trainer_idle_frac": _mean(steps, "async/trainer_idle_frac", weight="timing_s/step"),
-        "rollout_idle_frac": _mean(steps, "async/rollout_idle_frac", weight="timing_s/step"),
+        "trainer_idle_frac": _mean(steps, TRAINER_IDLE, weight=STEP_SECONDS),
+        "rollout_idle_frac": _mean(steps, ROLLOUT_IDLE, weight=STEP_SECONDS),
         "weights_stall_s_mean": _mean(steps, "weights/stall_s"),
-        "weights_stall_frac": _share(steps, UPDATE, "timing_s/step"),
+        "weights_stall_frac": _share(steps, UPDATE, STEP_SECONDS),
         "logprob_diff_max_same_version": _max(steps, "rollout_corr/logprob_diff_max"),
         "k3_same_version": _mean(
             steps, "rollout_corr/k3_kl_same_version", weight="rollout_corr/logprob_diff_tokens"
@@ -164,14 +156,6 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """One row per step, by step: a step repeated after a crash counts once, as it was last."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
-
-
-def matching(pattern: str, rows: Iterable[Row]) -> dict[str, str]:
-    """Find the rows' metrics that fit the pattern: the text in place of its `*` → metric, sorted."""
-    head, _, tail = pattern.partition("*")
-    names = sorted(set[str]().union(*rows))
-    fitting = (name for name in names if name.startswith(head) and name.endswith(tail))
-    return {name[len(head) : len(name) - len(tail)]: name for name in fitting}
 
 
 def _of_both(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:

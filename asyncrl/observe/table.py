@@ -11,6 +11,7 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
+from asyncrl.observe.metrics import shown
 from asyncrl.observe.summary import failures_line, identity_line, success_line
 
 NUMBERS = (  # label, key of the summary, format
@@ -108,7 +109,3 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if (before, after) != ("–", "–"):
             found.append((f"{name} (held out)", before, after))
     return found
-
-
-def shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -17,10 +17,11 @@ from asyncrl.config.base import leaves
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.observe.background import Background
 from asyncrl.observe.files import read_lines, run_id
-from asyncrl.observe.summary import VALIDATED
+from asyncrl.observe.metrics import VALIDATED
+from asyncrl.observe.summary import lags
 
 WANDB_URL = "https://api.wandb.ai"  # under which its login is kept, also where the service has moved
-STEP, LAG = "training/step", "staleness/lag_tokens/"  # the latter + lag: tokens taken at that lag
+STEP = "training/step"
 TRANSCRIPTS = "transcripts/validation"
 COLUMNS = ("sample", "mode", "score", "success", "failed", "end", "turns", "ground_truth", "text")
 MOST, PATIENCE = 1000, 60.0  # rows that may wait for trackers; seconds, at the end
@@ -96,8 +97,9 @@ class Trackers:
         self._now(lambda tracker: tracker.close())  # here: swanlab sets signal handlers back
 
     def _log(self, step: int, metrics: dict[str, float], values: Values) -> None:
-        lags = [int(metrics.get(f"{LAG}{lag}", 0)) for lag in range(_highest_lag(metrics) + 1)]
-        self._now(lambda tracker: tracker.log(step, metrics, values, lags))
+        counts = lags([metrics])
+        tokens = [counts.get(lag, 0) for lag in range(max(counts, default=-1) + 1)]
+        self._now(lambda tracker: tracker.log(step, metrics, values, tokens))
         if self._trackers and VALIDATED in metrics:
             path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
             with recorded() as failure:
@@ -114,10 +116,6 @@ class Trackers:
             except (Exception, SystemExit) as error:  # a library may end the program
                 log.warning("tracker %s is left out from here on: %s", name, one_line(error))
                 self._failed.add(name)
-
-
-def _highest_lag(metrics: Mapping[str, float]) -> int:
-    return max((int(name.removeprefix(LAG)) for name in metrics if name.startswith(LAG)), default=-1)
 
 
 def _texts(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:

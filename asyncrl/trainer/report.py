@@ -15,11 +15,11 @@ from asyncrl.algorithms.normalise import Moments, end_factor
 from asyncrl.algorithms.value import explained_variance
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.buffer.zero_variance import TOLERANCE
+from asyncrl.observe.metrics import LAG_TOKENS
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
 
-TAKEN_PREFIX = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 ADVANTAGES = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 VARIED_TOTAL = "_varied"  # episodes of groups with variance
@@ -122,7 +122,7 @@ def _tally_staleness(tally: MetricSums, e: Example) -> None:
     """Lags, and the share over the bound by response length and by quarter of the response."""
     lags, counts = np.unique(e.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
-        tally.total(f"{TAKEN_PREFIX}{lag}", count)
+        tally.total(f"{LAG_TOKENS}{lag}", count)
     masked = int(e.stale.sum())
     tally.ratio("staleness/masked_token_frac", masked, e.tokens)
     tally.total("staleness/fully_masked_trajectories", float(0 < e.tokens == masked))
@@ -175,7 +175,7 @@ def batch_metrics(tally: MetricSums, change: Callable[[np.ndarray], np.ndarray])
     fit = explained_variance(returns, errors)
     if fit is not None:
         metrics["critic/vf_explained_var"] = fit
-    return metrics | _lags(_histogram(hidden, KEPT_PREFIX), _histogram(metrics, TAKEN_PREFIX))
+    return metrics | _lags(_histogram(hidden, KEPT_PREFIX), _histogram(metrics, LAG_TOKENS))
 
 
 def _histogram(values: dict[str, float], prefix: str) -> LagHistogram:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from asyncrl.observe.summary import REWARD, Row
+from asyncrl.observe.metrics import REWARD, Row
 
 WINDOW = 10  # steps that an alert looks back on; with fewer there is none
 MOST = 0.9  # the share from which on it is "nearly all"

@@ -50,18 +50,20 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
     return html
 
 
-def write(path: Path, views: Views) -> None:
-    """A page that opens without a server: the curves of all runs, and the newest episodes of each. What
-    cannot be read is said there."""
+def write(path: Path, views: Views) -> bool:
+    """Write a page that opens without a server: the curves of all runs, and the newest episodes of each. The
+    page says what cannot be read. Returns whether the accounts of all runs are exact."""
     found = {"runs": _answer(views, "runs")}
     for number in range(len(found["runs"].get("runs", []))):
-        for name in ("rows", "episodes", "lanes"):
+        for name in ("rows", "episodes", "lanes", "summary"):
             found[address(name, run=number)] = _answer(views, name, run=number)
         listed = found[address("episodes", run=number)].get("episodes", [])
         landed = [episode["uid"] for episode in listed if episode["end"]]
         for uid in landed[:SHOWN]:
             found[address("episode", run=number, uid=uid)] = _answer(views, "episode", run=number, uid=uid)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(found), "utf-8")
+    return all(answer.get("conserved", True) for answer in found.values())
 
 
 def address(name: str, **query: object) -> str:

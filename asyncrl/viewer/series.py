@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.observe.summary import GREEDY, LAG_TOKENS, SAMPLED, Row, lags
+from asyncrl.observe.metrics import GREEDY, LAG_TOKENS, SAMPLED, Row
+from asyncrl.observe.summary import lags
 
+TOKENS_PER_S = "rollout/tokens_per_s"
 POINTS = 2000  # rows that a page is sent; a longer run is thinned
 Z = 1.96  # of a 95% interval
 
@@ -41,6 +43,13 @@ def series(rows: Sequence[Row]) -> dict[str, Any]:
         "columns": columns,
         "lags": lags(merged),
     }
+
+
+def renamed(rows: Sequence[Row]) -> Sequence[Row]:
+    """Rename what older runs recorded as `perf/throughput`: tokens generated per second."""
+    if any(TOKENS_PER_S in row for row in rows):
+        return rows
+    return [{TOKENS_PER_S if name == "perf/throughput" else name: row[name] for name in row} for row in rows]
 
 
 def _by_step(rows: Sequence[Row]) -> list[dict[str, float]]:

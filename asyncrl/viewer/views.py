@@ -15,13 +15,15 @@ import msgspec
 from asyncrl.config import parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_rows, read_status, size_of_rows
-from asyncrl.observe.summary import flow_line, of_step
+from asyncrl.observe.metrics import OF_STEP, charts, figures
+from asyncrl.observe.summary import flow_line
 from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
 from asyncrl.viewer.alerts import alerts
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
-from asyncrl.viewer.series import series
+from asyncrl.viewer.results import results
+from asyncrl.viewer.series import renamed, series
 from asyncrl.viewer.transcript import Decode, decoder, transcript
 
 Query = Mapping[str, str]
@@ -32,7 +34,10 @@ class Views:
     on. Methods may be called from several threads."""
 
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
-        self._runs, self._ended = runs, ended
+        self._runs, self._ended = list(dict.fromkeys(runs)), ended
+        names = [path.resolve().name for path in self._runs]
+        known = names if len({*names}) == len(names) else map(str, self._runs)
+        self._names = dict(zip(self._runs, known, strict=True))
         self._decoders: dict[str, Decode] = {}
         self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
         self._loading, self._reading = threading.Lock(), threading.Lock()
@@ -42,6 +47,7 @@ class Views:
             "episodes": self._episodes,
             "episode": self._episode,
             "lanes": self._lanes,
+            "summary": lambda query: results(self._path(query)),
         }
 
     @property
@@ -74,7 +80,7 @@ class Views:
         gauges = status.get("gauges", {})
         done, total, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
         return {
-            "name": path.name,
+            "name": self._names[path],
             "path": str(path),
             "ended": ended,
             "phase": status.get("phase", "starting"),
@@ -87,13 +93,14 @@ class Views:
             "waits": status.get("waits", []) if not ended else [],
             "failed": status.get("failed", ""),
             "alert": status.get("alert", ""),
-            "numbers": of_step(gauges | status.get("metrics", {})),
+            "numbers": ", ".join(figures(OF_STEP, gauges | status.get("metrics", {}))),
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
         path = self._path(query)
-        rows, early = read_rows(path), read_status(path).get("alert", "")
-        return {**series(rows), "alerts": msgspec.to_builtins(alerts(rows, early))}
+        rows, early = renamed(read_rows(path)), read_status(path).get("alert", "")
+        found = {"alerts": msgspec.to_builtins(alerts(rows, early)), "charts": charts(rows)}
+        return series(rows) | found
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})

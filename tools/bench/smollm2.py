@@ -17,7 +17,7 @@ from typing import Any
 
 from common import ROOT, rows, summary, table, train, wilson
 
-from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED
+from asyncrl.observe.metrics import GREEDY, REWARD, SAMPLED
 
 CONTROL = "control"
 OTHERS = f"algorithm.advantage={ROOT / 'tools' / 'bench' / 'others_reward.py'}:of_a_sibling"

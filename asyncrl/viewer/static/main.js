@@ -3,10 +3,11 @@ import { clock, fail } from "view/dom.js";
 import * as episodes from "view/episodes.js";
 import * as run from "view/run.js";
 import { ask, isFile } from "view/source.js";
+import * as summary from "view/summary.js";
 import * as time from "view/time.js";
 
 const EVERY = 3000; // milliseconds between two looks at a run that goes on
-const TABS = ["run", "episodes", "time"];
+const TABS = ["run", "episodes", "time", "summary"];
 
 let state = null;
 let tab = "run";
@@ -30,6 +31,7 @@ async function refresh() {
       await episodes.refresh();
     }
     if (tab === "time") await time.refresh(state);
+    if (tab === "summary") await summary.refresh(state);
     document.body.dataset.ready = tab;
   } catch (error) {
     fail(error.message);
@@ -55,6 +57,7 @@ const KEYS = {
   1: () => open("run"),
   2: () => open("episodes"),
   3: () => open("time"),
+  4: () => open("summary"),
   j: () => tab === "episodes" && episodes.next(1),
   k: () => tab === "episodes" && episodes.next(-1),
   g: () => tab === "episodes" && episodes.group(),

@@ -3,27 +3,6 @@ import { bars, lines } from "view/charts.js";
 import { PALETTE, fold, make, number } from "view/dom.js";
 import { ask } from "view/source.js";
 
-const CHARTS = [
-  ["Reward, before shaping", { "rollout/score/mean": "mean of landed", "critic/score/mean": "of trained" }],
-  ["Success, held out", { "val-core/all/sampled/success": "sampled", "val-core/all/greedy/success": "greedy" }],
-  ["Score, held out", { "val-core/all/sampled/mean@1": "sampled", "val-core/all/greedy/mean@1": "greedy" }],
-  ["Loss per token (supervised)", { "actor/nll": "training", "val-core/all/nll": "held out" }],
-  ["Lag, in steps", { "staleness/lag/mean": "mean", "staleness/lag/p95": "p95", "staleness/lag/max": "max" }],
-  ["Masked tokens, share", { "staleness/masked_token_frac": "too old", "rollout_corr/rollout_rs_masked_fraction": "by the correction" }],
-  ["Idle, share of time", { "async/trainer_idle_frac": "trainer", "async/rollout_idle_frac": "rollout" }],
-  ["Flow, episodes", { "flow/issued": "issued", "flow/trained": "trained", "flow/filtered": "filtered", "flow/dropped": "dropped", "flow/failed": "failed" }],
-  ["Not over, episodes", { "flow/in_flight": "in flight", "flow/ready": "ready", "flow/taken": "taken" }],
-  ["Tokens per second", { "rollout/tokens_per_s": "generated", "perf/throughput": "trained, with prompts, of a rank" }],
-  ["Seconds per step", { "timing_s/step": "step", "timing_s/wait_data": "waiting for data", "timing_s/update_actor": "training", "timing_s/update_weights": "new version" }],
-  ["Policy loss", { "actor/pg_loss": "loss" }],
-  ["Gradient norm", { "actor/grad_norm": "norm" }],
-  ["Entropy, nats per token", { "actor/entropy": "entropy" }],
-  ["KL, nats per token", { "rollout_corr/kl": "engine to policy", "actor/ppo_kl": "of the step", "actor/kl_loss": "to the reference" }],
-  ["Effective sample size, share", { "rollout_corr/rho_eff_sample_size": "tokens", "rollout_corr/rho_seq_eff_sample_size": "episodes" }],
-  ["Log-prob gap of one version", { "rollout_corr/logprob_diff_mean": "mean", "rollout_corr/logprob_diff_max": "max" }],
-  ["Response, tokens", { "rollout/response_length/mean": "mean", "rollout/response_length/max": "max" }],
-  ["Ends, share", { "rollout/end/answered": "answered", "rollout/end/length": "length", "rollout/end/max_turns": "turns", "rollout/end/bad_calls": "bad calls", "rollout/end/timeout": "timeout" }],
-];
 const X = { step: "step", tokens: "tokens trained", seconds: "seconds" };
 
 let shownBy = "step";
@@ -38,13 +17,10 @@ export async function refresh(state) {
   shown = now;
 }
 
-// Runs without `rollout/tokens_per_s` are older: they recorded it as `perf/throughput`.
-const renamed = ({ "perf/throughput": old, ...rest }) => ({ "rollout/tokens_per_s": old, ...rest, ...("rollout/tokens_per_s" in rest && { "perf/throughput": old }) });
-
 function draw(state, answers) {
   const names = state.runs.map((run) => run.name);
   if (!document.getElementById("charts")) setup(names);
-  const tables = answers.map((answer) => ({ x: answer[shownBy], columns: renamed(answer.columns) }));
+  const tables = answers.map((answer) => ({ x: answer[shownBy], columns: answer.columns }));
   const again = () => draw(state, answers);
   const all = [...new Set(answers.flatMap((answer) => Object.keys(answer.columns)))].sort();
   const add = document.getElementById("add-metric");
@@ -54,13 +30,13 @@ function draw(state, answers) {
   document.getElementById("x-axis").onchange = (event) => ((shownBy = event.target.value), again());
   document.getElementById("metrics").replaceChildren(...all.map((name) => make("option", { value: name })));
   const own = extra.map((name) => [name, { [name]: name.split("/").at(-1) }]);
-  const parts = all.map((name) => [name, name.match(/^(?:rollout\/component\/(.*)\/mean|val-aux\/all\/sampled\/(.*)\/mean@1)$/)]).filter(([, found]) => found);
-  const components = Object.fromEntries(parts.map(([name, found]) => [name, found[1] ?? `${found[2]}, held out`]));
-  const charts = [...own, ["Components of the reward", components], ...CHARTS].map(([title, metrics]) => lines(title, metrics, tables, names, { label: X[shownBy] }));
+  const charts = {};
+  answers.forEach((answer) => Object.entries(answer.charts).forEach(([title, names]) => (charts[title] = { ...charts[title], ...names })));
+  const figures = [...own, ...Object.entries(charts)].map(([title, metrics]) => lines(title, metrics, tables, names, { label: X[shownBy] }));
   const lags = answers.map((answer, at) => bars(names.length > 1 ? `Tokens by lag: ${names[at]}` : "Tokens by lag, all steps", "lag", answer.lags));
   document.getElementById("alerts").replaceChildren(...answers.flatMap((answer, at) => answer.alerts.map((alert) => warning(names[at], alert))));
   const empty = answers.some((answer) => answer.step.length) ? [] : [make("p", {}, "No step is over yet.")];
-  document.getElementById("charts").replaceChildren(...[...charts, ...lags].filter(Boolean), ...empty);
+  document.getElementById("charts").replaceChildren(...[...figures, ...lags].filter(Boolean), ...empty);
   document.getElementById("differing").replaceChildren(...differences(names, state.differences));
 }
 

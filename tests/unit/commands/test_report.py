@@ -1,9 +1,10 @@
-"""`asyncrl report` on the files that a run leaves."""
+"""`asyncrl report`, and what the tab Summary says, on the files that a run leaves."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,15 +12,16 @@ import pytest
 from asyncrl.commands.report import main
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import transcripts
-from asyncrl.errors import ConfigError
 from asyncrl.observe.files import write_summary
 from asyncrl.observe.machine import record_machine, recorded_machine
-from asyncrl.observe.summary import REWARD, SAMPLED, SAMPLED_SCORE, summarize
+from asyncrl.observe.metrics import REWARD, SAMPLED, SAMPLED_SCORE
+from asyncrl.observe.summary import summarize
 from asyncrl.observe.timeline import Timeline
 from asyncrl.store.launches import KEY, LaunchRecord, since
 from asyncrl.store.runstore import RunStore
+from asyncrl.viewer.results import results
 
-EVIL = "</pre><script>alert(1)</script> $x$"
+EVIL = "</script><script>alert(1)</script>"
 FLOW = {"issued": 8, "trained": 5, "filtered": 3}
 ROWS = [
     {"training/step": 0.0, "time_s": 1.0, SAMPLED: 0.25, SAMPLED_SCORE: 0.25},
@@ -65,55 +67,56 @@ def make_run(parent: Path, name: str, over: bool = True, **more: object) -> Path
     return run_dir
 
 
-def cells(text: str) -> list[list[str]]:
-    lines = [line for line in text.replace("\\", "").splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+def tables(run_dir: Path) -> dict[str, str]:
+    """The rows of all tables by key."""
+    return {key: text for table in results(run_dir)["tables"] for key, text in table.rows.items()}
+
+
+def recorded(page: Path) -> dict[str, Any]:
+    text = page.read_text().split('id="recorded">')[1].split("</script>")[0]
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
 def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, "a$b$", trainer={"lr": 0.5})
     record_machine(run_dir)
     assert main(["a$b$", "--run-dir", str(tmp_path)]) == 0
-    page, text = run_dir / "report.html", (run_dir / "report.md").read_text()
-    assert capsys.readouterr().out.splitlines() == [str(page), str(run_dir / "report.md")]
-    assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
-    found = cells(text)
-    for row in (
-        ["outcome", "completed"],
-        ["success, sampled (held out, ≥ –)", "25.0% → 75.0%"],
-        ["trainer.lr", "0.5"],
-        ["0", "60 (75.0%) " + "█" * 22],
-        ["wait for data", "2.0 s (25.0%) " + "█" * 8],
-        ["forward and backward of the policy", "4.0 s (50.0%) " + "█" * 15],
-        ["other", "2.0 s (25.0%) " + "█" * 8],
-        ["trainer-0: train", "3.0 s (75.0%) " + "█" * 22],  # what overlaps counts once
-    ):
-        assert row in found, row
-    machine = recorded_machine(run_dir)
-    assert machine and ["CPU", " ".join(machine["CPU"].split())] in found
-    for part in (
-        "8 issued = 5 trained + 3 filtered",
-        "reasons: 3 filtered/zero",
-        "2 deadline",
-        "score 0 → score 1",
-    ):
-        assert part in text.replace("\\", "")
-    assert "I guess 3." in text and "in between" not in text
-    html = page.read_text()
-    assert "<script" not in html and "&lt;script&gt;" in html and "http" not in html.replace("http-equiv", "")
+    assert capsys.readouterr().out.splitlines() == [str(run_dir / "report.html")]
+    rows, machine = tables(run_dir), recorded_machine(run_dir)
+    assert (
+        rows
+        | {
+            "outcome": "completed",
+            "success, sampled (held out, ≥ –)": "25.0% → 75.0%",
+            "trainer.lr": "0.5",
+            "0": "60 (75.0%) " + "█" * 22,
+            "wait for data": "2.0 s (25.0%) " + "█" * 8,
+            "forward and backward of the policy": "4.0 s (50.0%) " + "█" * 15,
+            "other": "2.0 s (25.0%) " + "█" * 8,
+            "trainer-0: train": "3.0 s (75.0%) " + "█" * 22,  # what overlaps counts once
+            **(machine or {"CPU": "none"}),
+        }
+        == rows
+    )
+    page = recorded(run_dir / "report.html")["summary?run=0"]
+    for part in ("8 issued = 5 trained + 3 filtered", "reasons: 3 filtered/zero", "2 deadline", EVIL):
+        assert part in "\n".join(page["notes"])
+    (episode,) = page["transcripts"]
+    assert episode["title"] == "sample 7, sampled: score 0 → score 1"
+    assert [text for _, text in episode["texts"]] == ["I guess 3.", f"4 {EVIL}"]
 
 
 def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     first = make_run(tmp_path / "x", "a", trainer={"lr": 0.5})
     second = make_run(tmp_path / "y", "a", over=False, seed=3)
-    out = tmp_path / "both.html"
-    assert main([str(first), str(second), "--out", str(out)]) == 0
-    found = cells(out.with_suffix(".md").read_text())
-    assert ["outcome", "completed", "not over, or killed"] in found
-    assert ["trainer.lr", "0.5", "default"] in found and ["seed", "default", "3"] in found
-    text = out.with_suffix(".md").read_text().replace("\\", "")
-    assert f"{second}: 8 issued = 5 trained + 3 filtered" in text  # by its last row
-    assert "no record; described instead is the machine that wrote this report" in text
+    out = tmp_path / "new" / "both.html"
+    assert main([str(first), str(second), str(first), "--out", str(out)]) == 0
+    found = recorded(out)
+    assert [run["name"] for run in found["runs"]["runs"]] == [str(first), str(second)]  # of one name
+    rows = tables(second)
+    assert (rows["outcome"], rows["seed"]) == ("not over, or killed", "3") and "trainer.lr" not in rows
+    assert "8 issued = 5 trained + 3 filtered" in results(second)["notes"][0]  # by its last row
+    assert rows[""] == "not recorded"
 
 
 def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tmp_path: Path) -> None:
@@ -127,19 +130,17 @@ def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tm
     (run_dir / "config.yaml").write_text("of no interest")
     write_summary(run_dir, summarize(ROWS, FLOW, False))
     assert main([str(run_dir)]) == 1
-    text = (run_dir / "report.md").read_text()
-    for row in (["trainer.lr", "0.5"], ["seed", "3"], ["seed, from step 2", "0 → 3"]):
-        assert row in cells(text)
-    assert "NOT CONSERVED" in text
+    rows = tables(run_dir)
+    assert (rows["trainer.lr"], rows["seed"], rows["seed, from step 2"]) == ("0.5", "3", "0 → 3")
+    assert any("NOT CONSERVED" in note for note in results(run_dir)["notes"])
 
 
-def test_what_cannot_be_reported(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
-    with pytest.raises(ConfigError, match=r"--out r\.pdf: give a name that ends with \.html"):
-        main([str(run_dir), "--out", "r.pdf"])
     (run_dir / "config.yaml").write_text("name: a\nold_key: 1\n")
-    assert main([str(run_dir)]) == 0
-    assert "cannot be read by this version" in (run_dir / "report.md").read_text()
     (run_dir / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="has no row yet; wait for the first step"):
-        main([str(run_dir)])
+    assert main([str(run_dir)]) == 0
+    assert "cannot be read by this version" in tables(run_dir)["config.yaml"]
+    (run_dir / "summary.json").write_text("{")
+    assert main([str(run_dir)]) == 0
+    assert "summary.json: cannot be read" in recorded(run_dir / "report.html")["runs"]["error"]

@@ -61,7 +61,7 @@ def test_before_any_step_the_score_so_far_and_why_nothing_is_learned(
     reporter.state.buffer.settled[State.FILTERED] += 2 * setup.coordinator.config.buffer.groups_per_batch
     reporter.write_status("running")
     lines = shown(setup.run_dir, capsys)
-    assert "so far: score 0.000, filtered 100%" in lines and "groups: every episode scored 0" in lines
+    assert "so far: reward 0.000, filtered 100%" in lines and "groups: every episode scored 0" in lines
     assert "issued = " in lines
 
 

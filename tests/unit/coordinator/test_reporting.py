@@ -13,7 +13,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.observe.files import read_status
-from asyncrl.observe.summary import FILTERED, REWARD
+from asyncrl.observe.metrics import FILTERED, REWARD
 from asyncrl.types import EpisodeResult, EpisodeStats
 from asyncrl.wire.messages.trainer import PlanRequest, TrainerBeat, TrainerHello
 from tests.unit.buffer.machine import admit

@@ -16,8 +16,7 @@ from rich.console import Console as Terminal
 from asyncrl.launch import console as console_module
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.console_view import FIGURES, ConsoleState, plain_line, render
-from asyncrl.observe.progress import BATCH
-from asyncrl.observe.summary import (
+from asyncrl.observe.metrics import (
     FILTERED,
     GREEDY,
     GREEDY_SCORE,
@@ -27,9 +26,9 @@ from asyncrl.observe.summary import (
     SAMPLED_SCORE,
     VALIDATED,
     ZERO_ADVANTAGE,
-    failures_line,
-    summarize,
 )
+from asyncrl.observe.progress import BATCH
+from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.observe.table import print_summary
 from asyncrl.wire.messages.observer import Status
 
@@ -63,7 +62,7 @@ def test_a_constant_reward_is_said_once_and_the_score_before_any_step() -> None:
     assert out.getvalue().splitlines() == ["phase: running", alert]
     line = plain_line(shown.state)
     assert "reward 0.000, filtered 98%" in line and line.count("65 groups: every episode scored 0 | ") == 1
-    shown.terminal.print(render(shown.state))
+    shown.terminal.print(render(shown.state, shown.terminal))
     assert "65 groups: every episode scored 0" in out.getvalue()
 
 
@@ -80,7 +79,7 @@ def test_a_wait_is_not_cut_where_there_is_room() -> None:
 def test_a_plain_line_is_never_long(failed: str, count: int) -> None:
     """Of figures, failures and waits each has some of it."""
     waits = tuple(f"worker {at}: weights v7: engine has v5 (123 s, 32 episodes)" for at in range(count))
-    figures = {name: 1234.5 for _, name, _ in FIGURES}
+    figures = dict.fromkeys(FIGURES, 1234.5)
     state = ConsoleState("demo", Status("running", 12, 100, figures, waits, failed))
     state.progress.origin = 0.0, 0
     line = plain_line(state)
@@ -100,7 +99,7 @@ def test_failed_attempts_are_said_at_once_and_stay_in_view() -> None:
         shown.status(Status("running", 0, 10, {}, (), seen))
     assert out.getvalue().splitlines() == ["phase: running", failed]
     assert plain_line(shown.state).endswith(f" | {failed}")
-    shown.terminal.print(render(shown.state))
+    shown.terminal.print(render(shown.state, shown.terminal))
     assert failed in out.getvalue().splitlines()[2:]
 
 
@@ -210,7 +209,8 @@ def test_the_live_view_has_a_bar_figures_and_waits() -> None:
     status = Status("running", 5, 10, GAUGES, ("x waits for [y]",))
     picture = ConsoleState("demo", status, METRICS, {SAMPLED: 0.5})
     out = io.StringIO()
-    Terminal(file=out, width=120).print(render(picture))
+    terminal = Terminal(file=out, width=120)
+    terminal.print(render(picture, terminal))
     for part in ("step 5/10", "running", "0.500", "50.0%", "x waits for [y]"):
         assert part in out.getvalue()
 
@@ -241,7 +241,8 @@ def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
     assert " step 10/10 | elapsed 0:00:26 | " in out.getvalue().splitlines()[-1]
     shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     picture = io.StringIO()
-    Terminal(file=picture, width=150).print(render(shown.state))
+    terminal = Terminal(file=picture, width=150)
+    terminal.print(render(shown.state, terminal))
     assert "step 0/10 (25% of the first batch) elapsed 0:00:26\n" in picture.getvalue()
 
 

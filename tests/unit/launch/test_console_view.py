@@ -18,8 +18,8 @@ from rich.cells import cell_len
 from rich.console import Console as Terminal
 
 from asyncrl.coordinator import transcripts
-from asyncrl.launch.console_view import ENTROPY, FIGURES, LAG, LENGTH, ConsoleState, render
-from asyncrl.observe.summary import NLL, NLL_HELD_OUT, REWARD
+from asyncrl.launch.console_view import FIGURES, ConsoleState, render
+from asyncrl.observe.metrics import ENTROPY, LAG, LENGTH, NLL, NLL_HELD_OUT, REWARD, label, value_of
 from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.observer import Status
 
@@ -32,7 +32,7 @@ def state(steps: int = 300) -> ConsoleState:
     waits = tuple(f"rollout {index}: credits of the coordinator (1234{index} s)" for index in range(9))
     made = ConsoleState("a-long-name-" * 5, Status("running", 0, 100_000, {}, waits, FAILED))
     plain = (REWARD, LAG, ENTROPY, LENGTH, NLL, NLL_HELD_OUT)
-    figures = {name: 1234.0 + at for at, (_, name, _) in enumerate(FIGURES) if name not in plain}
+    figures = {name: 1234.0 + at for at, name in enumerate(FIGURES) if name not in plain}
     for step in range(1, steps + 1):
         row = {REWARD: step / 7, LAG: step % 5, ENTROPY: 12345.678, LENGTH: 98765.0}
         made.committed(step, figures | row)
@@ -42,7 +42,8 @@ def state(steps: int = 300) -> ConsoleState:
 
 def drawn(shown: ConsoleState, width: int, height: int) -> list[str]:
     out = io.StringIO()
-    Terminal(file=out, width=width, height=height).print(render(shown, width, height, keys=True))
+    terminal = Terminal(file=out, width=width, height=height + 1, force_terminal=True, color_system=None)
+    terminal.print(render(shown, terminal, keys=True), end="")
     return out.getvalue().splitlines()
 
 
@@ -54,14 +55,19 @@ def test_no_line_is_wider_and_no_number_is_cut(
     shown = state()
     lines = drawn(shown, width, height)
     assert len(lines) <= height and max(map(cell_len, lines)) <= width
-    known = [f"{shown.metrics[name]:{form}}" for _, name, form in FIGURES if name in shown.metrics]
-    known += [label for label, _, _ in FIGURES] + [shown.steps, shown.times, FAILED, *shown.status.waits]
+    known = [value_of(name, shown.metrics[name]) for name in FIGURES if name in shown.metrics]
+    known += [*map(label, FIGURES), shown.steps, shown.times, FAILED, *shown.status.waits]
     assert numbers("\n".join(lines[1:])) <= numbers("\n".join(known))
     text = "\n".join(lines)
-    for part in ("step 300/100000", "elapsed 100:00:00, ETA 276:", "reward  ▁", "123,456 reward_error"):
+    for part in (
+        "step 300/100000",
+        "elapsed 100:00:00, ETA 276:",
+        "reward          ▁",
+        "123,456 reward_error",
+    ):
         assert part in text
-    for label in ("lag", "entropy", "length"):
-        assert sum(line.startswith(f"{label:<8}") for line in lines) == 1
+    for name in (LAG, ENTROPY, LENGTH):
+        assert sum(line.startswith(f"{label(name):<16}") for line in lines) == 1
     assert ("version acked" in text) == (width > 60)  # the least important figures go first
     assert lines[-1] == "g: newest good transcript, b: newest bad one"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observe.plot import PANELS, draw, figure
-from asyncrl.observe.summary import REWARD, SAMPLED
+from asyncrl.observe.metrics import REWARD, SAMPLED
+from asyncrl.observe.plot import draw, figure
 
 ROWS = [
     {"training/step": 1.0, "time_s": 10.0, "timing_s/step": 9.0, REWARD: 0.2, "staleness/lag/max": 0.0},
@@ -18,34 +18,39 @@ ROWS = [
     {"training/step": 0.0, "time_s": 25.0, SAMPLED: 0.25},
     # step 2 again, after a crash
     {"training/step": 2.0, "time_s": 70.0, "timing_s/step": 9.0, REWARD: 0.5, "flow/dropped": 3.0},
-    {"training/step": 2.0, "time_s": 90.0, SAMPLED: 0.75, "rollout/attempts_failed/deadline": 4.0},
+    {
+        "training/step": 2.0,
+        "time_s": 90.0,
+        SAMPLED: 0.75,
+        "rollout/attempts_failed/deadline": 4.0,
+        "rollout/attempts_failed/tool_error": 0.0,
+    },
 ]
 
 
-def panels(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Panel title -> label -> points."""
+def panels(rows: list[dict[str, float]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Chart -> label -> points."""
     return {
         axes.get_title(loc="left"): {
             str(line.get_label()): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
             for line in axes.lines
         }
-        for axes in figure(runs).axes
+        for axes in figure("a", rows).axes
     }
 
 
 def test_x_is_the_step_that_was_judged_and_a_repeated_step_counts_once() -> None:
-    found = panels({"a": ROWS})
-    titles = list(PANELS)
-    assert found[titles[0]] == {"reward (all landed)": [(1, 0.2), (2, 0.5)]}
-    assert found[titles[1]] == {"sampled": [(0, 0.25), (2, 0.75)]}
-    assert found["attempts that failed (total, by kind)"] == {"deadline": [(2, 4)]}
-    assert found["episodes filtered, dropped and failed (total)"] == {"dropped": [(2, 3)]}
-    assert found["components of the reward"] == {"near": [(3, 0)], "near, held out": [(3, 0.5)]}
-    assert found["idle (share of time)"] == {}  # and the panel says "none"
+    found = panels(ROWS)
+    assert found["Reward, before shaping"] == {"reward": [(1, 0.2), (2, 0.5)]}
+    assert found["Success, held out"] == {"success (sampled)": [(0, 0.25), (2, 0.75)]}
+    assert found["Attempts that failed"] == {"deadline": [(2, 4)]}  # and no kind that did not happen
+    assert found["Flow, episodes"] == {"dropped": [(2, 3)]}
+    assert found["Components of the reward"] == {"near": [(3, 0)], "near, held out": [(3, 0.5)]}
+    assert "Idle, share of time" not in found
 
 
 def test_the_upper_axis_says_when_steps_were_committed() -> None:
-    drawn = figure({"a": ROWS})
+    drawn = figure("a", ROWS)
     drawn.canvas.draw()
     (upper,) = drawn.axes[0].child_axes
     times = {
@@ -53,14 +58,6 @@ def test_the_upper_axis_says_when_steps_were_committed() -> None:
     }
     assert times[1.0] == "0:00:10" and times[2.0] == "0:01:10"
     assert drawn.get_suptitle() == "a"
-
-
-def test_several_runs_share_the_panels_each_with_a_colour() -> None:
-    drawn = figure({"a": ROWS, "b": ROWS[:1]})
-    assert [(line.get_label(), line.get_color()) for line in drawn.axes[0].lines] == [
-        ("a: reward (all landed)", "C0"),
-        ("b: reward (all landed)", "C1"),
-    ]
 
 
 def test_it_forgives_a_cut_line_and_replaces_the_picture_as_a_whole(tmp_path: Path) -> None:

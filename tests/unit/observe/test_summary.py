@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from asyncrl.observe.summary import GREEDY, SAMPLED, SAMPLED_SCORE, identity_line, summarize
+from asyncrl.observe.metrics import GREEDY, SAMPLED, SAMPLED_SCORE
+from asyncrl.observe.summary import identity_line, summarize
 from asyncrl.observe.table import before_and_after
 
 FLOW = {

@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.files import mark_start
-from asyncrl.observe.summary import VALIDATED
+from asyncrl.observe.metrics import VALIDATED
 from asyncrl.observe.trackers import EXTRAS, MODULES, OPEN, Trackers, check_trackers, fenced
 
 

@@ -15,7 +15,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import read_config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import write_status
-from asyncrl.observe.summary import FILTERED, REWARD
+from asyncrl.observe.metrics import FILTERED, REWARD
 from asyncrl.store.launches import KEY, since
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
@@ -88,7 +88,7 @@ def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_p
     gauges = {REWARD: 0.0, FILTERED: 0.98}
     write_status(tmp_path, {"phase": "running", "alert": "64 groups", "gauges": gauges, "metrics": {}})
     views = Views([tmp_path], lambda run_dir: "")
-    assert views._run(tmp_path)["numbers"] == "score 0.000, filtered 98%"
+    assert views._run(tmp_path)["numbers"] == "reward 0.000, filtered 98%"
     assert views._run(tmp_path)["alert"] == "64 groups"
     (found,) = views.answer("rows", {})["alerts"]
     assert (found["name"], found["what"]) == ("constant reward", "64 groups")
