@@ -12,7 +12,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,6 +20,18 @@ from asyncrl.errors import ConfigError, describe, one_line
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Call(NamedTuple):
+    """How a plugin is called, and what errors tell the user to write. It takes the parameters `given`, by
+    position or `by_name`; `awaited`: it must be async. A class is called as it stands if it `makes` what is
+    wanted; else an instance of it is."""
+
+    usage: str
+    given: Sequence[str] = ()
+    awaited: bool = False
+    by_name: bool = False
+    makes: bool = False
 
 
 class Registry(Generic[T]):
@@ -69,6 +81,12 @@ class Registry(Generic[T]):
             return self._load(single(plugin)[0])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") if where else error from None
+
+    def make(self, plugin: str | Mapping[str, Any], where: str, call: Call) -> T:
+        """The plugin with its options bound, as `make` does it."""
+        spec, options = single(plugin, where)
+        made: T = make(self.load(spec, where), options, f"{where}.{spec}", call)
+        return made
 
     def _load(self, spec: str) -> T:
         if spec in self:
@@ -164,29 +182,45 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
     return known
 
 
-def check_call(
-    function: Callable[..., Any],
-    where: str,
-    usage: str,
-    given: Sequence[str],
-    *,
-    awaited: bool = False,
-    by_name: bool = False,
-) -> None:
-    """ConfigError that begins with `where`, and names file and line, unless the function takes the parameters
-    `given`, by their position or `by_name`, and, where it is `awaited`, is async. `usage`: what to write."""
-    problem = "" if not awaited or _is_async(function) else "is not async"
+def make(found: Any, options: Mapping[str, Any], where: str, call: Call, checked: bool = True) -> Any:
+    """A function with its options bound, or an instance of a class made with them. ConfigError that begins
+    with `where` unless it can be called as `call` says, which may be `checked` later."""
+    if not callable(found):
+        raise ConfigError(f"{where} is no function; write {call.usage}")
+    made = bind(found, options, where)
+    if isinstance(found, type) and not call.makes:
+        made = built(made, where)
+        if not callable(made):
+            raise ConfigError(f"{where}: its instances cannot be called; write {call.usage}")
+    if checked:
+        check_call(made, where, call)
+    return made
+
+
+def built(factory: Callable[[], Any], where: str) -> Any:
+    """What a factory makes. Any error of its becomes a ConfigError that begins with `where`."""
+    try:
+        return factory()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: it cannot be made ({describe(error)})") from error
+
+
+def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
+    """ConfigError that begins with `where`, and names file and line, unless the function can be called so."""
+    problem = "" if not call.awaited or _is_async(function) else "is not async"
     if inspect.isasyncgenfunction(inspect.unwrap(function)):
         problem = "yields; it must return"
     try:
         bind_to = inspect.signature(function).bind
-        bind_to(**dict.fromkeys(given)) if by_name else bind_to(*given)
+        bind_to(**dict.fromkeys(call.given)) if call.by_name else bind_to(*call.given)
     except TypeError as error:
         problem = f"takes other arguments ({error})"
     except ValueError:  # a builtin
         return
     if problem:
-        raise ConfigError(f"{where}: {_named_with_place(function)} {problem}; write {usage}")
+        raise ConfigError(f"{where}: {_named_with_place(function)} {problem}; write {call.usage}")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -16,10 +16,11 @@ from asyncrl.buffer.prompts import shuffled
 from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.data.storage import Samples
 from asyncrl.errors import ConfigError, describe
-from asyncrl.registry import bind, check_call, load_object, single
+from asyncrl.registry import Call, load_object, make, single
 from asyncrl.types import Sample
 
 Hook = Callable[[Sequence[Sample], list[int], int], Sequence[int]]
+CALL = Call("def order(samples, drawn, epoch)", ("samples", "drawn", "epoch"))
 
 
 class EpochOrder:
@@ -37,9 +38,7 @@ class EpochOrder:
         self._hook: Hook | None = None
         if self._hook_name:
             found = load_object(self._hook_name, "order")
-            where = f"data.order.{self._hook_name}"
-            self._hook = bind(found, options, where)
-            check_call(self._hook, where, "def order(samples, drawn, epoch)", ("samples", "drawn", "epoch"))
+            self._hook = make(found, options, f"data.order.{self._hook_name}", CALL)
 
     def __call__(self, epoch: int) -> Sequence[int]:
         if self.directory is None or self._hook is None:

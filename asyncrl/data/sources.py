@@ -11,9 +11,10 @@ from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.config.base import Plugin
 from asyncrl.data.rows import READERS, Row, read_rows
 from asyncrl.errors import ConfigError, describe, one_line
-from asyncrl.registry import bind, check_call, load_object, single
+from asyncrl.registry import Call, load_object, make, single
 
 HUB = "hf:"
+CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
 
 class Place(NamedTuple):
@@ -96,8 +97,7 @@ def _own(plugin: Plugin) -> Reader:
     """A class or function of the user's, called with a source's path, that gives rows."""
     where = "data.dataset"
     name, options = single(plugin, where)
-    made = bind(load_object(name, "data set"), options, f"{where}.{name}")
-    check_call(made, f"{where}.{name}", "a class or function that takes the path", ("path",))
+    made = make(load_object(name, "data set"), options, f"{where}.{name}", CALL)
 
     def read(path: str) -> Iterator[tuple[Place, Row]]:
         call = f"{where}: {name}({path!r})"

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from asyncrl.config import Options
-from asyncrl.errors import ConfigError, describe
-from asyncrl.registry import Registry, bind, check_call, single
+from asyncrl.errors import ConfigError
+from asyncrl.registry import Call, Registry, built, check_call, single
 from asyncrl.types import Message, Observation, Sample
 
 
@@ -58,6 +58,7 @@ environments: Registry[Callable[..., Environment]] = Registry("environment")
 """Classes, or functions that make an environment. Keyword-only parameters are the options."""
 
 
+CALL = Call("a class, or a function that makes an environment", makes=True)
 _PARTS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
 
 
@@ -66,23 +67,15 @@ def load_environment(
 ) -> Callable[[], Environment]:
     """The factory of the episodes' environments. It is called once here, so that wrong options raise at once:
     ConfigError that begins with `where`."""
-    spec, options = single(plugin, where)
-    found = environments.load(spec, where)
-    if not callable(found):
-        raise ConfigError(f"{where}: {spec!r} makes no environment; name a class or a function")
-    make = bind(found, options, f"{where}.{spec}")
-    try:
-        made = make()
-    except ConfigError as error:
-        raise ConfigError(f"{where}.{spec}: {error}") from None
-    except Exception as error:
-        raise ConfigError(f"{where}.{spec}: it cannot be made ({describe(error)})") from error
+    make = environments.make(plugin, where, CALL)
+    where = f"{where}.{single(plugin)[0]}"
+    made = built(make, where)
     if missing := [name for name in _PARTS if not hasattr(made, name)]:
         raise ConfigError(
-            f"{where}.{spec}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
+            f"{where}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
             "derive it from asyncrl.environments.Environment"
         )
-    _check(made, f"{where}.{spec}")
+    _check(made, where)
     return make
 
 
@@ -90,7 +83,7 @@ def _check(made: Environment, where: str) -> None:
     methods = {"reset": ["sample"], "step": ["message"], "cut_short": ["unanswered"], "close": []}
     for name, given in methods.items():
         usage = f"async def {name}({', '.join(['self', *given])})"
-        check_call(getattr(made, name), where, usage, given, awaited=True)
+        check_call(getattr(made, name), where, Call(usage, given, awaited=True))
     limit = made.timeout
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
         raise ConfigError(f"{where}: its timeout is {limit!r}; seconds above 0 are expected")

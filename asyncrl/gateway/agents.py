@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Plugin
-from asyncrl.errors import ConfigError, describe
-from asyncrl.registry import Registry, bind, check_call, single
+from asyncrl.registry import Call, Registry
 from asyncrl.values import finite
 
 MAX_RESULT = 1 << 20  # bytes of a result, as JSON
@@ -21,7 +20,7 @@ the `result` that reward functions see. Keyword-only parameters are its options.
 called like this is an agent as well: its constructor takes the options, and refuses them with ConfigError;
 all episodes of a worker share one instance."""
 
-USAGE = "async def agent(sample, endpoint, *, options)"
+CALL = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
 
 agents: Registry[Agent] = Registry("agent")
 
@@ -29,24 +28,7 @@ agents: Registry[Agent] = Registry("agent")
 def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
     """By registered name, `module:function` or `file.py:function`, with its options. ConfigError that begins
     with `where`."""
-    spec, options = single(plugin, where)
-    found = agents.load(spec, where)
-    if not callable(found):
-        raise ConfigError(f"{where}: {spec!r} is no function; write {USAGE}")
-    agent = bind(found, options, f"{where}.{spec}")
-    if isinstance(found, type):
-        agent = _made(agent, f"{where}.{spec}")
-    check_call(agent, where, USAGE, ("sample", "endpoint"))
-    return agent
-
-
-def _made(build: Callable[[], Any], where: str) -> Agent:
-    """How an instance is called. Any error of its constructor becomes a ConfigError."""
-    try:
-        agent: Agent = build().__call__
-    except Exception as error:
-        raise ConfigError(f"{where}: {describe(error)}") from error
-    return agent
+    return agents.make(plugin, where, CALL)
 
 
 def result_of(value: Any) -> Any:

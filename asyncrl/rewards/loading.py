@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Options
-from asyncrl.errors import ConfigError
-from asyncrl.registry import bind, check_call
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.registry import Call, check_call, make
 from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards
 from asyncrl.rewards.results import from_verl
 
 WHERE = "rollout.reward"
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+CALL = Call(f"a function of ({', '.join(VERL)}) or (given: RewardInput)", VERL, by_name=True)
 
 
 class RewardSource(msgspec.Struct, frozen=True):
@@ -56,33 +57,21 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> lis
 
 def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     """One function of whole episodes, with its options bound."""
-    found = rewards.load(source.spec, where)
-    if not callable(found):
-        raise ConfigError(f"{where}: reward {source.spec!r} is no function; write {_EXPECTED}")
-    try:
-        taken = _with_options(found)
-    except Exception as error:  # of an annotation, or a builtin without a signature
-        raise ConfigError(f"{where}: reward {source.spec!r} has no usable signature ({error})") from error
-    function = bind(taken, source.options, f"{where}.{source.spec}")
-    if inspect.isclass(found):
-        function = _made(function, f"{where}.{source.spec}")
-    if _is_typed(function):
-        called = function
-    else:
-        check_call(function, f"{where}: reward {source.spec!r}", _EXPECTED, VERL, by_name=True)
-        called = from_verl(function)
+    found, where = rewards.load(source.spec, where), f"{where}.{source.spec}"
+    function = make(_with_verls_options(found, where), source.options, where, CALL, checked=False)
+    typed = _is_typed(function)
+    if not typed:
+        check_call(function, where, CALL)
     place = _place(function if inspect.isclass(found) else found, getattr(found, "runs", "processes"))
     load = getattr(function, "load", lambda: None)
     own = place == "loop" and bool(getattr(found, "own_deadline", False))
+    called = function if typed else from_verl(function)
     return Reward(source.spec, called, place, source, load=load, own_deadline=own)
 
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
     """A function of either signature as a reward that runs in the event loop."""
     return Reward(name, function if _is_typed(function) else from_verl(function), "loop", RewardSource(name))
-
-
-_EXPECTED = "a function of (data_source, solution_str, ground_truth, extra_info) or (given: RewardInput)"
 
 
 def _load(name: str, spec: str, options: Options, where: str) -> Reward:
@@ -93,25 +82,22 @@ def _load(name: str, spec: str, options: Options, where: str) -> Reward:
     return replace(load_reward(source, where), name=name, weight=float(weight))
 
 
-def _made(build: Callable[[], Any], where: str) -> RewardFunction:
-    """An instance. An error of its constructor about the options becomes a ConfigError."""
-    try:
-        made: RewardFunction = build()
-    except (ConfigError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if not callable(made):
-        raise ConfigError(f"{where}: its instances cannot be called; write {_EXPECTED}")
-    return made
-
-
-def _with_options(function: RewardFunction) -> RewardFunction:
+def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
     """Positional parameters after verl's four are options, too, as in reward functions written for verl."""
-    parameters = inspect.signature(function).parameters.values()
-    names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    if names[: len(VERL)] != VERL or names == VERL:
-        return function
+    if not callable(function):
+        return function  # refused by `make`
+    try:
+        names = tuple(
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.POSITIONAL_OR_KEYWORD
+        )
+        if names[: len(VERL)] != VERL or names == VERL:
+            return function
+        signature = inspect.signature(function, eval_str=True)
+    except Exception as error:  # of an annotation, or a builtin without a signature
+        raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
     made = functools.partial(function)
-    signature = inspect.signature(function, eval_str=True)
     given = list(signature.parameters.values())
     first, extra = given[: len(VERL)], given[len(VERL) :]
     options = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in extra]

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from asyncrl.errors import ConfigError
-from asyncrl.registry import Registry, bind, check_call
+from asyncrl.registry import Call, Registry
 from asyncrl.types import EpisodeEnd
 from asyncrl.values import finite
 
@@ -34,6 +33,7 @@ Shaping = Callable[..., float]
 """`(given: ShapingInput, *, options…) -> float`: what is added to the reward, on the last turn."""
 
 shapings: Registry[Shaping] = Registry("shaping")
+CALL = Call("def shaping(given: ShapingInput, *, options)", ("given",))
 
 
 @shapings.register("overlong")
@@ -58,17 +58,7 @@ def overlong(
 
 def select_shapings(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Shaping]:
     """The functions of `algorithm.shaping`, options bound. ConfigError that begins with `where`."""
-    functions = [bind(_load(name, where), options, f"{where}.{name}") for name, options in named.items()]
-    for name, function in zip(named, functions, strict=True):
-        check_call(function, f"{where}.{name}", "def shaping(given: ShapingInput, *, options)", ["given"])
-    return functions
-
-
-def _load(name: str, where: str) -> Shaping:
-    found = shapings.load(name)
-    if not callable(found):
-        raise ConfigError(f"{where}.{name} is no function; (given: ShapingInput, *, options) is expected")
-    return found
+    return [shapings.make({name: options}, where, CALL) for name, options in named.items()]
 
 
 def shape(functions: Sequence[Shaping], given: ShapingInput) -> float:

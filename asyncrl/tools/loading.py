@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError, one_line
-from asyncrl.registry import bind, load_object
+from asyncrl.errors import ConfigError
+from asyncrl.registry import bind, built, load_object
 from asyncrl.tools.base import Tool, tools
 from asyncrl.tools.process import source_of
 
@@ -65,16 +65,10 @@ def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
 def _made(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:
     """What a factory gives. A single tool remembers it, for samples with constructor arguments."""
     where = f"tool {spec!r}"
-    if loose := [
-        p.name for p in inspect.signature(factory).parameters.values() if p.kind is not p.KEYWORD_ONLY
-    ]:
+    parameters = inspect.signature(factory).parameters.values()
+    if loose := [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]:
         raise ConfigError(f"{where}: parameter {loose[0]!r} of the factory must come after a `*`")
-    try:
-        made = bind(factory, arguments, where)()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{where}: {one_line(error)}; see its signature") from error
+    made = built(bind(factory, arguments, where), where)
     if isinstance(made, Tool):
         return (dataclasses.replace(made, remake=partial(factory, **arguments)),)
     if not isinstance(made, Sequence) or not all(isinstance(tool, Tool) for tool in made):

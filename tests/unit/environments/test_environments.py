@@ -118,7 +118,7 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ("{}:Greedy", r"step \(worlds.py:\d+\) takes other arguments \(missing .* 'state'\)"),
         ("{}:Yields", r"step \(worlds.py:\d+\) yields; it must return"),
         ("{}:Never", "its replay is 'never'; write 'reapply' or 'no'"),
-        ("{}:number", "makes no environment"),
+        ("{}:number", "is no function; write a class, or a function that makes"),
         ("{}:missing", "has no 'missing'"),
         ("scripted", "did you mean scripted_user"),
         ({"scripted_user": {}, "gymnasium": {}}, "one name is expected"),

@@ -232,8 +232,8 @@ def unknown(sample, endpoint, *, options: Nowhere = None): ...
         ),
         ("long", r"long \(mine.py:9\) takes other arguments \(missing .* 'tools'\)"),
         ("yields", r"yields \(mine.py:10\) yields; it must return"),
-        ("Solver", r"Solver: RuntimeError: no key \(mine.py:15\)"),
-        ("Idle", r"mine.py:Idle: AttributeError: .*__call__"),
+        ("Solver", r"Solver: it cannot be made \(RuntimeError: no key \(mine.py:15\)"),
+        ("Idle", r"mine.py:Idle: its instances cannot be called"),
         ("unknown", "no usable signature .*Nowhere"),
     ],
 )
