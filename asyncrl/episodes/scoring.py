@@ -29,15 +29,15 @@ class Scorer:
     """Calls rewards, each within `timeout` s; `shapings` are for episodes that train. For one event loop."""
 
     def __init__(self, rewards: Sequence[Reward], timeout: float, shapings: Sequence[Shaping] = ()) -> None:
-        self._rewards, self._timeout, self._shapings = list(rewards), timeout, shapings
+        self.rewards, self._timeout, self._shapings = list(rewards), timeout, shapings
         self._pools = [_pool(reward) for reward in rewards]
 
     async def score(self, given: RewardInput) -> RewardResult:
         """The weighted sum of all rewards of one episode. RewardError if one fails, with its name where there
         are several."""
-        pairs = zip(self._rewards, self._pools, strict=True)
+        pairs = zip(self.rewards, self._pools, strict=True)
         parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
-        named = list(zip(self._rewards, parts, strict=True))
+        named = list(zip(self.rewards, parts, strict=True))
         if failed := [(reward.name, part) for reward, part in named if isinstance(part, str)]:
             raise RewardError("; ".join(f"{name}: {why}" if len(parts) > 1 else why for name, why in failed))
         results = [(reward.name, reward.weight, part) for reward, part in named if not isinstance(part, str)]

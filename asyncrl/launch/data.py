@@ -32,10 +32,7 @@ from asyncrl.types import Message, Sample
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-# Rewards that can do without a ground truth. Those of users, whose names have a colon, say so themselves.
-NO_TRUTH = frozenset({"agent", "classifier", "format", "llm_judge", "none", "reward_model"})
-NUMBERS = ("final_number", "gsm8k")  # rewards that compare numbers
-LOOKED_AT = 100  # samples whose ground truth is looked at for them
+LOOKED_AT = 100  # samples whose ground truth is looked at for a reward that compares numbers
 MESSAGE_TOKENS = 64  # more than a template writes around a message
 MEASURED = 1000  # samples whose tokens are counted only for a warning
 # What decides, beside the data and the template, which prompts are too long.
@@ -84,12 +81,12 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     from asyncrl.algorithms.recipe import imitates  # here: it takes a second
 
     config = parts.config
-    needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
+    needing = [reward.name for reward in parts.scorer.rewards if reward.needs_truth]
     truth = f"rollout.reward {needing[0]}" if needing else ""
     demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
     samples, warnings = prepare(config, split, layout, load_rooms(parts))
-    if complaint := _no_numbers(config, samples):
+    if complaint := _no_numbers(parts, samples):
         warnings.append(f"data.{split}: {complaint}")
     if not config.rollout.agent:  # which reads what its data says about tools by itself
         problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
@@ -126,9 +123,9 @@ def prepare(
     return samples, [f"{key}: {line}" for line in (*complaints, *asked.unmet(config))]
 
 
-def _no_numbers(config: RunConfig, samples: Samples) -> str:
+def _no_numbers(parts: EpisodeParts, samples: Samples) -> str:
     """A warning where the reward compares numbers, as the default does, and ground truths are texts."""
-    named = [name for name in NUMBERS if name in _rewards(config)]
+    named = [reward.name for reward in parts.scorer.rewards if reward.numbers]
     looked_at = [sample for sample in samples[:LOOKED_AT] if not sample.demonstration]
     words = [s.ground_truth for s in looked_at if not is_number(json.loads(s.ground_truth))]
     if not named or not words:
@@ -137,11 +134,6 @@ def _no_numbers(config: RunConfig, samples: Samples) -> str:
         f"rollout.reward {named[0]} compares numbers, and {len(words)} of the first {len(looked_at)} ground "
         f"truths are none, such as {words[0][:50]}: they earn nothing; set rollout.reward, e.g. to exact"
     )
-
-
-def _rewards(config: RunConfig) -> set[str]:
-    reward = config.rollout.reward
-    return {reward} if isinstance(reward, str) else set(reward)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from asyncrl.rewards import code, judge, mathematics, models, reasoning_gym  # noqa: F401 - they register themselves
 from asyncrl.rewards.answers import final_number
-from asyncrl.rewards.base import RewardError, RewardFunction, RewardInput, rewards, runs
+from asyncrl.rewards.base import RewardError, RewardFunction, RewardInput, needs_truth, rewards, runs
 from asyncrl.rewards.loading import Reward, RewardSource, in_loop, load_reward, load_rewards
 from asyncrl.rewards.results import combine, evaluate
 from asyncrl.rewards.shaping import ShapingInput, select_shapings, shape, shapings
@@ -20,6 +20,7 @@ __all__ = [
     "in_loop",
     "load_reward",
     "load_rewards",
+    "needs_truth",
     "rewards",
     "runs",
     "select_shapings",

@@ -12,7 +12,7 @@ import string
 from collections import Counter
 from typing import Any, Literal
 
-from asyncrl.rewards.base import RewardInput, rewards, runs
+from asyncrl.rewards.base import RewardInput, needs_truth, rewards, runs
 from asyncrl.types import EpisodeEnd
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -33,6 +33,7 @@ def is_number(ground_truth: Any) -> bool:
 
 @rewards.register("final_number")
 @runs("loop")
+@needs_truth(numbers=True)
 def final_number(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> Scored:
@@ -46,6 +47,7 @@ def final_number(
 
 @rewards.register("gsm8k")
 @runs("loop")
+@needs_truth(numbers=True)
 def gsm8k(
     data_source: str,
     solution_str: str,
@@ -66,6 +68,7 @@ def gsm8k(
 
 @rewards.register("exact")
 @runs("loop")
+@needs_truth()
 def exact(
     data_source: str,
     solution_str: str,
@@ -86,6 +89,7 @@ def exact(
 
 @rewards.register("f1")
 @runs("loop")
+@needs_truth()
 def f1(
     data_source: str,
     solution_str: str,
@@ -103,6 +107,7 @@ def f1(
 
 
 @rewards.register("regex")
+@needs_truth()
 def regex(given: RewardInput, *, pattern: str, of: Literal["answer", "transcript"] = "answer") -> Scored:
     """1.0 if the pattern is found. If it has a group, the last match's must be one of the ground truths.
     `.` matches line ends. It runs in a process: a pattern can take for ever."""

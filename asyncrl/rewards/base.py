@@ -73,3 +73,14 @@ def runs(place: Place) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def needs_truth(*, numbers: bool = False) -> Callable[[F], F]:
+    """Decorator: a sample without a ground truth is refused before the start, and with `numbers` there is a
+    warning about ground truths that are none. A class may have the attributes `needs_truth`, `numbers`."""
+
+    def mark(function: F) -> F:
+        function.needs_truth, function.numbers = True, numbers  # type: ignore[attr-defined]
+        return function
+
+    return mark

@@ -61,6 +61,7 @@ class Code:
     the first ones; 0: all. `at_once`: sandboxes of one worker. `require`: see docs/sandbox.md.
     """
 
+    needs_truth = True
     own_deadline = True  # waiting for a sandbox and starting it do not count against the answer
 
     def __init__(

@@ -32,7 +32,8 @@ class RewardSource(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class Reward:
     """One part of an episode's reward. `name` is what reports call it; `load` is called once in a process of
-    its own before `function` is. `own_deadline`: an async one that bounds its own waits."""
+    its own before `function` is. `own_deadline`: an async one that bounds its own waits. `needs_truth`,
+    `numbers`: see `rewards.base.needs_truth`."""
 
     name: str
     function: Callable[[RewardInput], Any]
@@ -41,6 +42,8 @@ class Reward:
     weight: float = 1.0
     load: Callable[[], object] = lambda: None
     own_deadline: bool = False
+    needs_truth: bool = False
+    numbers: bool = False
 
 
 def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> list[Reward]:
@@ -66,7 +69,16 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     load = getattr(function, "load", lambda: None)
     own = place == "loop" and bool(getattr(found, "own_deadline", False))
     called = function if typed else from_verl(function)
-    return Reward(source.spec, called, place, source, load=load, own_deadline=own)
+    return Reward(
+        source.spec,
+        called,
+        place,
+        source,
+        load=load,
+        own_deadline=own,
+        needs_truth=bool(getattr(found, "needs_truth", False)),
+        numbers=bool(getattr(found, "numbers", False)),
+    )
 
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:

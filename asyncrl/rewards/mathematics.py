@@ -26,6 +26,8 @@ class Math:
     is wrong.
     """
 
+    needs_truth = True
+
     def __init__(self, *, boxed: bool = False, seconds: Annotated[int, Meta(ge=1)] = 5) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("math-verify is not installed; pip install 'asyncrl[math]'")

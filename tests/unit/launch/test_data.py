@@ -18,6 +18,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import check_data
 from asyncrl.launch.run_directory import check_resumed, run_directory
+from asyncrl.rewards import RewardInput, needs_truth
 from asyncrl.store.runstore import RunStore
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
@@ -91,11 +92,24 @@ def test_words_where_the_reward_compares_numbers_get_a_warning(tmp_path: Path) -
     assert not check_data(EpisodeParts(config(tmp_path, rows, rollout={"reward": "exact"}))).warnings
 
 
+JUDGE: dict[str, Any] = {"llm_judge": {"url": "http://x", "model": "m"}}
+
+
+def own(given: RewardInput) -> float:
+    return 1.0
+
+
+@needs_truth()
+def comparing(given: RewardInput) -> float:
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("reward", "refused"),
     [
         *(("exact", True), ({"gsm8k": {}, "format": {"weight": 0.2}}, True)),
-        *(("none", False), ("mine.py:score", False), ({"format": {}, "m:f": {}}, False)),
+        *(("none", False), (f"{__name__}:own", False), ({"format": {}, f"{__name__}:own": {}}, False)),
+        *((f"{__name__}:comparing", True), (JUDGE, False)),
     ],
 )
 def test_a_ground_truth_is_needed_where_a_reward_compares_with_it(
@@ -105,7 +119,9 @@ def test_a_ground_truth_is_needed_where_a_reward_compares_with_it(
     if not refused:
         assert check_data(EpisodeParts(given)).train[0].ground_truth == "null"
         return
-    with pytest.raises(ConfigError, match=r"sample 0: no ground truth for rollout.reward (exact|gsm8k)"):
+    with pytest.raises(
+        ConfigError, match=r"sample 0: no ground truth for rollout.reward (exact|gsm8k|comparing)"
+    ):
         check_data(EpisodeParts(given))
 
 
@@ -178,7 +194,7 @@ def test_a_resumed_run_keeps_its_sources_and_their_weights(
         ({"agent_name": "single_turn_agent"}, {}, ""),
         ({"reward_manager": "prime"}, {}, "the reward_manager 'prime', and there are none; write what"),
         ({"reward_model": {"style": "model"}}, {}, "a reward model .*rollout.reward is final_number"),
-        ({"reward_model": {"style": "model"}}, {"reward": {"llm_judge": {}, "format": {}}}, ""),
+        ({"reward_model": {"style": "model"}}, {"reward": JUDGE | {"format": {}}}, ""),
         ({"reward_model": {"style": "rule"}}, {}, ""),
         ({"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, {}, "'gsm8k' .*set rollout.environment"),
         (
