@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asyncrl.wire.incarnations import incarnation_of
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import loop, reporting, state
@@ -24,6 +23,7 @@ from asyncrl.coordinator.loop import Coordinator
 from asyncrl.store import checkpoints, retention, runstore, schema, segments
 from asyncrl.store.copies import restore
 from asyncrl.store.schema import StorePaused, SupersededError
+from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.listening import Listeners
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd
 from asyncrl.wire.messages.shared import WireMessage

@@ -100,3 +100,29 @@ def test_the_catalogue_has_each_metric_of_a_real_run_once() -> None:
 
 def test_names_are_spread() -> None:
     assert spread("a/{b,c}/{d,e}, f") == ["a/b/d", "a/b/e", "a/c/d", "a/c/e", "f"]
+
+
+PROMISES = sorted(
+    {
+        name
+        for page in ("README.md", "docs/reliability.md")
+        for name in re.findall(r"`(tests/[^`]+::[^`]+)`", (ROOT / page).read_text())
+    }
+)
+
+
+def test_promises_are_named_with_tests() -> None:
+    assert len(PROMISES) > 10
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_the_test_of_a_promise_is_in_the_gate(name: str) -> None:
+    """It is there, and neither it nor its file is left to `make full` or `make long`."""
+    file, _, function = name.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    marks = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
+    ]
+    (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    own = [mark for mark in found.decorator_list if not isinstance(mark, ast.Call)]  # a table has its own
+    assert not re.search(r"mark\.(full|long)\b", " ".join(map(ast.unparse, (*marks, *own))))
