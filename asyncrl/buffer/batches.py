@@ -12,10 +12,8 @@ from itertools import chain, takewhile
 
 import msgspec
 
-from asyncrl.buffer.freshness import floor_of, places_of
-from asyncrl.buffer.hold import Places
+from asyncrl.buffer.freshness import Places, floor_of, places_of
 from asyncrl.buffer.packing import Piece, RowUnit, deal, units
-from asyncrl.buffer.payloads import lose
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import Packing
@@ -235,13 +233,13 @@ class Batches:
             (self.flush or bool(batch.planned))
             and self.buffer.prompts.over
             and not under_way
-            and tally.steps[-1] <= groups
+            and tally.untaken <= groups
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
         begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
-        if begun or len(self.buffer.tally.steps[-1]) >= self.buffer.config.groups_per_batch:
+        if begun or len(self.buffer.tally.untaken) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
 
@@ -324,9 +322,9 @@ class Batches:
             self._dirty.add(batch.step)
         self.buffer.trained([self.taken[uid] for uid in batch.uids if self.taken[uid].state is State.TAKEN])
         for uid in batch.lost:
-            lose(self.buffer, self.taken[uid])
+            self.buffer.lose(self.taken[uid])
         if step > self.committed:
-            self.buffer.committed, self.buffer.refills = step, 0
+            self.buffer.commit(step)
 
     def leave_out(self, reason: DropReason) -> list[EpisodeRecord]:
         """Drop what the batch under way has taken, and the rest of its groups, which could be a part of no
@@ -354,9 +352,9 @@ class Batches:
         gone = [number for number in self.batches if self.committed <= number < step]
         for episode in [self.taken[uid] for number in gone for uid in self.batches[number].planned]:
             if episode.state is State.TAKEN:
-                lose(self.buffer, episode)
+                self.buffer.lose(episode)
         self._forget(gone)
-        self.buffer.committed, self.buffer.refills = step, 0
+        self.buffer.commit(step)
 
     def retain(self, step: int) -> list[str]:
         """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""

@@ -1,12 +1,13 @@
-"""Flow control: an integral controller of the number of live groups, moved once per committed batch.
+"""Flow control: how many groups may be live, moved once per committed batch by what was measured.
 
-Pure arithmetic. The formula and its reasons are in docs/staleness.md, section 1.
+An integral controller keeps shares of stale tokens within their budgets, and a cap what the servers' memory
+holds. Pure arithmetic; formulas and reasons are in docs/staleness.md, section 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from asyncrl.buffer.lifetimes import Lifetimes
@@ -16,6 +17,8 @@ GAIN = 0.015  # how fast the level moves: slowly, as one late group masks many t
 FIRST_GAIN = 0.03  # until something is measured for the first time
 MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
+HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
+FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
 
 
 class Crossings:
@@ -67,3 +70,52 @@ class FlowControl:
         if step < 0 or grows:
             level = self.level * math.exp(max(step, -MOST))
             self.level = min(max(level, self.groups), self.most)
+
+
+class KvCap:
+    """`limit`: live groups that the servers have room for.
+
+    Readings of the time since the last commit are given to `read` and added to `retracted`.
+
+    Args:
+        groups: groups per batch, G: the cap is never less.
+        bound: max_staleness, in batches, η: the cap is never more than (1 + η) * groups.
+    """
+
+    def __init__(self, groups: int, bound: int) -> None:
+        self.groups, self.most = groups, (1 + bound) * groups
+        self.level = float(self.most)
+        self.retracted = 0  # requests of which a server took the KV memory away
+        self._uses: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
+        self._wait = 0  # commits until what is read shows the last change
+
+    @property
+    def limit(self) -> int:
+        return int(self.level)
+
+    @property
+    def use(self) -> float | None:
+        """Of the fullest server, in the mean over what was read; None: nothing was."""
+        return max((total / count for total, count in self._uses.values()), default=None)
+
+    def read(self, server: str, use: float) -> None:
+        """A server's share of KV memory in use, in [0, 1]."""
+        total, count = self._uses[server]
+        self._uses[server] = total + use, count + 1
+
+    def update(self, live: int, counts: bool = True) -> None:
+        """After a commit, before which `live` groups were live. `counts`: what was read since the one before
+        is of a plain step, not of a validation."""
+        use, retracted = self.use, self.retracted
+        self._uses.clear()
+        self.retracted = 0
+        self._wait -= 1
+        if self._wait >= 0 or not counts:
+            return
+        before = self.level
+        if retracted or (use is not None and use > HIGH):
+            self.level = max(self.groups, min(before, live) / FACTOR)
+        elif use is not None and use < LOW:
+            self.level = min(self.most, before * FACTOR)
+        if self.level != before:
+            self._wait = -(-self.limit // self.groups)  # the steps for which a group is live

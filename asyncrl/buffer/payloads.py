@@ -104,18 +104,3 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
     episode.attempt += 1
     episode.worker = ""
     buffer.move(episode, State.PENDING)
-
-
-def lose(buffer: ReplayBuffer, episode: EpisodeRecord) -> None:
-    """An episode in a plan was not trained, as its payload could not be read: it is dropped by name. It may
-    have been trained once, by steps that a restarted trainer repeats."""
-    if episode.state is State.DROPPED:
-        return
-    if episode.uid in buffer.episodes:
-        buffer.drop(episode, DropReason.CORRUPT)
-        return
-    buffer.left.subtract([episode.state])
-    buffer.left.update([State.DROPPED])
-    episode.state, episode.reason = State.DROPPED, DropReason.CORRUPT
-    buffer.reasons[f"{episode.state}/{episode.reason}"] += 1
-    buffer.touch(episode)

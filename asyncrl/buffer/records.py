@@ -8,7 +8,15 @@ from collections import Counter
 
 import msgspec
 
-from asyncrl.types import EpisodeResult, EpisodeStats
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, FilterReason
+
+# Failures that another attempt would only repeat.
+FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
+# An engine or worker that went away does not invalidate the turns that are already durable.
+RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.ENGINE_ERROR})
+# They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
+LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
+MAX_LOSSES = 100
 
 
 class State(enum.StrEnum):
@@ -71,6 +79,18 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
         """No token that it has, or may still get while it runs, is older."""
         sampled = self.oldest if self.oldest >= 0 else NEVER
         return min(sampled, self.bound) if self.state is State.RUNNING else sampled
+
+    @property
+    def ending(self) -> str:
+        """The state in which it is over, and why, for people."""
+        alike = self.reason == FilterReason.ZERO_VARIANCE
+        return f"{self.state} ({'all of its episodes earned the same' if alike else self.reason})"
+
+    def may_retry(self, reason: FailReason, retries: int) -> bool:
+        """Count an attempt that failed. False: the episode is given up."""
+        self.losses += reason in LOSSES
+        self.failures += reason not in LOSSES
+        return reason not in FINAL_FAILURES and self.failures <= retries and self.losses <= MAX_LOSSES
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""

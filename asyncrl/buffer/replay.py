@@ -11,23 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from asyncrl.buffer.cohorts import Cohorts
-from asyncrl.buffer.deadlines import Deadlines
-from asyncrl.buffer.lifetimes import Lifetimes
+from asyncrl.buffer.lifetimes import Deadlines, Lifetimes
 from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, Flow, GroupRecord, State
+from asyncrl.buffer.records import IN_FLIGHT, OVER, RESUMABLE, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.tally import Tally
-from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
+from asyncrl.buffer.zero_variance import ComparedParts, all_equal, solved
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
-# Failures that another attempt would only repeat.
-FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
-# An engine or worker that went away does not invalidate the turns that are already durable.
-RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.ENGINE_ERROR})
-# They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
-LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
-MAX_LOSSES = 100
-RUNS = frozenset({State.PENDING, State.RUNNING})
 USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
 
 
@@ -210,10 +201,7 @@ class ReplayBuffer:
     def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
         """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
         running and is dropped with it."""
-        episode.losses += reason in LOSSES
-        episode.failures += reason not in LOSSES
-        spent = episode.failures > self.retries or episode.losses > MAX_LOSSES
-        if reason in FINAL_FAILURES or spent:
+        if not episode.may_retry(reason, self.retries):
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
             running = [e for e in self.members(group) if e.state is State.RUNNING]
@@ -292,23 +280,15 @@ class ReplayBuffer:
 
     def _ended(self, group: GroupRecord) -> bool:
         """No member will land any more."""
-        return all(self.episodes[uid].state not in RUNS for uid in group.members)
+        return all(self.episodes[uid].state not in (State.PENDING, State.RUNNING) for uid in group.members)
 
     def _end(self, group: GroupRecord, now: float) -> None:
         """A member has ended; after the last one, note how long the group took and if its sample retires."""
-        if self._ended(group):
-            self.deadlines.end(group, now)
-            self._retire_sample(group)
-
-    def _retire_sample(self, group: GroupRecord) -> None:
-        """No-positive-resampling: the sample of a group that has ended is not drawn again if enough of its
-        episodes were rewarded, shaping apart (ScaleRL, arXiv 2510.13786)."""
-        rate = self.config.retire_pass_rate
-        if rate >= 1:
+        if not self._ended(group):
             return
-        landed = [e for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
-        passed = sum(episode.result.score > TOLERANCE for episode in landed)
-        if len(landed) >= self.config.min_group and passed >= rate * len(landed):
+        self.deadlines.end(group, now)
+        landed = [e.result for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
+        if len(landed) >= self.config.min_group and solved(landed, self.config.retire_pass_rate):
             group.retires = True
             self.prompts.retired.add(group.sample)
             self._dirty_groups[group.id] = group
@@ -326,6 +306,20 @@ class ReplayBuffer:
         """Give up a ready, landed or not yet running episode."""
         self._set_state(episode, State.DROPPED, reason)
         self._forget_if_over(self.live[episode.group])
+
+    def lose(self, episode: EpisodeRecord) -> None:
+        """An episode in a plan was not trained, as its payload could not be read: it is dropped by name. It
+        may have left memory as trained, by steps that a restarted trainer repeats."""
+        if episode.state is State.DROPPED:
+            return
+        if episode.uid in self.episodes:
+            self.drop(episode, DropReason.CORRUPT)
+            return
+        self.left.subtract([episode.state])
+        self.left.update([State.DROPPED])
+        episode.state, episode.reason = State.DROPPED, DropReason.CORRUPT
+        self.reasons[f"{episode.state}/{episode.reason}"] += 1
+        self.touch(episode)
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
         """Give up everything that is not taken: the run ends. Returns what was running."""
@@ -346,6 +340,7 @@ class ReplayBuffer:
         group = self.live[episode.group]
         self.untrained = 0
         if group.step < 0:
+            group.settled = True  # it is, unless it comes from a checkpoint's manifest
             self.tally.take(group, step)
             self._dirty_groups[group.id] = group
         episode.step = step
@@ -357,6 +352,10 @@ class ReplayBuffer:
             self._set_state(episode, State.TRAINED)
         for number in {episode.group for episode in episodes}:
             self._forget_if_over(self.live[number])
+
+    def commit(self, step: int) -> None:
+        """The first `step` batches are committed."""
+        self.committed, self.refills = step, 0
 
     def _set_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
         episode.reason = reason
@@ -376,11 +375,8 @@ class ReplayBuffer:
         if group.id not in self.live or not self.tally.over(group):
             return
         if group.step < 0:
-            last = self.members(group)[-1]
             self.untrained += 1
-            alike = last.reason == FilterReason.ZERO_VARIANCE
-            why = "all of its episodes earned the same" if alike else last.reason
-            self.untrained_reason = f"{last.state} ({why})"
+            self.untrained_reason = self.members(group)[-1].ending
         del self.live[group.id]
         self.deadlines.forget(group)
         self.lives.forget(group.id)

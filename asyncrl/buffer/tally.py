@@ -16,7 +16,8 @@ class Tally:
 
     states: episodes in each state.
     groups: by state, ids of the groups with a member in it.
-    steps: by batch, ids of the groups whose first member it took; -1: no batch has yet. Without the next.
+    untaken: ids of the groups of which no batch has taken a member yet. Without the filtered ones.
+    steps: by batch, ids of the groups whose first member it took. Without the filtered ones.
     filtered: ids of the groups that were filtered. Only late members of them may still be trained, which take
         no place of a batch.
     """
@@ -24,6 +25,7 @@ class Tally:
     def __init__(self) -> None:
         self.states: Counter[State] = Counter()
         self.groups: defaultdict[State, set[int]] = defaultdict(set)
+        self.untaken: set[int] = set()
         self.steps: defaultdict[int, set[int]] = defaultdict(set)
         self.filtered: set[int] = set()
         self._members: defaultdict[int, Counter[State]] = defaultdict(Counter)
@@ -32,14 +34,13 @@ class Tally:
     def join(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
         """A group that is newer than all others."""
         self._order.append(group.id)
-        (self.filtered if group.filtered else self.steps[group.step]).add(group.id)
+        self._join_step(group)
         for episode in members:
             self._count(group.id, episode.state, 1)
 
     def leave(self, group: GroupRecord) -> None:
         self._order.pop(bisect_left(self._order, group.id))
         self._leave_step(group)
-        self.filtered.discard(group.id)
         for state, count in self._members.pop(group.id).items():
             self.states[state] -= count
             self.groups[state].discard(group.id)
@@ -54,14 +55,13 @@ class Tally:
         """The first member of a group goes into a batch."""
         self._leave_step(group)
         group.step = step
-        if not group.filtered:
-            self.steps[step].add(group.id)
+        self._join_step(group)
 
     def filter(self, group: GroupRecord) -> None:
         """What has landed of a group is filtered."""
         self._leave_step(group)
         group.filtered = True
-        self.filtered.add(group.id)
+        self._join_step(group)
 
     def open(self, committed: int) -> int:
         """Number of live groups: neither filtered, nor taken by a batch that is committed."""
@@ -77,10 +77,15 @@ class Tally:
         return all(state.over for state, count in self._members[group.id].items() if count)
 
     def _closed(self, committed: int) -> set[int]:
-        return self.filtered.union(*(ids for step, ids in self.steps.items() if 0 <= step < committed))
+        return self.filtered.union(*(ids for step, ids in self.steps.items() if step < committed))
+
+    def _join_step(self, group: GroupRecord) -> None:
+        taken = self.untaken if group.step < 0 else self.steps[group.step]
+        (self.filtered if group.filtered else taken).add(group.id)
 
     def _leave_step(self, group: GroupRecord) -> None:
-        self.steps[group.step].discard(group.id)
+        for ids in (self.filtered, self.untaken, self.steps[group.step]):
+            ids.discard(group.id)
         if not self.steps[group.step]:
             del self.steps[group.step]
 

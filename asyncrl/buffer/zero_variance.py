@@ -1,4 +1,4 @@
-"""Zero variance: a group whose members are all equal has advantages of zero, and trains nothing."""
+"""Groups without a learning signal: equal members have advantages of zero. Samples that are solved retire."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def all_equal(results: Sequence[EpisodeResult], greedy: float | None, reads: Com
         for name, value in _values(result, reads):
             columns[name].append(value)
     return all(max(column) - min(column) <= TOLERANCE for column in columns.values())
+
+
+def solved(results: Sequence[EpisodeResult], rate: float) -> bool:
+    """True when at least the share `rate` was rewarded, shaping apart, and it is below 1: the sample is not
+    drawn again (no-positive-resampling; ScaleRL, arXiv 2510.13786)."""
+    return rate < 1 and sum(result.score > TOLERANCE for result in results) >= rate * len(results)
 
 
 def _values(result: EpisodeResult, reads: ComparedParts) -> Iterator[tuple[tuple[object, ...], float]]:

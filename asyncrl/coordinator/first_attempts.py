@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from asyncrl.buffer.replay import LOSSES
+from asyncrl.buffer.records import LOSSES
 from asyncrl.types import FailReason
 
 MIN_ATTEMPTS, MIN_SAMPLES = 128, 64

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl
-from asyncrl.buffer.kv_cap import KvCap
+from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl, KvCap
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
 

@@ -61,7 +61,6 @@ def _set_trained(buffer: ReplayBuffer, uids: Iterable[str], step: int, now: floa
         if episode is not None and not episode.state.over:
             groups.add(number)
             buffer.take(episode, step - 1)
-            buffer.live[number].settled = True
     left = set(uids)
     for group in [buffer.live[number] for number in groups]:
         members = [buffer.episodes[uid] for uid in group.members]

@@ -84,7 +84,8 @@ def count_again(buffer: ReplayBuffer) -> None:
         members = {episode.group for episode in episodes.values() if episode.state is state}
         assert tally.groups[state] == members, state
     for step in {group.step for group in groups} | set(tally.steps):
-        assert tally.steps[step] == {g.id for g in groups if g.step == step and not g.filtered}
+        ids = tally.untaken if step < 0 else tally.steps[step]
+        assert ids == {g.id for g in groups if g.step == step and not g.filtered}
     is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
     assert tally.open(buffer.committed) == sum(is_open)
     ranks = [sum(is_open[:place]) for place in range(len(groups))]

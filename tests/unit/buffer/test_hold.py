@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.freshness import drop_overdue, pending, places_of
-from asyncrl.buffer.hold import Places
+from asyncrl.buffer.freshness import Places, drop_overdue, pending, places_of
 from asyncrl.buffer.records import NEVER
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, land_group, make

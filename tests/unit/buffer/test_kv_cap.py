@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.buffer.kv_cap import FACTOR, HIGH, LOW, KvCap
+from asyncrl.buffer.flow_control import FACTOR, HIGH, LOW, KvCap
 
 
 def after(cap: KvCap, *uses: float, live: int = 1000, retracted: int = 0) -> float:

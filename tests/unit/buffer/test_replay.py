@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.buffer.freshness import pending
-from asyncrl.buffer.records import State
-from asyncrl.buffer.replay import MAX_LOSSES
+from asyncrl.buffer.records import MAX_LOSSES, State
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, land, make, run, train
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.buffer.records import EpisodeRecord, State
-from asyncrl.buffer.replay import MAX_LOSSES
+from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, State
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.failures import FailedAttempts
