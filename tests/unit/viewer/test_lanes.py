@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.observe.timeline import Timeline
-from asyncrl.viewer.lanes import MOST_SPANS, LaneReader, LaneRow, LaneWindow
-from asyncrl.viewer.spans import MOST_ROWS
+from asyncrl.viewer.lanes import MOST_ROWS, MOST_SPANS, LaneReader, LaneRow, LaneWindow
 
 T = 1_700_000_000.0
 
