@@ -195,7 +195,7 @@ def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
 
 
 def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
-    """What is summed over tokens, [N] each and 0 where the token is out of scope."""
+    """Return the columns that are summed over tokens, [N] each and 0 where the token is out of scope."""
     fresh, kept, exact = state.fresh, _kept(state), state.exact & state.fresh
     rho, advantage = log_ratio.exp(), torch.where(fresh, state.advantage.double(), 0.0)
     weight = torch.where(kept, state.correction.weight.double(), 0.0)

@@ -1,4 +1,4 @@
-"""What commands have in common: how their arguments are parsed, and how a run is found by its name."""
+"""Helpers of the commands: parsing of arguments, and finding a run by its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from asyncrl.errors import ConfigError
 def command_parser(
     name: str, text: str, run_dir: str = "parent of run directories"
 ) -> argparse.ArgumentParser:
-    """Of `asyncrl NAME`: --help shows `text` as it stands. With --run-dir, unless nothing is said of it."""
+    """Make the parser of `asyncrl NAME`: --help shows `text` as it stands. `run_dir`: help for --run-dir; ''
+    leaves it out."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"asyncrl {name}", description=text, formatter_class=form)
     if run_dir:

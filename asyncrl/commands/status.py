@@ -9,8 +9,7 @@ from pathlib import Path
 
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.observe.files import read_status, read_summary
-from asyncrl.observe.metrics import OF_STEP, figures
-from asyncrl.observe.progress import clock
+from asyncrl.observe.metrics import OF_STEP, clock, figures
 from asyncrl.observe.summary import UNSOUND, flow_line
 
 WATCH_EVERY = 2.0  # seconds
@@ -47,7 +46,7 @@ def ending(run_dir: Path) -> str:
 
 
 def lives(run_dir: Path) -> bool:
-    """Whether the launcher that locked the run directory does, as far as can be seen from here: the kernel
+    """True if the launcher that locked the run directory lives, as far as can be seen from here: the kernel
     keeps its lock for as long."""
     try:
         with (run_dir / "lock").open() as lock:

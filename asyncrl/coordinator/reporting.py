@@ -19,8 +19,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.files import read_rows, write_status, write_summary
-from asyncrl.observe.metrics import FILTERED, OF_STEP, REWARD, STEP_SECONDS
-from asyncrl.observe.progress import BATCH
+from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, REWARD, STEP_SECONDS
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, FailReason
@@ -230,7 +229,7 @@ class Reporter:
         return row
 
     def _groups(self, step: int) -> dict[str, float]:
-        """What became of the groups settled since the last row, and of cohorts that are over."""
+        """Count what became of the groups settled since the last row, and of cohorts that are over."""
         state = self.state
         now = Counter(state.buffer.settled)
         before, self._settled = self._settled, now

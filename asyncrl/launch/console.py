@@ -22,6 +22,7 @@ from rich.markup import escape
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.background import Background
 from asyncrl.observe.metrics import (
+    BATCH,
     GREEDY,
     GREEDY_SCORE,
     HIGHEST,
@@ -32,7 +33,6 @@ from asyncrl.observe.metrics import (
     VALIDATED,
     ZERO_ADVANTAGE,
 )
-from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import success_line
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
@@ -155,7 +155,7 @@ def open_console(
 
 
 def _chosen(key: str, run_dir: Path, threshold: float) -> Transcript | None:
-    """What a key shows; None: the figures again."""
+    """Return the transcript that a key asks for; None: the figures again."""
     if key not in "gb":
         return None
     found = newest(run_dir, key == "g", threshold)

@@ -1,9 +1,11 @@
-"""What the console shows of a run: a picture of the terminal's size, or one line. Pure but for the clock."""
+"""The live view of a run, in the size of the terminal, and its plain line. Pure but for the clock."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -16,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.metrics import (
+    BATCH,
     ENTROPY,
     FILTERED,
     GREEDY,
@@ -32,11 +35,11 @@ from asyncrl.observe.metrics import (
     SAMPLED_SCORE,
     TRAINER_IDLE,
     ZERO_ADVANTAGE,
+    clock,
     figures,
     label,
     value_of,
 )
-from asyncrl.observe.progress import BATCH, Progress, sparkline
 from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.observer import Status
 
@@ -45,12 +48,39 @@ GAP = 3  # columns between figures
 LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns
 WAITS, FAILED = 4, 3  # lines of the picture, at most
 KEYS = "g: newest good transcript, b: newest bad one"
+LEVELS = "▁▂▃▄▅▆▇█"
 WIDEST = 160  # characters of a plain line
 
 
 @dataclass
+class Progress:
+    """`steps` are those done and the share of the next one, so that something is known before the first."""
+
+    began: float
+    steps: float = 0.0
+    origin: tuple[float, float] | None = None  # (time, steps) at which this launch began to train
+
+    def update(self, steps: float, training: bool, now: float) -> None:
+        self.steps = steps
+        if training and self.origin is None:
+            self.origin = now, steps
+
+    def remaining(self, total: int, now: float) -> float | None:
+        """Seconds to the last step, at the mean speed of this launch; None before its first step is done. For
+        example 1.5 of 10 steps in 30 s leave 8.5 of them for 170 s."""
+        since, before = self.origin or (now, self.steps)
+        done = self.steps - before
+        return (total - self.steps) * (now - since) / done if done >= 1 else None
+
+    def line(self, total: int, now: float) -> str:
+        left = self.remaining(total, now)
+        eta = "" if left is None or self.steps >= total else f", ETA {clock(left)}"
+        return f"elapsed {clock(now - self.began)}{eta}"
+
+
+@dataclass
 class ConsoleState:
-    """What was last reported of a run."""
+    """The newest report about a run."""
 
     title: str
     status: Status
@@ -174,3 +204,18 @@ def _figures(state: ConsoleState) -> list[str]:
     """The figures of this kind of run: a supervised one has a loss, all others rewards."""
     other = (REWARD, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
     return [name for name in FIGURES if name not in other]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` characters, each the mean of as many values as the others (within one), between the
+    least and the largest of these means. Values that are not finite are left out."""
+    known = [value for value in values if math.isfinite(value)]
+    count = min(width, len(known))
+    edges = [len(known) * at // count for at in range(count + 1)] if count else []
+    means = [sum(known[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    least, most = min(means, default=0.0), max(means, default=0.0)
+    span = most - least
+    return "".join(
+        LEVELS[min(len(LEVELS) - 1, int((mean - least) / span * len(LEVELS)))] if span else LEVELS[0]
+        for mean in means
+    )

@@ -50,7 +50,7 @@ GOES_ON = {
 
 
 class SessionView(Protocol):
-    """Where a session shows its progress."""
+    """A session shows its progress there."""
 
     def status(self, status: Status) -> None: ...
 

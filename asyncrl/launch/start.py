@@ -1,4 +1,4 @@
-"""From a configuration to an exit code: check, prepare the run directory, launch, report."""
+"""Runs a configuration: checks it, prepares the run directory, launches, reports, returns an exit code."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Background:
         return True
 
     def _left(self, seconds: float) -> float:
-        """What is left of `seconds` for the call under way; all of them where there is none."""
+        """Seconds that are left of `seconds` for the call under way; all of them where there is none."""
         began = self._began
         return seconds if began is None else max(0.0, began + seconds - time.monotonic())
 

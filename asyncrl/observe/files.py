@@ -48,8 +48,8 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What the coordinator last said of a run, with the `time` at which it did; {} while there is nothing.
-    Once the launcher has ended, `code` and `error` say how. ConfigError as for a summary."""
+    """Read the last status that the coordinator wrote, with the `time` at which it did; {} while there is
+    nothing. Once the launcher has ended, `code` and `error` say how. ConfigError as for a summary."""
     return _read(run_dir / "status.json")
 
 
@@ -83,7 +83,7 @@ def first_day(run_dir: Path) -> datetime.date:
 
 
 def read_start(run_dir: Path) -> str:
-    """What `mark_start` has written; '' where it has not."""
+    """Read the file of `mark_start`; '' where there is none."""
     try:
         return (run_dir / "started").read_text()
     except OSError:

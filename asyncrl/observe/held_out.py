@@ -1,4 +1,4 @@
-"""What episodes of held-out samples say of a policy: numbers per sample, their means, and intervals. Pure.
+"""Scores of held-out episodes: numbers per sample, their means, and intervals. Pure.
 
 The numbers are named as verl names them where they mean the same (docs/evaluation.md). Intervals are
 percentile bootstraps over samples, which are what was drawn at random: episodes of one sample are alike.
@@ -47,7 +47,7 @@ class HeldOut(NamedTuple):
 
 
 def uid_prefix(step: int) -> str:
-    """Of all episodes of a validation."""
+    """Return the beginning of the uids of all episodes of a validation."""
     return f"{EVAL}{step}/"
 
 
@@ -62,8 +62,8 @@ class Judged(NamedTuple):
 
 
 def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
-    """What the reward function says that the answer was: verl's `pred`, of several functions the first one's
-    (`NAME/pred`); '' where none says so."""
+    """Return the answer that the reward function found: verl's `pred`, of several functions the first one's
+    (`NAME/pred`); '' where none names one."""
     for reported in (result.components, notes):
         for name, value in reported.items():
             if name.rpartition("/")[2] == "pred":
@@ -117,8 +117,8 @@ def pass_at(k: int, count: int, solved: int) -> float:
 
 
 def _majority(answers: Sequence[str], right: Sequence[bool]) -> bool:
-    """Whether the most frequent answer is right, as it was judged first; of equally frequent ones the
-    earliest. No answer at all is wrong."""
+    """True if the most frequent answer is right, as it was judged first; the earliest of equally frequent
+    ones counts. No answer at all is wrong."""
     counts = Counter(filter(None, answers))
     return bool(counts) and right[answers.index(counts.most_common(1)[0][0])]
 

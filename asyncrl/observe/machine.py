@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "sglang")
 
 
 def describe_machine() -> dict[str, str]:
-    """Of the machine that calls: CPU, memory, GPUs, system and versions. Imports none of the packages."""
+    """Describe this machine: CPU, memory, GPUs, system and versions. Imports none of the packages."""
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} threads"
     found = {
         "CPU": f"{_cpu()}, {cores}",
@@ -48,7 +48,7 @@ def record_machine(run_dir: Path) -> None:
 
 
 def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:
-    """None where a run has no record that can be read."""
+    """Read the record of a run's machine; None where it has none that can be read."""
     try:
         return msgspec.json.decode((run_dir / "machine.json").read_bytes(), type=dict[str, str])
     except (OSError, *UNDECODABLE):

@@ -28,6 +28,7 @@ MASKED = "staleness/masked_token_frac"
 ENTROPY, LENGTH = "actor/entropy", "rollout/response_length/mean"
 TRAINER_IDLE, ROLLOUT_IDLE = "async/trainer_idle_frac", "async/rollout_idle_frac"
 FLOW = "flow/"  # + the name of a counter
+BATCH = "async/batch_share"  # a gauge: of the step under way, 0 to 1, see `Reporter.batch_share`
 
 OF_STEP = (STEP_SECONDS, REWARD, FILTERED, LAG, MASKED, TRAINER_IDLE, ROLLOUT_IDLE)  # of `asyncrl status`
 PHASES = (  # of the trainer, in the order in which they happen; they do not overlap
@@ -136,3 +137,9 @@ def matching(pattern: str, names: Iterable[str]) -> dict[str, str]:
     head, _, tail = pattern.partition("*")
     fitting = (name for name in sorted(names) if name.startswith(head) and name.endswith(tail))
     return {name[len(head) : len(name) - len(tail)]: name for name in fitting}
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observe.files import read_rows
-from asyncrl.observe.metrics import STEP_SECONDS, Row, charts
-from asyncrl.observe.progress import clock
+from asyncrl.observe.metrics import STEP_SECONDS, Row, charts, clock
 from asyncrl.observe.summary import latest
 
 

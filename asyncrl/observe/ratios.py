@@ -23,7 +23,7 @@ STEPS = 1000  # the newest ones, whose files are kept: four episodes a step are 
 
 
 class TokenRatios(msgspec.Struct, frozen=True):
-    """Of the first MOST_TOKENS model tokens of an episode, in order. `log_ratio`: log pi - log mu, in nats;
+    """Ratios of an episode's first MOST_TOKENS model tokens, in order. `log_ratio`: log pi - log mu, in nats;
     None where it is no number. `dropped`: the correction, or the loss, took it out."""
 
     uid: str
@@ -47,8 +47,8 @@ def save(run_dir: Path, step: int, rank: int, found: Iterable[TokenRatios]) -> N
 
 
 def read(run_dir: Path, step: int, uid: str) -> TokenRatios | None:
-    """Of an episode that was trained in a step; None where nothing was recorded of it. The newest file that
-    has it counts: a resumed run that repeats the step may have given it to another rank. Raises OSError."""
+    """Read those of an episode that was trained in a step; None where there are none. The newest file that
+    has them counts: a resumed run that repeats the step may have given it to another rank. Raises OSError."""
     found = (run_dir / "ratios").glob(f"step-{step}-*.jsonl")
     for path in sorted(found, key=lambda path: path.stem.rpartition("-")[2], reverse=True):
         for line in path.read_bytes().splitlines():

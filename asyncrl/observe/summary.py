@@ -59,7 +59,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     edge = max(1, round(EDGE * len(scored)))
     learned = [row for row in steps if NLL in row]
     components = {
-        label: (_mean(scored[:edge], name), _mean(scored[-edge:], name), *_of_both(validations, held_out))
+        label: (mean(scored[:edge], name), mean(scored[-edge:], name), *_of_both(validations, held_out))
         for label, name in matching(COMPONENT, set[str]().union(*scored)).items()
         for held_out in (COMPONENT_HELD_OUT.replace("*", label),)
     }
@@ -69,11 +69,11 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "steps": int(steps[-1]["training/step"]) if steps else 0,
         "skipped_steps": int(_sum(steps, "actor/skipped_steps")),
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
-        "reward_first": _mean(scored[:edge], REWARD),
-        "reward_last": _mean(scored[-edge:], REWARD),
+        "reward_first": mean(scored[:edge], REWARD),
+        "reward_last": mean(scored[-edge:], REWARD),
         "components": components,
-        "nll_first": _mean(learned[:edge], NLL),
-        "nll_last": _mean(learned[-edge:], NLL),
+        "nll_first": mean(learned[:edge], NLL),
+        "nll_last": mean(learned[-edge:], NLL),
         **{
             f"{key}_{when}": value
             for key, name in BEFORE_AND_AFTER.items()
@@ -82,17 +82,17 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_per_s": tokens / busy_s if busy_s else None,
-        "zero_advantage_frac": _mean(steps, ZERO_ADVANTAGE, weight="trainer/trajectories"),
-        "lag_mean": _mean(steps, LAG, weight="trainer/model_tokens"),
+        "zero_advantage_frac": mean(steps, ZERO_ADVANTAGE, weight="trainer/trajectories"),
+        "lag_mean": mean(steps, LAG, weight="trainer/model_tokens"),
         "lag_max": _max(steps, LAG_MAX),
-        "masked_token_frac": _mean(steps, MASKED, weight="trainer/model_tokens"),
+        "masked_token_frac": mean(steps, MASKED, weight="trainer/model_tokens"),
         "trajectories_multi_version": _last(steps, "rollout/multi_version_frac"),
-        "trainer_idle_frac": _mean(steps, TRAINER_IDLE, weight=STEP_SECONDS),
-        "rollout_idle_frac": _mean(steps, ROLLOUT_IDLE, weight=STEP_SECONDS),
-        "weights_stall_s_mean": _mean(steps, "weights/stall_s"),
+        "trainer_idle_frac": mean(steps, TRAINER_IDLE, weight=STEP_SECONDS),
+        "rollout_idle_frac": mean(steps, ROLLOUT_IDLE, weight=STEP_SECONDS),
+        "weights_stall_s_mean": mean(steps, "weights/stall_s"),
         "weights_stall_frac": _share(steps, UPDATE, STEP_SECONDS),
         "logprob_diff_max_same_version": _max(steps, "rollout_corr/logprob_diff_max"),
-        "k3_same_version": _mean(
+        "k3_same_version": mean(
             steps, "rollout_corr/k3_kl_same_version", weight="rollout_corr/logprob_diff_tokens"
         ),
         "logprob_tokens_compared": int(_sum(steps, "rollout_corr/logprob_diff_tokens")),
@@ -119,7 +119,7 @@ def flow_of(metrics: Row) -> Flow:
 
 
 def flow_line(metrics: Row) -> str:
-    """Those counters as `identity_line` shows them; '' before there are any."""
+    """Show the counters of a row as `identity_line` does; '' before there are any."""
     flow = flow_of(metrics)
     return identity_line(asdict(flow), flow.conserved) if FLOW + "issued" in metrics else ""
 
@@ -159,7 +159,10 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _of_both(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:
-    return _first(validations, name), _after(validations, name)
+    """Return the values of the validation before training and of the last of several; None where it has
+    none."""
+    before = next((row[name] for row in validations if name in row and row["training/step"] == 0), None)
+    return before, validations[-1].get(name) if len(validations) > 1 else None
 
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:
@@ -186,17 +189,7 @@ def _share(rows: Sequence[Row], part: str, whole: str) -> float | None:
     return _sum(both, part) / total if total else None
 
 
-def _first(rows: Sequence[Row], name: str) -> float | None:
-    """The value of the validation before training."""
-    return next((row[name] for row in rows if name in row and row["training/step"] == 0), None)
-
-
-def _after(rows: Sequence[Row], name: str) -> float | None:
-    """The value of the last of several validations; none, if that one has none."""
-    return rows[-1].get(name) if len(rows) > 1 else None
-
-
-def _mean(rows: Sequence[Row], name: str, weight: str = "") -> float | None:
+def mean(rows: Sequence[Row], name: str, weight: str = "") -> float | None:
     """Mean over the rows that have the number, weighted by another of their numbers."""
     pairs = [(row[name], row.get(weight, 0.0) if weight else 1.0) for row in rows if name in row]
     total = sum(w for _, w in pairs)

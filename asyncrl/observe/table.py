@@ -1,4 +1,4 @@
-"""What is printed of a run at its end."""
+"""The table and the numbers that are printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     """The table before and after, the numbers that are known, the conservation identity, and where model and
     run are."""
     terminal = terminal or PipeSafeTerminal()
-    terminal.print(_table(summary, run_dir.name))
+    table = Table("", "before", "after", title=f"{run_dir.name}: {summary.get('outcome', '')}")
+    for row in before_and_after(summary):
+        table.add_row(*row)
+    terminal.print(table)
     for label, key, form in NUMBERS:
         if summary.get(key) is not None:
             note = ROUNDING * (key == "probe_logprob_diff_max" and summary[key] > 1e-3)
@@ -74,13 +77,6 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     if export.is_dir():
         terminal.print(f"model: {export}", highlight=False, soft_wrap=True)
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
-
-
-def _table(summary: Mapping[str, Any], name: str) -> Table:
-    table = Table("", "before", "after", title=f"{name}: {summary.get('outcome', '')}")
-    for row in before_and_after(summary):
-        table.add_row(*row)
-    return table
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

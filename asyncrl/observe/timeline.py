@@ -1,4 +1,4 @@
-"""What each process did when: spans on the wall clock, so that the processes of a machine line up.
+"""The timeline of a run: spans of its processes on the wall clock, so that those of a machine line up.
 
 One append-only JSON-lines file per process, `timeline/<role>-<index>.jsonl`; `files` finds them. A line
 has a name, start and end in seconds of `time.time`, and details: which `version` (trainer epoch, step) was
@@ -138,7 +138,7 @@ def overlap(run_dir: Path) -> float | None:
 
 
 def files(run_dir: Path) -> list[TimelineFile]:
-    """Of all processes of a run, by name, none of them read yet."""
+    """List the files of all processes of a run, by name, none of them read yet."""
     return [TimelineFile(path) for path in sorted((run_dir / "timeline").glob("*-*.jsonl"))]
 
 

@@ -36,14 +36,14 @@ EMPTY: Values = {}
 
 
 class Tracker(Protocol):
-    """Where a run is sent. What a tracker has no place for, it leaves out."""
+    """A service to which a run is sent. It leaves out what it has no place for."""
 
     def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
         """A row, with the values of single episodes, and tokens by lag from 0 on, for histograms."""
         ...
 
     def transcripts(self, step: int, entries: Sequence[Entry]) -> None:
-        """Those that a validation has kept."""
+        """Send the transcripts that a validation has kept."""
         ...
 
     def summarize(self, summary: Mapping[str, Any]) -> None: ...
@@ -63,8 +63,8 @@ class Trackers:
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig, run_dir: Path) -> Iterator[Trackers]:
-        """In a run directory that is marked as started. ConfigError for one that is not installed, or that
-        does not start."""
+        """Open those of a run directory that is marked as started. ConfigError for one that is not installed,
+        or does not start."""
         opened = cls({}, run_dir)
         try:
             for name in config.observe.trackers:
@@ -82,12 +82,12 @@ class Trackers:
         self._calls.call(lambda: self._log(step, metrics, values))
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
-        """Of the whole run, once it is over."""
+        """Send the summary of the whole run, once it is over."""
         if summary:
             self._calls.call(lambda: self._now(lambda tracker: tracker.summarize(summary)))
 
     def close(self) -> None:
-        """Once they have what is theirs, for which they have PATIENCE seconds."""
+        """Close them once they have all rows, for which they have PATIENCE seconds."""
         if not self._calls.close(PATIENCE):
             log.warning("trackers: not done after %g s; all rows are in metrics.jsonl", PATIENCE)
             return
@@ -162,7 +162,7 @@ class _WandbTracker:
 
 
 class _SwanlabTracker:
-    """It has texts, but neither histograms nor a summary."""
+    """Takes texts, but neither histograms nor a summary."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -276,7 +276,7 @@ def check_trackers(config: RunConfig) -> None:
 
 
 def _wandb_logged_in(module: Any) -> bool:
-    """By what it reads itself; its `login` would ask the service."""
+    """True if wandb finds a key in what it reads itself; its `login` would ask the service."""
     from requests.utils import get_netrc_auth  # a dependency of wandb
 
     settings = module.setup().settings

@@ -22,7 +22,7 @@ class Transcript:
 
 
 def is_kept(group: int, member: int, groups_per_batch: int) -> bool:
-    """Of training: it does not depend on how an episode ends, nor on when."""
+    """True for the episodes of training that are kept: it does not depend on how one ends, nor on when."""
     return group % groups_per_batch == 0 and member < MEMBERS
 
 

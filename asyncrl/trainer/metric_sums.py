@@ -66,7 +66,7 @@ class MetricSums(msgspec.Struct):
 
 
 def merged(parts: Iterable[MetricSums]) -> MetricSums:
-    """Those of all parts as one, added in order."""
+    """Add the sums of all parts, in order."""
     whole = MetricSums()
     for part in parts:
         whole.merge(part)

@@ -48,7 +48,7 @@ def tally_routes(tally: MetricSums, routes: Tensor | None, tokens: int) -> None:
 
 
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
-    """Of one rank: tokens that the policy's forwards had, padding included, shared prefixes once, and the
+    """Count the tokens of one rank's policy forwards, padding included, shared prefixes once, and the
     floating point operations for them."""
     tally.total("perf/model_tflop", flops / 1e12)
     tally.total("perf/computed_tokens", tokens)
@@ -111,7 +111,7 @@ def _summarise(tally: MetricSums, name: str, values: np.ndarray) -> None:
 
 
 def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
-    """What was added to the policy loss; `denominator`: the micro-batch's share of D."""
+    """Count the terms added to the policy loss; `denominator`: the micro-batch's share of D."""
     flat = [x for pair in terms.values() for x in pair if x is not None]
     values = iter(torch.stack([x.double() for x in flat]).tolist() if flat else [])  # one transfer
     for name, (_, own) in terms.items():

@@ -1,14 +1,14 @@
-"""What goes wrong in a run, from its metrics: each alert with what to do. Pure."""
+"""Alerts about a run, from its metrics, each with what to do. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
 from asyncrl.observe.metrics import REWARD, Row
+from asyncrl.observe.summary import mean
 
 WINDOW = 10  # steps that an alert looks back on; with fewer there is none
 MOST = 0.9  # the share from which on it is "nearly all"
@@ -36,8 +36,8 @@ class _Rule(NamedTuple):
 
 
 def alerts(rows: Sequence[Row], early: str = "") -> list[Alert]:
-    """Those of the last WINDOW steps; `rows` are metrics in their order. `early`: that of the run's status,
-    which is there before."""
+    """Find those of the last WINDOW steps; `rows` are metrics in their order. `early`: that of the run's
+    status, which is there before."""
     steps = [row for row in rows if "timing_s/step" in row]
     if len(steps) < WINDOW:
         return [Alert(RULES[0].name, len(steps), early, RULES[0].do)] if early else []
@@ -54,11 +54,11 @@ def _constant_reward(first: Sequence[Row], last: Sequence[Row]) -> str:
 
 def _often(name: str, what: str, least: float = MOST) -> Callable[[Sequence[Row], Sequence[Row]], str]:
     """Finds that the mean of a share is `least` or more."""
-    return lambda first, last: f"{share:.0%} {what}" if (share := _mean(last, name) or 0.0) >= least else ""
+    return lambda first, last: f"{share:.0%} {what}" if (share := mean(last, name) or 0.0) >= least else ""
 
 
 def _nothing_taught(first: Sequence[Row], last: Sequence[Row]) -> str:
-    share, score = _mean(last, "critic/zero_advantage_frac") or 0.0, _mean(last, REWARD) or 0.0
+    share, score = mean(last, "critic/zero_advantage_frac") or 0.0, mean(last, REWARD) or 0.0
     if share < MOST:
         return ""
     highest = max((row[HIGHEST] for row in last if HIGHEST in row), default=score)
@@ -68,7 +68,7 @@ def _nothing_taught(first: Sequence[Row], last: Sequence[Row]) -> str:
 
 
 def _collapse(first: Sequence[Row], last: Sequence[Row]) -> str:
-    before, now = (_mean(rows, "actor/entropy") for rows in (first, last))
+    before, now = (mean(rows, "actor/entropy") for rows in (first, last))
     if before is None or now is None or now > min(COLLAPSED, before / 10):
         return ""
     return f"entropy fell from {before:.3g} to {now:.3g} nats a token"
@@ -76,7 +76,7 @@ def _collapse(first: Sequence[Row], last: Sequence[Row]) -> str:
 
 def _gap(first: Sequence[Row], last: Sequence[Row]) -> str:
     name = "rollout_corr/logprob_diff_mean"  # of tokens that one version sampled and trains
-    before, now = _mean(first, name), _mean(last, name)
+    before, now = mean(first, name), mean(last, name)
     if before is None or now is None or now < max(GAP, GROWN * before):
         return ""
     return f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning"
@@ -85,11 +85,6 @@ def _gap(first: Sequence[Row], last: Sequence[Row]) -> str:
 def _skipped(first: Sequence[Row], last: Sequence[Row]) -> str:
     count = int(sum(row.get("actor/skipped_steps", 0.0) for row in last))
     return f"{count} of the last {len(last)} optimizer steps were skipped" if count else ""
-
-
-def _mean(rows: Sequence[Row], name: str) -> float | None:
-    values = [row[name] for row in rows if name in row]
-    return fmean(values) if values else None
 
 
 RULES = (

@@ -23,7 +23,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=LAST)]  # SQLite has no larger one
 
 
 class Earned(msgspec.Struct, gc=False):
-    """Of an EpisodeResult."""
+    """The part of an EpisodeResult that the list needs."""
 
     reward: float
     tokens: int = 0
@@ -31,7 +31,7 @@ class Earned(msgspec.Struct, gc=False):
 
 
 class Size(msgspec.Struct, gc=False):
-    """Of an EpisodeStats."""
+    """The part of an EpisodeStats that the list needs."""
 
     turns: int
     tool_calls: int = 0
@@ -40,7 +40,7 @@ class Size(msgspec.Struct, gc=False):
 
 
 class Listed(msgspec.Struct, gc=False):
-    """What the list shows of an EpisodeRecord. `step`: 0-based, -1: it was not taken."""
+    """The part of an EpisodeRecord that the list shows. `step`: 0-based, -1: it was not taken."""
 
     uid: str
     group: int
@@ -74,7 +74,7 @@ ORDERS: dict[str, Callable[[Listed], Any]] = {
 
 
 class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a list is wanted; the defaults let all through. Steps are counted from 1, lengths are model
+    """Chooses from a list; the defaults let all through. Steps are counted from 1, lengths are model
     tokens; `tool`: its name, as the model called it."""
 
     state: str = ""
@@ -93,7 +93,7 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Filter:
-        """Of the parameters of an address; empty ones do not count. ConfigError."""
+        """Read it from the parameters of an address; empty ones do not count. ConfigError."""
         try:
             found = msgspec.convert({k: v for k, v in query.items() if v}, cls, strict=False)
         except msgspec.ValidationError as error:
@@ -104,8 +104,8 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def page(reader: RunReader, wanted: Filter) -> dict[str, Any]:
-    """The PAGE episodes from `start` on, and how many fit (`total`). A filter by tool reads replies, of the
-    first LOOKED_AT others that fit: `searched` says of how many."""
+    """Return the PAGE episodes from `start` on, and how many fit (`total`). A tool filter reads replies of at
+    most LOOKED_AT matching episodes; `searched` is how many were read."""
     bounded = wanted.step_from is not None or wanted.step_to is not None
     steps = ((wanted.step_from or 1) - 1, (wanted.step_to or LAST) - 1)
     rewarded = (wanted.reward_from, wanted.reward_to) != (-math.inf, math.inf)
@@ -129,7 +129,7 @@ def page(reader: RunReader, wanted: Filter) -> dict[str, Any]:
 
 
 def tools(reader: RunReader, episode: Listed) -> set[str]:
-    """Names of the tools that it called, as far as its replies are kept."""
+    """Return the names of the tools that an episode called, as far as its replies are kept."""
     try:
         frames = list(reader.frames(episode.uid, episode.turns, ("replied",)))
     except StoreError:  # deleted since the index was read

@@ -169,7 +169,7 @@ class LaneReader:
 
 
 def _place(title: str) -> tuple[int, str, int]:
-    """Where a process stands: the coordinator, trainer ranks, workers, engines, each by number."""
+    """Order processes: the coordinator, trainer ranks, workers, engines, each by number."""
     kind, _, number = title.partition(" ")
     place = ORDER.index(kind) if kind in ORDER else len(ORDER)
     return place, kind, int(number) if number.isdigit() else 0

@@ -85,7 +85,7 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _configuration(run_dir: Path) -> dict[str, str]:
-    """What differs from the defaults now, and what each later launch has changed."""
+    """Return the keys that differ from the defaults now, and those that each later launch has changed."""
     try:
         launches = launches_of(run_dir)
         found = dict(leaves(without_defaults(parse(launches[-1].config)))) if launches else {}
@@ -136,7 +136,7 @@ def _phases(steps: Sequence[Row]) -> dict[str, str]:
 
 
 def _spans(run_dir: Path) -> dict[str, str]:
-    """By process and name; time that is in several spans of a name counts once."""
+    """Add up spans by process and name; time that is in several spans of a name counts once."""
     edges: list[float] = []
     seconds: dict[str, float] = {}
     for file in files(run_dir):

@@ -51,8 +51,8 @@ def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
 def transcript(
     run_dir: Path, config: RunConfig, reader: RunReader, uid: str, decode: Decode
 ) -> dict[str, Any]:
-    """As JSON. `turns` are those that are kept; `missing` says why there are fewer than the episode had,
-    `no_advantage` why there are none. StoreError, ConfigError."""
+    """Return an episode as JSON. `turns` are those that are kept; `missing` says why there are fewer than the
+    episode had, `no_advantage` why there are none. StoreError, ConfigError."""
     episode = reader.episode(uid)
     sample: Sample = Samples.open(samples_path(run_dir, "train"))[reader.group(episode.group).sample]
     turns, missing = kept_turns(reader, episode)
@@ -78,7 +78,7 @@ def transcript(
 def _as_trained(
     config: RunConfig, reader: RunReader, episode: EpisodeRecord, turns: Sequence[Turn]
 ) -> tuple[Example | None, str]:
-    """What training made of an episode that landed, by the trainer's own code, and why it has no advantages.
+    """Compute the advantages of an episode that landed, by the trainer's own code; or say why it has none.
     Functions that the configuration names are code of the run's: it is not run here."""
     if not turns or not episode.stats.turns:
         return None, "it has not landed"

@@ -30,8 +30,8 @@ Query = Mapping[str, str]
 
 
 class Views:
-    """Of several runs, which a query names by number: `run=0`. `ended` says how a run ended, '' while it goes
-    on. Methods may be called from several threads."""
+    """Answers about several runs, which a query names by number: `run=0`. `ended` says how a run ended, ''
+    while it goes on. Methods may be called from several threads."""
 
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
         self._runs, self._ended = list(dict.fromkeys(runs)), ended
@@ -55,7 +55,7 @@ class Views:
         return frozenset(self._views)
 
     def answer(self, name: str, query: Query) -> Any:
-        """As JSON. AsyncrlError says why there is none."""
+        """Return an answer as JSON. AsyncrlError says why there is none."""
         try:
             return self._views[name](query)
         except OSError as error:
@@ -69,7 +69,7 @@ class Views:
                 self._decoder(parse(at(launches_of(path), 0).config).model.path)
 
     def _list(self, query: Query) -> dict[str, Any]:
-        """What the runs are doing, and how their configurations differ."""
+        """Say what the runs are doing, and how their configurations differ."""
         return {
             "runs": [self._run(path) for path in self._runs],
             "differences": differences([at(launches_of(path), 0).config for path in self._runs]),
@@ -116,7 +116,7 @@ class Views:
             return transcript(path, config, reader, query.get("uid", ""), self._decoder(config.model.path))
 
     def _lanes(self, query: Query) -> LaneWindow:
-        """Of a window, in seconds since the start of the run."""
+        """Return the lanes of a window, in seconds since the start of the run."""
         path = self._path(query)
         try:
             since, until = (float(query[key]) if key in query else None for key in ("from", "to"))

@@ -17,6 +17,7 @@ from asyncrl.launch import console as console_module
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.console_view import FIGURES, ConsoleState, plain_line, render
 from asyncrl.observe.metrics import (
+    BATCH,
     FILTERED,
     GREEDY,
     GREEDY_SCORE,
@@ -27,7 +28,6 @@ from asyncrl.observe.metrics import (
     VALIDATED,
     ZERO_ADVANTAGE,
 )
-from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.observe.table import print_summary
 from asyncrl.wire.messages.observer import Status
@@ -52,6 +52,15 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
         assert part in line
     line = plain_line(shown.state)
     assert "reward 0.500" in line and line.endswith("waits: trainer 0: trajectories of step 1")
+    wait = "trainer 0: trying the largest micro-batch [x] (12 s)"  # not cut where there is room
+    figures = {REWARD: 0.0, FILTERED: 0.0, "async/ready": 0.0, "async/running": 35.0, BATCH: 0.2}
+    state = ConsoleState("demo", Status("running", 0, 2, figures, (wait,)), {}, {SAMPLED: 0.5})
+    line = plain_line(state)
+    assert "reward 0.000, filtered 0%, ready 0" in line and line.endswith(f" | waits: {wait}")
+    shown.terminal.print(render(state, shown.terminal))
+    for part in ("step 0/2 (20% of the first batch)", "reward 0.000", "success (sampled) 50.0%", wait):
+        assert part in out.getvalue()
+    assert plain_line(ConsoleState("demo", START)) == "[starting] step 0/10 | elapsed 0:00:00"
 
 
 def test_a_constant_reward_is_said_once_and_the_score_before_any_step() -> None:
@@ -64,14 +73,6 @@ def test_a_constant_reward_is_said_once_and_the_score_before_any_step() -> None:
     assert "reward 0.000, filtered 98%" in line and line.count("65 groups: every episode scored 0 | ") == 1
     shown.terminal.print(render(shown.state, shown.terminal))
     assert "65 groups: every episode scored 0" in out.getvalue()
-
-
-def test_a_wait_is_not_cut_where_there_is_room() -> None:
-    wait = "trainer 0: trying the largest micro-batch (12 s)"
-    figures = {REWARD: 0.0, FILTERED: 0.0, "async/ready": 0.0, "async/running": 35.0}
-    state = ConsoleState("demo", Status("running", 0, 2, figures | {BATCH: 0.2}, (wait,)))
-    line = plain_line(state)
-    assert "reward 0.000, filtered 0%, ready 0" in line and line.endswith(f" | waits: {wait}")
 
 
 @pytest.mark.parametrize("failed", ["", "attempts failed: " + 9 * "1,234 reward_error, "])
@@ -101,18 +102,6 @@ def test_failed_attempts_are_said_at_once_and_stay_in_view() -> None:
     assert plain_line(shown.state).endswith(f" | {failed}")
     shown.terminal.print(render(shown.state, shown.terminal))
     assert failed in out.getvalue().splitlines()[2:]
-
-
-@pytest.mark.parametrize("counts", [{}, {"reward_error": 3}])
-def test_the_final_table_names_failed_attempts(counts: dict[str, int]) -> None:
-    out = io.StringIO()
-    summary = summarize([], {"issued": 1}, True) | {
-        "attempts_failed": counts,
-        "newest_failure": "b [x] (a.py:1)",
-    }
-    print_summary(summary, Path("r"), Terminal(file=out, width=200))
-    line = "  attempts failed: 3 reward_error; the newest: b [x] (a.py:1)"
-    assert (line in out.getvalue().splitlines()) == bool(counts)
 
 
 def test_there_is_a_line_for_each_step_and_each_validation() -> None:
@@ -205,23 +194,9 @@ def test_a_reader_that_has_gone_away_does_not_matter() -> None:
     assert process.wait(60) == 0
 
 
-def test_the_live_view_has_a_bar_figures_and_waits() -> None:
-    status = Status("running", 5, 10, GAUGES, ("x waits for [y]",))
-    picture = ConsoleState("demo", status, METRICS, {SAMPLED: 0.5})
-    out = io.StringIO()
-    terminal = Terminal(file=out, width=120)
-    terminal.print(render(picture, terminal))
-    for part in ("step 5/10", "running", "0.500", "50.0%", "x waits for [y]"):
-        assert part in out.getvalue()
-
-
 def test_a_stranger_to_terminals_gets_plain_lines() -> None:
     with open_console("auto", "demo", 10) as shown:
         assert shown.mode == "plain"
-
-
-def test_unknown_figures_are_left_out() -> None:
-    assert plain_line(ConsoleState("demo", START)) == "[starting] step 0/10 | elapsed 0:00:00"
 
 
 def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +271,10 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert "trainer and all workers busy at once: 62%" in text
     assert "fixed probe, max: 2.0e-07\n" in text and "compared for that: 640" in text
     assert "rounding alone, on that probe, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
-    print_summary(summary | {"probe_logprob_diff_max": 0.46}, tmp_path, Terminal(file=out, width=200))
+    assert "attempts failed" not in text
+    more = {"probe_logprob_diff_max": 0.46, "attempts_failed": {"reward_error": 3}}
+    print_summary(summary | more | {"newest_failure": "b [x]"}, tmp_path, Terminal(file=out, width=200))
+    assert "\n  attempts failed: 3 reward_error; the newest: b [x]\n" in out.getvalue()
     assert "fixed probe, max: 4.6e-01 (bfloat16 rounds: 0.1 to 0.6 is usual, several times" in out.getvalue()
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
         assert part in text

@@ -6,49 +6,21 @@ from asyncrl.store.launches import differences
 from asyncrl.viewer.series import POINTS, series, wilson
 
 
+def row(step: float, time_s: float, **more: float) -> dict[str, float]:
+    return {"training/step": step, "time_s": time_s, **more}
+
+
 def test_a_step_counts_as_it_was_last_with_its_validation() -> None:
-    step = {"timing_s/step": 1.0, "trainer/model_tokens": 100.0}
+    step, held_out = {"timing_s/step": 1.0, "trainer/model_tokens": 100.0}, {"val-aux/episodes": 10.0}
+    success, entropy, lag = "val-core/all/sampled/success", "actor/entropy", "staleness/lag_tokens/"
     found = series(
         [
-            {
-                "training/step": 1.0,
-                "time_s": 5.0,
-                "actor/entropy": 0.9,
-                **step,
-                "staleness/lag_tokens/0": 70.0,
-            },
-            {
-                "training/step": 0.0,
-                "time_s": 6.0,
-                "val-core/all/sampled/success": 0.5,
-                "val-aux/episodes": 10.0,
-            },
-            {
-                "training/step": 2.0,
-                "time_s": 7.0,
-                "actor/entropy": 0.8,
-                **step,
-                "staleness/lag_tokens/1": 30.0,
-            },
-            {
-                "training/step": 2.0,
-                "time_s": 9.0,
-                "actor/entropy": 0.7,
-                **step,
-                "staleness/lag_tokens/0": 10.0,
-            },
-            {
-                "training/step": 2.0,
-                "time_s": 11.0,
-                "val-core/all/sampled/success": 1.0,
-                "val-aux/episodes": 10.0,
-            },
-            {
-                "training/step": 1.0,
-                "time_s": 13.0,  # it was over after the last step
-                "val-core/all/sampled/success": 0.75,
-                "val-aux/episodes": 10.0,
-            },
+            row(1.0, 5.0, **step, **{entropy: 0.9, f"{lag}0": 70.0}),
+            row(0.0, 6.0, **held_out, **{success: 0.5}),
+            row(2.0, 7.0, **step, **{entropy: 0.8, f"{lag}1": 30.0}),
+            row(2.0, 9.0, **step, **{entropy: 0.7, f"{lag}0": 10.0}),
+            row(2.0, 11.0, **held_out, **{success: 1.0}),
+            row(1.0, 13.0, **held_out, **{success: 0.75}),  # it was over after the last step
         ]
     )
     assert found["step"] == [0, 1, 2] and found["tokens"] == [0, 100, 200] and found["seconds"] == [6, 5, 9]
