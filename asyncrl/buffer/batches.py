@@ -26,7 +26,7 @@ MIN_SHARE_OF_GROUPS = MIN_FILL = 1 / 4
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """What a group's rewards are compared with.
+    """Holds the rewards that those of a group are compared with.
 
     members: numbers within the group, of those whose `results` the others are compared with.
     late: a late member is compared with the first `late` of them.
@@ -74,7 +74,7 @@ class Batch(msgspec.Struct):
 
     @property
     def uids(self) -> list[str]:
-        """What is trained."""
+        """Returns the episodes that are trained."""
         return [uid for uid in self.planned if uid not in self.lost]
 
     @property
@@ -85,8 +85,8 @@ class Batch(msgspec.Struct):
 def row_units(
     episodes: Sequence[EpisodeRecord], budget: int, packing: Packing, ranks: int = 1, square: float = 0.0
 ) -> list[RowUnit]:
-    """What goes to one rank together: the members of a group, where they share their prompt. `square`: see
-    `Batches`."""
+    """Episodes that go to one rank together: the members of a group, where they share their prompt.
+    `square`: see `Batches`."""
     tree = packing == "tree"
     pieces = [
         Piece(

@@ -95,7 +95,7 @@ class KvCap:
 
     @property
     def use(self) -> float | None:
-        """Of the fullest server, in the mean over what was read; None: nothing was."""
+        """The mean reading of the fullest server; None: nothing was read."""
         return max((total / count for total, count in self._uses.values()), default=None)
 
     def read(self, server: str, use: float) -> None:

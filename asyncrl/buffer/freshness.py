@@ -124,6 +124,6 @@ def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
 
 
 def _untaken(buffer: ReplayBuffer) -> list[GroupRecord]:
-    """Those that a batch may still take, where they are waited for."""
+    """Returns the groups that a batch may still take; none unless they are waited for (on_stale=hold)."""
     holds = buffer.config.on_stale == "hold"
     return [buffer.live[number] for number in sorted(buffer.tally.untaken)] if holds else []

@@ -40,14 +40,14 @@ class Lifetimes:
         self._running.setdefault(key, []).append((now, weight))
 
     def end(self, key: Hashable, now: float) -> None:
-        """All of `key` end. Without any nothing changes."""
+        """End all lifetimes of `key`, if there are any."""
         for began, weight in self._running.pop(key, ()):
             self._ended.append((began, weight, now))
             if len(self._ended) > self.size:
                 self._since = self._ended.popleft()[-1]
 
     def forget(self, key: Hashable) -> None:
-        """What runs of `key` is not counted."""
+        """Leave out the lifetimes of `key` that still run."""
         self._running.pop(key, None)
 
     def older(self, than: float) -> float:
@@ -128,7 +128,7 @@ class Deadlines:
             heapq.heappush(self._heap, (group.deadline, group.id))
 
     def end(self, group: GroupRecord, now: float) -> None:
-        """All of its members have ended. A second call changes nothing."""
+        """Note that all members have ended. A second call changes nothing."""
         self._lifetimes.end(group.id, now)
 
     def forget(self, group: GroupRecord) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """What one episode takes. `key`: who has the same one begins with the same tokens, `shared` of them (the
+    """The size of one episode. Episodes with the same `key` begin with the same tokens, `shared` of them (the
     least of two decides), which are computed once. `tokens`: of all its `rows`, of which the longest has
     `width`. `attention`: its work beside its tokens, in tokens."""
 

@@ -38,7 +38,7 @@ def check_reply(payload: bytes) -> None:
 
 
 def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:
-    """Of a decoded turn: every token is of the vocabulary, and every model token has a log-prob, a version
+    """Check a decoded turn: every token is of the vocabulary, and every model token has a log-prob, a version
     and a token before it that predicts it; its row is one of the `rows` before, or the next new one.
     ProtocolError when not."""
     ends = [0, *(span.end for span in turn.spans)]

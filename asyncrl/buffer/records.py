@@ -1,4 +1,4 @@
-"""What the buffer knows of an episode and of a group. Their payloads are in the store's segments."""
+"""Records of an episode and of a group. Their payloads are in the store's segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LOSSES = 100
 
 
 class State(enum.StrEnum):
-    """Where an episode is. Every issued episode is in exactly one state (conservation)."""
+    """The state of an episode. Every issued episode is in exactly one state (conservation)."""
 
     PENDING = "pending"  # issued, waiting for a worker
     RUNNING = "running"  # assigned

@@ -73,7 +73,7 @@ class ReplayBuffer:
     # -- persistence ---------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord]]:
-        """What changed since the last call, to be written in one transaction."""
+        """Returns the records that changed since the last call, to be written in one transaction."""
         groups, episodes = list(self._dirty_groups.values()), list(self._dirty_episodes.values())
         self._dirty_groups, self._dirty_episodes = {}, {}
         return groups, episodes
@@ -106,7 +106,7 @@ class ReplayBuffer:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more group may be live. One of which only late members are left does not count."""
+        """True when one more group may be live. A group of only late members does not count."""
         live = self.tally.open(self.committed)
         return (
             live + 1 <= self.max_live
@@ -226,7 +226,7 @@ class ReplayBuffer:
                 self._settle(self.live[number], now)
 
     def members(self, group: GroupRecord) -> list[EpisodeRecord]:
-        """Those that may be trained."""
+        """Returns the members that may be trained: all but the greedy one."""
         return [self.episodes[uid] for uid in group.members[: self.config.episodes_per_group]]
 
     def greedy_of(self, group: GroupRecord) -> EpisodeRecord | None:
@@ -294,7 +294,7 @@ class ReplayBuffer:
             self._dirty_groups[group.id] = group
 
     def _discard(self, group: GroupRecord, state: State, reason: str) -> None:
-        """What has landed, and of a dropped group what has not."""
+        """Filter or drop the members that landed, and of a dropped group those that have not."""
         self.settled[state] += 1
         gone = (State.LANDED,) if state is State.FILTERED else IN_FLIGHT
         for uid in group.members:
@@ -364,7 +364,7 @@ class ReplayBuffer:
         self.move(episode, state)
 
     def move(self, episode: EpisodeRecord, state: State) -> None:
-        """To another state, with nothing said of the reason."""
+        """Set the state and leave the reason as it is."""
         self.tally.move(episode, state)
         self.touch(episode)
         if state in OVER:

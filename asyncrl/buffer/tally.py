@@ -58,7 +58,7 @@ class Tally:
         self._join_step(group)
 
     def filter(self, group: GroupRecord) -> None:
-        """What has landed of a group is filtered."""
+        """Count the landed members of a group as filtered."""
         self._leave_step(group)
         group.filtered = True
         self._join_step(group)
@@ -73,7 +73,7 @@ class Tally:
         return [bisect_left(self._order, group) - bisect_left(closed, group) for group in groups]
 
     def over(self, group: GroupRecord) -> bool:
-        """None of its members changes any more."""
+        """True when no member changes any more."""
         return all(state.over for state, count in self._members[group.id].items() if count)
 
     def _closed(self, committed: int) -> set[int]:

@@ -13,8 +13,8 @@ TOLERANCE = 1e-9  # rewards that differ by less differ by rounding: parts of one
 
 
 class ComparedParts(msgspec.Struct, frozen=True):
-    """What the advantage reads of a member beside its reward: `turns`, the reward of each turn; `components`,
-    its named parts."""
+    """Names what the advantage reads of a member beside its reward: `turns`, the reward of each turn;
+    `components`, its named parts."""
 
     turns: bool = False
     components: bool = False

@@ -63,8 +63,8 @@ ALIKE = 0.03  # tokens/s that differ by less are alike: then the lower lag is be
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """What a run recorded. `recorded`, turns of episodes, by group; `publish_s`: seconds from the trainer's
-    snapshot until an engine had it."""
+    """The recordings of a run. `recorded`: turns of episodes, by group; `publish_s`: seconds from the
+    trainer's snapshot until an engine had it."""
 
     config: RunConfig
     rows: Sequence[Row]
@@ -204,7 +204,7 @@ def _sampling(spans: Sequence[Line], config: RunConfig) -> float:
 
 
 def changed(config: RunConfig, keys: Keys) -> RunConfig | None:
-    """With other values of some keys; None where they cannot work together."""
+    """Returns the configuration with other values of some keys; None where they cannot work together."""
     tree = msgspec.to_builtins(config)
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -231,7 +231,7 @@ def engine_key(config: RunConfig) -> tuple[str, int]:
 
 
 def candidates(config: RunConfig, rates: Rates, devices: int) -> list[tuple[Keys, Forecast]]:
-    """What other values of these keys predict, the best first. Splits and slots are tried together; batch and
+    """Predict other values of these keys, the best first. Splits and slots are tried together; batch and
     bound with the best of them."""
     from asyncrl.planning.forecast import predict
 
@@ -257,7 +257,7 @@ def candidates(config: RunConfig, rates: Rates, devices: int) -> list[tuple[Keys
 
 
 def ranked(tried: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]]:
-    """Those with about the most tokens/s by their lag, then the others by tokens/s."""
+    """Sort: the ones with about the most tokens/s first, by their lag, then the others by tokens/s."""
     listed = sorted(tried, key=lambda one: -one[1].tokens_per_s)
     least = (1 - ALIKE) * listed[0][1].tokens_per_s
     alike = [one for one in listed if one[1].tokens_per_s >= least]

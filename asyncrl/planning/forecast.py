@@ -1,4 +1,4 @@
-"""What a run's measurements say of other settings: fitted rates, the simulator's workload, its prediction.
+"""Predictions of other settings from a run's measurements: fitted rates, a workload, a simulated run.
 
     episodes, metrics, engine loads ──► Rates ──► workload(config) ──► predict ──► seconds a step, lag, idle
 
@@ -40,7 +40,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What runs were measured to take. A token takes `base + share * n` seconds where n episodes sample on
+    """Measured costs of a run's parts. A token takes `base + share * n` seconds where n episodes sample on
     an engine; `assumed`: loads did not differ enough to tell the two apart. Seconds of training are of one
     rank. `filtered`: share of the groups."""
 
@@ -56,7 +56,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Of a run, measured or predicted. Shares in [0, 1]; tokens are sampled ones, within the bound."""
+    """A run, measured or predicted. Shares in [0, 1]; tokens are sampled ones, within the bound."""
 
     step_s: float
     lag: float
@@ -100,7 +100,7 @@ def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
 
 
 def steady(rows: Sequence[T]) -> Sequence[T]:
-    """Those of committed steps without the first third, while the pipeline fills, and the last one or two,
+    """Leave out the first third of the committed steps, while the pipeline fills, and the last one or two,
     while it empties."""
     return rows[len(rows) // 3 : len(rows) - math.ceil(len(rows) / 20)]
 
@@ -134,7 +134,7 @@ def fit(
 
 
 def measured(rows: Sequence[Row]) -> Forecast:
-    """What a run's steady steps were like."""
+    """Sum up a run's steady steps."""
     rows = steady(rows)
     tokens, masked = _mean(rows, "trainer/model_tokens"), _mean(rows, "staleness/masked_token_frac")
     return Forecast(
@@ -153,7 +153,7 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def stretched(recorded: Recorded, tail: float) -> Recorded:
-    """What is longer than its median (tokens of a turn, a wait) becomes `tail` times as far from it."""
+    """Stretch tokens of a turn and waits: a value over the median becomes `tail` times as far from it."""
     turns = [turn for group in recorded for episode in group for turn in episode]
     middle = [statistics.median(getattr(turn, name) for turn in turns) for name in ("tokens", "wait")]
 
@@ -165,7 +165,7 @@ def stretched(recorded: Recorded, tail: float) -> Recorded:
 
 
 def workload(config: RunConfig, rates: Rates) -> Workload:
-    """What the simulator plays for a configuration, whose group policy is resolved."""
+    """Returns the workload of a configuration, whose group policy is resolved."""
     buffer, ranks = config.buffer, config.trainer.ranks
     sampled = statistics.mean(
         sum(turn.tokens for turn in episode) for group in rates.recorded for episode in group
@@ -199,7 +199,7 @@ def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int
 
 
 def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
-    """The same of a workload."""
+    """Predict a workload, as `predict` does."""
     steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // work.buffer.batch_size))
     try:
         found = [step for seed in seeds for step in steady(Simulation(work, seed).run(steps))]

@@ -50,7 +50,7 @@ Recorded = tuple[tuple[tuple[RecordedTurn, ...], ...], ...]  # turns of episodes
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What is simulated, in seconds and tokens. An episode samples `turns` times, with one tool call between
+    """A workload, in seconds and tokens. An episode samples `turns` times, with one tool call between
     two turns; or, with `recorded`, as an episode did of a group that is drawn from these."""
 
     buffer: BufferConfig = BufferConfig(groups_per_batch=8, episodes_per_group=4, group_policy="complete")

@@ -76,6 +76,47 @@ def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> list[EpisodeRec
     return buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
 
 
+def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]:
+    """Let these happen in order, and return the batches that were trained.
+
+    `+2` two groups are issued; `a2` admission issues two and no more; `0.1~` an episode runs, `0.1=0.5`
+    lands with that reward, `0.1!` fails for good, `0.1x` is tried again. `3e`, `3m`: all of a group land,
+    with equal rewards or not. `@5`: it is 5 s. `T`: the next batch is trained; `M`: a micro-batch is there;
+    `?`: none is.
+    """
+    now, trained = 0.0, []
+    for word in events.split():
+        first, rest, last = word[0], word[1:], word[-1]
+        uid, _, reward = word.partition("=")
+        if first == "+":
+            admit(buffer, int(rest))
+        elif first == "a":
+            before = buffer.next_group
+            while buffer.can_admit(100, 100):
+                buffer.admit(buffer.committed, now)
+            assert buffer.next_group - before == int(rest), word
+        elif first == "@":
+            buffer.tick(now := float(rest))
+        elif first == "T":
+            trained.append(sorted(train(batches, batches.committed)))
+        elif first in "M?":
+            known = batches.batches.get(batches.committed)
+            plan = batches.plan(batches.committed, len(known.micros) if known else 0, 1)
+            assert bool(plan) is (first == "M") and plan != [], (word, plan)
+        elif reward:
+            land(buffer, uid, float(reward), now=now)
+        elif last in "em":
+            for member, uid in enumerate(list(buffer.live[int(word[:-1])].members)):
+                land(buffer, uid, float(last == "e" or member == 0), now=now)
+        elif last == "~":
+            run(buffer, word[:-1])
+        elif last == "!":
+            give_up(buffer, word[:-1], now)
+        else:
+            buffer.fail(buffer.episodes[word[:-1]], FailReason.ENGINE_ERROR, now)
+    return trained
+
+
 def count_again(buffer: ReplayBuffer) -> None:
     """What the buffer keeps as it goes is what a look at all groups and episodes finds."""
     tally, groups, episodes = buffer.tally, list(buffer.live.values()), buffer.episodes

@@ -12,22 +12,6 @@ from asyncrl.types import DropReason, EpisodeStats
 from tests.unit.buffer.machine import admit, count_again, land, land_group, make, run, train
 
 
-def test_a_batch_streams_in_micro_batches_and_closes() -> None:
-    buffer, batches = make()
-    batches.micro_tokens = 40  # two trajectories of 20 tokens
-    admit(buffer, 3)
-    land(buffer, "0.0")
-    assert batches.plan(0, 0, 1) is None  # half a group, half a micro-batch
-    land(buffer, "0.1")
-    assert batches.plan(0, 0, 1) == ["0.0", "0.1"]
-    assert batches.plan(0, 1, 1) is None
-    land(buffer, "2.0"), land(buffer, "2.1")  # the third group is ready before the second
-    assert batches.plan(0, 1, 1) == ["2.0", "2.1"]
-    assert batches.plan(0, 2, 1) == []
-    batches.commit(1, ["0.0", "0.1", "2.0", "2.1"])
-    assert buffer.flow().trained == 4
-
-
 @pytest.mark.parametrize(("ranks", "groups"), [(1, [3, 3, 2]), (2, [5, 3])])
 def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, groups: list[int]) -> None:
     """A quarter of the groups, with a quarter of a full micro-batch for each rank; the rest as it is."""
@@ -114,14 +98,6 @@ def test_forgetting_plans_looks_at_each_of_them_once() -> None:
     assert batches.baselines.keys() == set(range(60, 80)) and len(batches.taken) == 40
 
 
-def test_the_oldest_group_goes_first() -> None:
-    buffer, batches = make(max_staleness=4, target_staleness=4)
-    admit(buffer, 4)
-    for uid in ("3.0", "3.1", "2.0", "2.1", "0.0", "0.1"):
-        land(buffer, uid)
-    assert sorted(train(batches, 0)) == ["0.0", "0.1", "2.0", "2.1"]
-
-
 def test_drop_mode_drops_by_token_age() -> None:
     buffer, batches = make(on_stale="drop", max_staleness=1, groups_per_batch=1, target_staleness=1)
     admit(buffer, 2)
@@ -147,42 +123,6 @@ def test_hold_waits_for_the_straggler_that_would_cross_the_bound() -> None:
     land(buffer, "0.0"), land(buffer, "0.1")
     assert sorted(train(batches, 1)) == ["0.0", "0.1"]
     assert sorted(train(batches, 2)) == ["2.0", "2.1"]
-
-
-def test_a_short_batch_is_flushed_when_the_data_ends() -> None:
-    buffer, batches = make(rows=3, epochs=1, max_staleness=4)
-    admit(buffer, 3)
-    for group in range(3):
-        land(buffer, f"{group}.0"), land(buffer, f"{group}.1")
-    assert len(train(batches, 0)) == 4
-    assert len(train(batches, 1)) == 2
-    assert batches.over and batches.plan(2, 0, 1) is None
-
-
-def test_late_members_are_one_batch_when_the_data_ends() -> None:
-    keys = {"group_policy": "partial", "group_deadline": 5.0, "episodes_per_group": 4, "groups_per_batch": 1}
-    buffer, batches = make(rows=1, epochs=1, max_staleness=4, **keys)
-    admit(buffer, 1)
-    for uid in ("0.2", "0.3"):
-        run(buffer, uid)
-    land(buffer, "0.0"), land(buffer, "0.1")
-    buffer.tick(5.0)
-    assert train(batches, 0) == ["0.0", "0.1"]
-    land(buffer, "0.2", now=6.0)
-    assert batches.plan(1, 0, 1) is None
-    land(buffer, "0.3", now=7.0)
-    assert sorted(train(batches, 1)) == ["0.2", "0.3"] and batches.over
-
-
-def test_what_was_taken_is_trained_when_the_data_ends_however_it_ends() -> None:
-    """With at_end=drop a batch that has begun cannot be dropped, and must not be waited for."""
-    buffer, batches = make(rows=2, epochs=1, max_staleness=4, groups_per_batch=2, filter_zero_variance=True)
-    batches.flush, batches.micro_tokens = False, 40
-    admit(buffer, 2)
-    land(buffer, "0.0", 1.0), land(buffer, "0.1", 0.0)
-    assert batches.plan(0, 0, 1) == ["0.0", "0.1"]
-    land(buffer, "1.0", 1.0), land(buffer, "1.1", 1.0)  # filtered: the batch can never fill
-    assert batches.plan(0, 1, 1) == []
 
 
 def test_a_restarted_trainer_is_given_the_same_plans() -> None:

@@ -10,7 +10,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.freshness import floor_of
 from asyncrl.buffer.records import Flow, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.types import DropReason, FailReason, FilterReason
+from asyncrl.types import DropReason, FilterReason
 from tests.unit.buffer.machine import admit, give_up, land, land_group, make, run, train
 
 
@@ -80,31 +80,6 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     assert (found.failed, found.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
     assert batches.plan(0, 0, 1) is None and buffer.settled[State.DROPPED] == 1
-
-
-def test_another_try_of_the_greedy_episode_leaves_its_group_alone() -> None:
-    buffer, _ = world()
-    run(buffer, "0.0"), run(buffer, "0.2")
-    assert buffer.fail(buffer.episodes["0.2"], FailReason.ENGINE_ERROR, 0.0) == []
-    assert flow(buffer).in_flight == 6
-
-
-def test_a_short_group_takes_its_greedy_episode_along() -> None:
-    buffer, _ = world()
-    land(buffer, "0.2")
-    land(buffer, "0.0")
-    give_up(buffer, "0.1")
-    found = flow(buffer)
-    assert (found.failed, found.dropped, list(buffer.live)) == (1, 2, [1])
-    assert (buffer.untrained, buffer.untrained_reason) == (1, "failed (prompt_too_long)")
-
-
-@pytest.mark.parametrize(("greedy", "filtered"), [(1.0, 3), (0.0, 1)])
-def test_equal_rewards_still_teach_where_the_greedy_one_differs(greedy: float, filtered: int) -> None:
-    buffer, _ = world(filter_zero_variance=True)
-    land_group(buffer, 0, 1.0, 1.0, greedy)
-    assert flow(buffer).filtered == filtered
-    assert flow(buffer).ready == 3 - filtered
 
 
 def test_it_is_not_what_hold_waits_for() -> None:

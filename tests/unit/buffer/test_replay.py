@@ -15,25 +15,6 @@ from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, land, make, run, train
 
 
-def test_admission_keeps_the_pace() -> None:
-    buffer, batches = make(max_staleness=4, target_staleness=1)
-    while buffer.can_admit(100, 100):
-        buffer.admit(0, 0.0)
-    assert len(buffer.live) == (1 + 1) * 2
-    for uid in ("0.0", "0.1", "1.0", "1.1"):
-        land(buffer, uid)
-    assert not buffer.can_admit(100, 100)  # landed and taken groups are still live
-    train(batches, 0)
-    assert buffer.can_admit(100, 100)
-
-
-def test_admission_stops_at_the_total_of_the_run() -> None:
-    buffer, _ = make(total_groups=3, max_staleness=4, target_staleness=4)
-    while buffer.can_admit(100, 100):
-        buffer.admit(0, 0.0)
-    assert len(buffer.live) == 3
-
-
 def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> None:
     """Two groups per batch: the third is in the second batch at the earliest."""
     buffer, _ = make(max_staleness=1, target_staleness=1)
@@ -45,16 +26,6 @@ def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> Non
         (3, "2.0"),
         (3, "3.0"),
     ]
-
-
-def test_zero_variance_groups_are_filtered_and_refilled() -> None:
-    buffer, _ = make(filter_zero_variance=True)
-    admit(buffer, 2)
-    land(buffer, "0.0", 1.0), land(buffer, "0.1", 1.0)
-    land(buffer, "1.0", 1.0), land(buffer, "1.1", 0.0)
-    flow = buffer.flow()
-    assert (flow.filtered, flow.ready, flow.conserved) == (2, 2, True)
-    assert list(buffer.live) == [1]
 
 
 def test_a_failed_member_is_issued_again_and_then_given_up() -> None:
@@ -94,21 +65,6 @@ def test_what_was_lost_uses_up_no_retries(reason: FailReason) -> None:
     run(buffer, "0.0")
     buffer.fail(episode, reason, 0.0)  # one that takes its worker along each time ends, too
     assert episode.state is State.FAILED
-
-
-def test_partial_groups_fix_their_siblings_at_the_deadline() -> None:
-    buffer, batches = make(
-        group_policy="partial", group_deadline=5.0, episodes_per_group=3, groups_per_batch=1
-    )
-    admit(buffer, 1)
-    land(buffer, "0.0", 1.0), land(buffer, "0.1", 0.0)
-    assert buffer.flow().ready == 0
-    buffer.tick(now=5.0)
-    assert buffer.flow().ready == 2
-    assert train(batches, 0) == ["0.0", "0.1"]
-    late = land(buffer, "0.2", 1.0, now=6.0)
-    assert late.state is State.READY  # trained later, against the same siblings
-    assert buffer.live[0].baseline == buffer.live[0].late_siblings == (0, 1)
 
 
 @pytest.mark.parametrize("in_time", [[], [1]])
@@ -161,44 +117,6 @@ def test_the_deadline_counts_from_the_start_and_is_what_half_of_the_groups_need(
     assert slow.patience == 9.0  # of three, the one that has run for ten seconds counts
 
 
-def test_a_filtered_group_waits_for_its_late_members_without_a_place() -> None:
-    """Only one that earned something else than the siblings fixed at the deadline is trained."""
-    keys = {"group_policy": "partial", "group_deadline": 5.0, "filter_zero_variance": True}
-    buffer, batches = make(episodes_per_group=4, groups_per_batch=1, target_staleness=0, **keys)
-    admit(buffer, 1)
-    for member in range(4):
-        run(buffer, f"0.{member}")
-    land(buffer, "0.0", 1.0), land(buffer, "0.1", 1.0)
-    buffer.tick(now=5.0)
-    assert (buffer.flow().filtered, buffer.flow().in_flight) == (2, 2)
-    assert buffer.can_admit(100, 100)  # another group fills the batch
-    assert land(buffer, "0.2", 1.0, now=6.0).state is State.FILTERED
-    assert land(buffer, "0.3", 0.0, now=7.0).state is State.READY
-    assert batches.plan(0, 0, 1) is None  # it is no batch by itself
-    admit(buffer, 1)
-    for member in range(4):
-        land(buffer, f"1.{member}", float(member == 0))
-    assert train(batches, 0) == ["0.3", "1.0", "1.1", "1.2", "1.3"] and not buffer.live
-    assert buffer.flow().conserved
-
-
-def test_a_late_member_takes_up_no_admission() -> None:
-    keys = {"group_policy": "partial", "group_deadline": 5.0, "max_staleness": 0}
-    buffer, batches = make(total_groups=4, episodes_per_group=3, **keys)
-    admit(buffer, 2)
-    for uid in ("0.0", "0.1", "1.0", "1.1", "1.2"):
-        land(buffer, uid)
-    run(buffer, "0.2")
-    buffer.tick(now=5.0)
-    train(batches, 0)
-    assert list(buffer.live) == [0]  # its late member runs on
-    admitted = 0
-    while buffer.can_admit(100, 100):
-        buffer.admit(1, 5.0)
-        admitted += 1
-    assert admitted == 2  # a whole batch, and not one less
-
-
 def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
     buffer, batches = make(groups_per_batch=1)
     admit(buffer, 3)
@@ -209,18 +127,6 @@ def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
     land(buffer, "1.0"), land(buffer, "1.1")
     train(batches, 0)
     assert buffer.untrained == 0
-
-
-def test_settled_partial_group_leaves_when_its_late_member_fails() -> None:
-    buffer, batches = make(
-        group_policy="partial", group_deadline=5.0, groups_per_batch=1, episodes_per_group=3
-    )
-    admit(buffer, 1)
-    land(buffer, "0.0"), land(buffer, "0.1"), run(buffer, "0.2")
-    buffer.tick(now=5.0)
-    train(batches, 0)
-    buffer.fail(buffer.episodes["0.2"], FailReason.PROMPT_TOO_LONG, 6.0)
-    assert not buffer.live and buffer.flow().conserved
 
 
 class FlowMachine(RuleBasedStateMachine):

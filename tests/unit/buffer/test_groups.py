@@ -1,0 +1,150 @@
+"""From admission to the batch: what becomes of groups, by what happens to their members (`machine.play`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.buffer.machine import count_again, make, play
+
+LATE = {"group_policy": "partial", "group_deadline": 5.0, "groups_per_batch": 1}
+FILTER = {"filter_zero_variance": True, "max_refill": 3, "max_staleness": 8, "target_staleness": 8}
+GREEDY = {"greedy": True, "groups_per_batch": 1, "max_staleness": 4}
+DATA = {"epochs": 1, "max_staleness": 4}
+PAIR, NEXT = ["0.0", "0.1"], ["1.0", "1.1"]
+
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = {
+    # admission
+    "as many groups as the target allows; those that landed are live until their batch is committed": (
+        {"max_staleness": 4, "target_staleness": 1},
+        *("a4 0e 1e a0 T a2", {"trained": 4, "in_flight": 8}, [PAIR + NEXT]),
+    ),
+    "no more groups than the run trains": (
+        {"total_groups": 3, "max_staleness": 4, "target_staleness": 4},
+        *("a3", {"in_flight": 6}, []),
+    ),
+    "a late member takes up no admission: a whole batch of groups follows, and not one less": (
+        {"total_groups": 4, "episodes_per_group": 3, **LATE, "groups_per_batch": 2, "max_staleness": 0},
+        "+2 0.0=1 0.1=1 0.2~ 1e @5 T a2",
+        {"trained": 5, "in_flight": 7},
+        [[*PAIR, *NEXT, "1.2"]],
+    ),
+    # batches
+    "micro-batches stream in; a group that is ready goes before an older one that is not": (
+        {"micro_tokens": 40},
+        *("+3 0.0=1 ? 0.1=1 M ? 2e T", {"trained": 4, "in_flight": 2}, [[*PAIR, "2.0", "2.1"]]),
+    ),
+    "the oldest groups that are ready go first": (
+        {"max_staleness": 4, "target_staleness": 4},
+        "+4 3e 2e 0e T",
+        {"trained": 4, "ready": 2, "in_flight": 2},
+        [[*PAIR, "2.0", "2.1"]],
+    ),
+    "a short batch is flushed when the data ends": (
+        {"rows": 3, **DATA},
+        *("+3 0e 1e 2e T T ?", {"trained": 6}, [PAIR + NEXT, ["2.0", "2.1"]]),
+    ),
+    "late members are one batch when the data ends": (
+        {"rows": 1, "episodes_per_group": 4, **DATA, **LATE},
+        "+1 0.2~ 0.3~ 0.0=1 0.1=1 @5 T @6 0.2=1 ? @7 0.3=1 T ?",
+        {"trained": 4},
+        [PAIR, ["0.2", "0.3"]],
+    ),
+    "with at_end=drop a batch that has begun is trained, though it can never fill": (
+        {"rows": 2, "flush": False, "micro_tokens": 40, "filter_zero_variance": True, **DATA},
+        *("+2 0m M 1e T", {"trained": 2, "filtered": 2}, [PAIR]),
+    ),
+    # settlement
+    "one usable member of two is no group": ({}, "+1 0.0! 0.1=1", {"failed": 1, "dropped": 1}, []),
+    "a group of equal rewards is filtered": (
+        {"filter_zero_variance": True},
+        *("+2 0e 1m", {"filtered": 2, "ready": 2}, []),
+    ),
+    "rewards that differ by rounding are equal": (
+        FILTER,
+        f"+2 0.0={0.1 + 0.2} 0.1=0.3 1.0=0.3 1.1=0.3001",
+        {"filtered": 2, "ready": 2},
+        [],
+    ),
+    "a late member is trained later": (
+        {"episodes_per_group": 3, **LATE},
+        *("+1 0.0=1 0.1=0 ? @5 T @6 0.2=1", {"trained": 2, "ready": 1}, [PAIR]),
+    ),
+    "a partial group leaves when its late member fails": (
+        {"episodes_per_group": 3, **LATE},
+        *("+1 0.0=1 0.1=1 0.2~ @5 T 0.2!", {"trained": 2, "failed": 1}, [PAIR]),
+    ),
+    "of a filtered group a late member is trained that earned something else; it is no batch by itself": (
+        {"episodes_per_group": 4, "target_staleness": 0, "filter_zero_variance": True, **LATE},
+        "+1 0.2~ 0.3~ 0.0=1 0.1=1 @5 @6 0.2=1 0.3=0 ? a1 1m T",
+        {"filtered": 3, "trained": 5},
+        [["0.3", *NEXT, "1.2", "1.3"]],
+    ),
+    "such a late member takes no place of a batch": (
+        {"episodes_per_group": 3, **FILTER, **LATE, "groups_per_batch": 2},
+        "+3 0.2~ 0.0=1 0.1=1 1.2~ 1.0=1 1.1=0 2.2~ 2.0=1 2.1=0 @5 @6 0.2=0 T",
+        {"filtered": 2, "trained": 5, "in_flight": 2},
+        [["0.2", *NEXT, "2.0", "2.1"]],
+    ),
+    "such a late member is trained when the data is over": (
+        {"rows": 1, "episodes_per_group": 3, **FILTER, **LATE, "epochs": 1},
+        *("+1 0.2~ 0.0=1 0.1=1 @5 ? @6 0.2=0 T ?", {"filtered": 2, "trained": 1}, [["0.2"]]),
+    ),
+    # refilling: six filtered groups are the most that a batch waits for
+    "a batch takes what there is once the cap is reached, and the count begins anew": (
+        FILTER,
+        "+9 0m 1e 2e 3e 4e 5e ? 6e T 7m ? 8m T",
+        {"filtered": 12, "trained": 6},
+        [PAIR, ["7.0", "7.1", "8.0", "8.1"]],
+    ),
+    "a batch of nothing is not taken: the first group that can be trained ends the search": (
+        FILTER,
+        *("+8 0e 1e 2e 3e 4e 5e 6e ? 7m T", {"filtered": 14, "trained": 2}, [["7.0", "7.1"]]),
+    ),
+    "a capped batch that was taken in part closes": (
+        {**FILTER, "micro_tokens": 40},
+        *("+7 0m M ? 1e ? 2e ? 3e ? 4e ? 5e ? 6e T", {"filtered": 12, "trained": 2}, [PAIR]),
+    ),
+    "groups that are short do not count as refills": (
+        FILTER,
+        "+8 0m " + " ".join(f"{k}.0=1 {k}.1!" for k in range(1, 8)) + " ?",
+        {"ready": 2, "failed": 7, "dropped": 7},
+        [],
+    ),
+    # the greedy member, the third one
+    "the greedy member is waited for, and leaves as filtered": (
+        GREEDY,
+        *("+2 0.0=1 0.1=0 ? 0.2=0.25 T", {"trained": 2, "filtered": 1, "in_flight": 3}, [PAIR]),
+    ),
+    "another try of the greedy member": (GREEDY, "+2 0.0~ 0.2~ 0.2x", {"in_flight": 6}, []),
+    "a short group takes its greedy member along": (
+        GREEDY,
+        *("+2 0.2=1 0.0=1 0.1!", {"failed": 1, "dropped": 2, "in_flight": 3}, []),
+    ),
+    "all three earned the same": (
+        {**GREEDY, "filter_zero_variance": True},
+        *("+1 0.0=1 0.1=1 0.2=1", {"filtered": 3}, []),
+    ),
+    "equal rewards teach where the greedy one differs": (
+        {**GREEDY, "filter_zero_variance": True},
+        *("+1 0.0=1 0.1=1 0.2=0", {"filtered": 1, "ready": 2}, []),
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "events", "flow", "trained"), CASES.values(), ids=CASES)
+def test_groups(keys: dict[str, Any], events: str, flow: dict[str, int], trained: list[list[str]]) -> None:
+    """`flow`: episodes by state, those of other states are none."""
+    keys = dict(keys)
+    own = {name: keys.pop(name) for name in ("micro_tokens", "flush") if name in keys}
+    buffer, batches = make(**keys)
+    for name, value in own.items():
+        setattr(batches, name, value)
+    assert play(buffer, batches, events) == trained
+    found = msgspec.structs.asdict(buffer.flow())
+    assert found.pop("issued") == sum(found.values())
+    assert {state: count for state, count in found.items() if count} == flow
+    assert batches.over is (buffer.prompts.over and not buffer.live)
+    count_again(buffer)
