@@ -12,26 +12,28 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from asyncrl.environments.base import Environment, environments, extra_info, text_observation
-from asyncrl.environments.gym_descriptions import ACTION_NAMES, DESCRIPTIONS, plain
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
+
+_COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)  # where the agent is: it becomes brackets
+_ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
 
 @environments.register("gymnasium")
 class Gymnasium(Environment):
     """An environment whose actions are discrete, or text; every step's reward falls on its turn.
 
-    `id`: as `gymnasium.make` knows it (`module:Name-v0` imports the module first); `arguments`: its further
-    arguments, a JSON object; the sample's `extra_info.gymnasium` adds to it. `actions`: names of the
-    actions in order, separated by commas; the last action name or number in a turn is the one taken. `show`:
-    what the model sees, the rendered text or the observation (`auto`: the text, where there is one; for the
-    toy texts a description). `describe`: `module:function` or `file.py:function`, (observation, env) -> text,
-    in its place. A turn without an action is answered with a hint and earns `unreadable`. The seed is
-    `extra_info.seed`, else the sample's index: the episodes of a group begin in the same state. `thread`: the
-    environment gets a thread for itself, so that a slow one holds up no other episode; off, it runs in the
-    worker's event loop, for environments that must all share one thread.
+    `id`: as `gymnasium.make` knows it (`module:Name-v0` imports the module first). `arguments`: its further
+    arguments, a JSON object; the sample's `extra_info.gymnasium` adds to it. `actions`: names of the actions
+    in order, separated by commas; the last action name or number in a turn is the one taken. `show`: what the
+    model sees, the rendered text or the observation (`auto`: the text, where there is one). `describe`:
+    `module:function` or `file.py:function`, (observation, env) -> text, in its place. A turn without an
+    action is answered with a hint and earns `unreadable`. The seed is `extra_info.seed`, else the sample's
+    index: the episodes of a group begin in the same state. `thread`: the environment gets a thread for
+    itself, so that a slow one holds up no other episode; off, it runs in the worker's event loop, for
+    environments that must all share one thread.
     """
 
     def __init__(
@@ -46,15 +48,12 @@ class Gymnasium(Environment):
         thread: bool = True,
     ) -> None:
         self._id, self._arguments, self._unreadable = id, _object(arguments), unreadable
-        modes, short = _modes(id), id.rpartition(":")[2].rpartition("-v")[0]
+        modes = _modes(id)
         self._mode = "ansi" if "ansi" in modes and show != "observation" else None
         if show == "text" and self._mode is None:
             raise ConfigError(f"{id} renders no text (modes: {', '.join(modes) or 'none'}); set show=auto")
-        self._describe = DESCRIPTIONS.get(short) if show == "auto" else None
-        if describe:
-            self._describe = load_object(describe, "description")
-        given = tuple(name.strip() for name in actions.split(","))
-        self._names = given if actions else ACTION_NAMES.get(short, ())
+        self._describe = load_object(describe, "description") if describe else None
+        self._names = tuple(name.strip() for name in actions.split(",") if actions)
         self._thread = OwnThread("gymnasium") if thread else None
         self._env: Any = None
 
@@ -77,9 +76,7 @@ class Gymnasium(Environment):
         import gymnasium
 
         extra = extra_info(sample)
-        mode: dict[str, Any] = (
-            {"render_mode": self._mode} if self._mode else {}
-        )  # some environments have no such parameter
+        mode: dict[str, Any] = {"render_mode": self._mode} if self._mode else {}  # not all know the parameter
         self._env = gymnasium.make(self._id, **mode, **self._arguments | extra.get("gymnasium", {}))
         self._read = _reader(self._env.action_space, self._names)
         seen, _ = self._env.reset(seed=int(extra.get("seed", sample.row)))
@@ -100,7 +97,9 @@ class Gymnasium(Environment):
     def _text(self, seen: Any) -> str:
         if self._describe is not None:
             return self._describe(seen, self._env.unwrapped)
-        return plain(self._env.render()) if self._mode else str(seen)
+        if self._mode is None:
+            return str(seen)
+        return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", self._env.render())).strip("\n")
 
 
 def _reader(space: Any, names: Sequence[str]) -> Callable[[str], Any]:
