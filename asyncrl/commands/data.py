@@ -102,7 +102,7 @@ def _write_corpus(path: Path, passages: Iterable[Row]) -> None:
 
 
 def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
-    """As many rows of each task as of the others, in random order. The test rows have another seed."""
+    """Make as many rows of each task as of the others, in random order. The test rows have another seed."""
     try:
         import reasoning_gym
         import reasoning_gym.utils

@@ -54,7 +54,7 @@ COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
 
 class Target(NamedTuple):
-    """What is to be evaluated: a model, and the run whose configuration is taken, if it is a checkpoint."""
+    """The thing to evaluate: a model, and the run whose configuration is taken, if it is a checkpoint."""
 
     model: str
     run_dir: Path | None
@@ -125,7 +125,8 @@ def find_target(given: str, runs: Path) -> Target:
 
 
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
-    """That of an evaluation: what trains is at its defaults, and the name says what is evaluated how."""
+    """Make the configuration of an evaluation: keys of training have their defaults, and the name tells what
+    is evaluated, and how."""
     split = (one.partition("=") for one in options.overrides)
     given = [ALIASES.get(key, key) + equals + value for key, equals, value in split]
     fixed = [f"model.path={target.model}", "total_steps=0"]
@@ -169,7 +170,7 @@ def _untrained(config: RunConfig) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Of how episodes are played, and of the files: weights, data, the user's own, by name, size and time."""
+    """Hash how episodes are played, and name, size and time of the files: weights, data, the user's own."""
     from asyncrl.data.sources import paths
     from asyncrl.weights.model_files import weight_files
 
@@ -228,8 +229,8 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
 
 
 def summary(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]]:
-    """By metric: `mean`, `low`, `high`, `samples`; where the baseline has the metric, too, `difference`,
-    `difference_low`, `difference_high` over the samples that both have."""
+    """Return by metric: `mean`, `low`, `high`, `samples`; where the baseline has the metric, too,
+    `difference`, `difference_low`, `difference_high` over the samples that both have."""
     found: dict[str, dict[str, Any]] = {}
     for (name, mean), values in zip(means(numbers).items(), numbers.values(), strict=True):
         low, high = interval([*values.values()])

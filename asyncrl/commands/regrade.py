@@ -127,7 +127,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
 
 
 def _step(group: GroupRecord) -> int:
-    """From 1: that of its batch, or the one under way when it was issued."""
+    """The step of its batch, or the one under way when it was issued; counted from 1."""
     return (group.step if group.step >= 0 else group.issued_step) + 1
 
 
@@ -139,7 +139,7 @@ def _rows(
     after: Mapping[str, EpisodeRecord],
     turns: Mapping[str, list[Turn]],
 ) -> Iterator[Row]:
-    """Of the members that were scored. A group is compared if all of its baseline were."""
+    """Yield a row for each member that was scored. A group is compared if all of its baseline were."""
     from asyncrl.buffer.batches import Baseline
     from asyncrl.buffer.zero_variance import ComparedParts, all_equal
     from asyncrl.trainer.repeat import advantage
@@ -151,7 +151,7 @@ def _rows(
     compared = [uid for uid in ordered if not before[uid].greedy]  # late members, too
 
     def judged(members: Mapping[str, EpisodeRecord]) -> tuple[bool | None, dict[str, float | None]]:
-        """Whether the group teaches, and the advantages of those that may be trained."""
+        """Return whether the group teaches, and the advantages of those that may be trained."""
         if not needed or not needed <= scored:
             return None, {}
         baseline = Baseline.of(group, members)

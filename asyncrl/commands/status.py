@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def ending(run_dir: Path) -> str:
-    """How a run ended, and why; '' while its launcher lives, or lives perhaps on another machine."""
+    """Return how a run ended, and why; '' while its launcher lives, or lives perhaps on another machine."""
     summary, status = read_summary(run_dir), read_status(run_dir)
     if error := summary.get("error") or status.get("error"):
         return f"{summary.get('outcome', 'failed')}: {error}"

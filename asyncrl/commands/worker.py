@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def configuration(given: Enrolled, parent: Path) -> RunConfig:
-    """That of the run, with a directory of this worker's. ConfigError where it cannot be had here."""
+    """The run's configuration, with a directory of this worker's. ConfigError where it cannot be had here."""
     if given.version != asyncrl.__version__:
         raise ConfigError(
             f"the run is of asyncrl {given.version}, and this is {asyncrl.__version__}; install the same here"
@@ -76,7 +76,7 @@ def configuration(given: Enrolled, parent: Path) -> RunConfig:
 
 
 def with_server(config: RunConfig, url: str) -> RunConfig:
-    """With one server alone: at `url`, or to be started. ConfigError where it cannot be used."""
+    """Keep one server alone: at `url`, or to be started. ConfigError where it cannot be used."""
     if url.rstrip("/") in [known.rstrip("/") for known in config.engine.urls]:
         raise ConfigError(f"--url: the server {url} is one of engine.urls: the run uses it")
     config = replace(config, engine=replace(config.engine, urls=[url] if url else []))

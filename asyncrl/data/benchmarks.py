@@ -116,7 +116,7 @@ def passages_of(source: str, config: str, split: str, asked: Container[str | Non
 
 
 def boxed(text: str) -> str:
-    """What stands in the last `\\boxed{…}`, with balanced braces; '' without one."""
+    """Return what stands in the last `\\boxed{…}`, with balanced braces; '' without one."""
     _, box, rest = text.rpartition("\\boxed")
     depth = 0
     for at, letter in enumerate(rest if box and rest.startswith("{") else ""):

@@ -83,7 +83,7 @@ class EpochOrder:
         return shuffled(drawn, f"{self.seed}/{epoch}") if self.shuffle else drawn
 
     def _mixed(self, epoch: int, counts: Sequence[int]) -> list[int]:
-        """Of each source as many as its share, evenly spread."""
+        """Take as many of each source as its share, evenly spread."""
         sizes = self.samples.sizes
         starts = accumulate(sizes, initial=0)
         placed: list[tuple[float, int]] = []

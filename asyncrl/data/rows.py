@@ -71,7 +71,7 @@ def _json(path: Path) -> Iterator[Any]:
 
 
 def _csv(path: Path) -> Iterator[Any]:
-    """With a header; all values are text."""
+    """Read a file with a header; all values are text."""
     csv.field_size_limit(sys.maxsize)
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)

@@ -22,9 +22,9 @@ MEDIA = ("images", "videos")
 
 
 class RowLayout(msgspec.Struct, frozen=True):
-    """How a row becomes a sample. `truth`: what needs the ground truth of a prompt, for the error where there
-    is none; empty: nothing does. `demonstrations`: rows are whole conversations; None: those with a column
-    `messages` or `response` are."""
+    """The way in which a row becomes a sample. `truth`: what needs the ground truth of a prompt, for the
+    error where there is none; empty: nothing does. `demonstrations`: rows are whole conversations; None:
+    those with a column `messages` or `response` are."""
 
     columns: Mapping[str, str] = MappingProxyType({})
     system_prompt: str = ""
@@ -124,7 +124,7 @@ def _schemas(where: Place, tools: Any) -> list[dict[str, Any]]:
 
 
 def _led(messages: tuple[Message, ...], layout: RowLayout) -> tuple[Message, ...]:
-    """With the configured system prompt, unless they bring their own."""
+    """Put the configured system prompt first, unless the messages bring their own."""
     if not layout.system_prompt or messages[0].role == "system":
         return messages
     return Message("system", layout.system_prompt), *messages

@@ -1,4 +1,4 @@
-"""Where rows come from: files by path or pattern, a hub data set, or a data set of the user's own."""
+"""Reads rows: from files by path or pattern, a hub data set, or a data set of the user's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
 
 class Place(NamedTuple):
-    """Where a row is: in a file, a hub data set or a user's one, and its number there."""
+    """The place of a row: a file, a hub data set or a user's one, and its number there."""
 
     name: str
     number: int
@@ -47,14 +47,14 @@ Reader = Callable[[str], Iterator[tuple[Place, Row]]]
 
 
 def reader(config: DataConfig, split: str) -> Reader:
-    """What gives the rows of a source. `split`: train or test."""
+    """Return what gives the rows of a source. `split`: train or test."""
     if config.dataset:
         return _own(config.dataset)
     return lambda path: _hub(path, split) if path.startswith(HUB) else _files(path)
 
 
 def _files(path: str) -> Iterator[tuple[Place, Row]]:
-    """Of one file, or of all that a pattern names, sorted by name."""
+    """Read one file, or all that a pattern names, sorted by name."""
     found = [path] if Path(path).exists() else sorted(glob.glob(path, recursive=True))
     if not found and glob.has_magic(path):
         raise ConfigError(f"{path}: no file is named so; correct the pattern")
@@ -110,8 +110,8 @@ def _own(plugin: Plugin) -> Reader:
 
 
 def _guarded(where: str, made: Callable[[str], Iterable[Any]], path: str) -> Iterator[Any]:
-    """What users' code raises, as a ConfigError with its file and line. What can only be counted and indexed,
-    as data sets of torch can, is iterated, too."""
+    """Turn what users' code raises into a ConfigError with its file and line. What can only be counted and
+    indexed, as data sets of torch can, is iterated, too."""
     try:
         rows: Any = made(path)
         yield from rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))

@@ -95,7 +95,7 @@ class Samples(Sequence[Sample]):
 
 
 def samples_path(run_dir: Path, split: str) -> Path:
-    """Where the launcher saves the samples for the coordinator."""
+    """The file in which the launcher saves the samples for the coordinator."""
     return run_dir / "data" / f"{split}.samples"
 
 

@@ -47,7 +47,7 @@ class _ServerError(msgspec.Struct, frozen=True):
 
     @property
     def problems(self) -> str:
-        """What is wrong with an action."""
+        """Return what is wrong with an action."""
         return "; ".join(f"{'.'.join(map(str, flaw.loc))}: {flaw.msg}" for flaw in self.errors)[:300]
 
 

@@ -72,7 +72,7 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
 async def regrade(
     parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
 ) -> EpisodeResult:
-    """What an episode of these turns, which ended so, earns. Raises RewardError."""
+    """Score an episode of these turns, which ended so. Raises RewardError."""
     earned = await parts.scorer.score(reward_input(parts, sample, turns, end))
     ended = scored(turns, end, shaped(parts.rules, parts.scorer, earned, turns, end))
     if not isinstance(ended, Done):

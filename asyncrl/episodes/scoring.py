@@ -52,7 +52,7 @@ class Scorer:
         return self._timeout * (1 + PATIENCE)
 
     def shape(self, given: ShapingInput) -> float:
-        """What is added to the reward of an episode. Raises RewardError."""
+        """Return what is added to the reward of an episode. Raises RewardError."""
         try:
             return shape(self._shapings, given)
         except Exception as error:

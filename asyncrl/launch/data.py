@@ -19,8 +19,8 @@ from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.demonstration import demonstrated
 from asyncrl.conversation.turns import rows_of
 from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, samples_path
-from asyncrl.data.asked import Asked
 from asyncrl.data.columns import check_columns
+from asyncrl.data.ignored_settings import IgnoredSettings
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
@@ -103,7 +103,7 @@ def prepare(
 ) -> tuple[Samples, list[str]]:
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
     wrong with them. `rooms`: of prompts, and (True) of demonstrations; what has none is not measured."""
-    key, everything, asked = f"data.{split}", not config.data.filter_overlong, Asked()
+    key, everything, asked = f"data.{split}", not config.data.filter_overlong, IgnoredSettings()
 
     def fits(sample: Sample) -> bool:
         room = rooms.get(sample.demonstration)

@@ -27,7 +27,7 @@ Scored = dict[str, Any]  # `score`, and the answer as `pred` where one was found
 
 
 def is_number(ground_truth: Any) -> bool:
-    """Whether it is one number and nothing else, as a reward that compares numbers needs it."""
+    """True if it is one number and nothing else, as a reward that compares numbers needs it."""
     return _NUMBER.fullmatch(str(ground_truth).strip()) is not None
 
 
@@ -140,7 +140,7 @@ def none(given: RewardInput) -> float:
 def agent(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> Any:
-    """What the agent program returned: a number, or a dict with `score`."""
+    """Return what the agent program returned: a number, or a dict with `score`."""
     info = extra_info or {}
     result = info.get("agent_result")
     if result is None:

@@ -1,4 +1,4 @@
-"""What a reward is: a function of a finished episode, in verl's signature or typed, sync or async.
+"""A reward is a function of a finished episode, in verl's signature or typed, sync or async.
 
     compute_score(data_source, solution_str, ground_truth, extra_info, *, options…)
     reward(given: RewardInput, *, options…)

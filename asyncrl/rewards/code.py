@@ -96,7 +96,7 @@ class Code:
         return {"score": score, "components": {"passed": passed, "tests": len(cases)}}
 
     async def _run(self, cases: list[CodeTest]) -> int:
-        """How many pass; without `partial` it stops at the first that does not."""
+        """Count the tests that pass; without `partial` it stops at the first that does not."""
         passed = 0
         async with self._started_sandbox() as sandbox:
             until = time.monotonic() + self._total
@@ -140,7 +140,7 @@ def passes(case: CodeTest, result: RunResult) -> bool:
 
 
 def read_truth(given: Any) -> CodeTruth:
-    """From an object or its JSON text. ValueError when it holds no tests."""
+    """Read tests from an object or its JSON text. ValueError when it holds no tests."""
     if isinstance(given, str):
         given = json.loads(given)
     try:

@@ -70,7 +70,7 @@ class LLMJudge:
 
 
 def variables(given: RewardInput) -> dict[str, Any]:
-    """What a prompt may name."""
+    """Return the values that a prompt may name."""
     questions = [message.content for message in given.sample.prompt if message.role == "user"]
     return {
         "question": questions[-1] if questions else "",

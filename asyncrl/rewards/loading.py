@@ -1,4 +1,4 @@
-"""From `rollout.reward` to functions: names, options, weights, signatures and where each runs."""
+"""Loads the functions of `rollout.reward`: names, options, weights, signatures and where each runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL = Call(f"a function of ({', '.join(VERL)}) or (given: RewardInput)", VERL, 
 
 
 class RewardSource(msgspec.Struct, frozen=True):
-    """How another process finds a function: its name or place, and its options."""
+    """Tells another process where a function is: its name or place, and its options."""
 
     spec: str
     options: dict[str, str | int | float | bool] = {}
@@ -47,7 +47,7 @@ class Reward:
 
 
 def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> list[Reward]:
-    """What the config names. ConfigError that begins with `where`."""
+    """Load the rewards that the config names. ConfigError that begins with `where`."""
     named = {plugin: {}} if isinstance(plugin, str) else plugin
     if not named:
         raise ConfigError(f"{where} names no reward; name one, e.g. final_number")

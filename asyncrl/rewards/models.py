@@ -36,7 +36,7 @@ _classified = msgspec.json.Decoder(_Classified).decode
 
 @rewards.register("reward_model")
 class RewardModel:
-    """What an SGLang server at `url`, started with a reward model (`--is-embedding`), answers at `/classify`.
+    """Asks an SGLang server at `url`, started with a reward model (`--is-embedding`), at `/classify`.
 
     `tokenizer`: directory of the reward model's tokenizer, with its chat template; the server gets token ids.
     """

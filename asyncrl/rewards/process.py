@@ -50,7 +50,7 @@ class RewardPool:
 
 
 def _loaded(source: RewardSource) -> Callable[[RewardInput], RewardResult]:
-    """In the child. Sync code finds no running loop, so that it may start one."""
+    """Load the reward, in the child. Sync code finds no running loop, so that it may start one."""
     reward = load_reward(source)
     reward.load()
 

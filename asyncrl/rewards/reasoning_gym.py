@@ -17,8 +17,8 @@ KEY = "reasoning_gym"  # of extra_info: {"task": its name, "entry": `packed` ent
 
 @rewards.register("reasoning_gym")
 class ReasoningGym:
-    """What the task of the sample gives to the last `<answer>…</answer>`, or to the whole answer where there
-    is none; 0 to 1. `tag`: another tag, or '': always the whole answer."""
+    """The score that the task of the sample gives to the last `<answer>…</answer>`, or to the whole answer
+    where there is none; 0 to 1. `tag`: another tag, or '': always the whole answer."""
 
     def __init__(self, *, tag: str = "answer") -> None:
         if importlib.util.find_spec("reasoning_gym") is None:

@@ -1,4 +1,4 @@
-"""From what a reward function gives back to a RewardResult, and from several of these to one."""
+"""Turns what a reward function gives back into a RewardResult, and several of these into one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def verl_arguments(given: RewardInput) -> dict[str, Any]:
 
 
 def as_result(result: Any) -> RewardResult:
-    """Of a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong.
+    """Read a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong.
 
     Without `components` a dict is verl's: its other numbers (`acc`, …) are the components. What is neither
     goes to the notes, as text. A dict of other numbers, or such a dict as `score`, is what each agent of the
@@ -106,7 +106,8 @@ def _of_agents(given: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
-    """Those that can be averaged. Dicts of verl's reward functions bring others as well: ids, nan."""
+    """Keep the values that can be averaged. Dicts of verl's reward functions bring others as well: ids,
+    nan."""
     found: dict[str, float] = {}
     for name, value in given.items():
         with suppress(TypeError, ValueError):

@@ -33,7 +33,7 @@ class ToolError(AsyncrlError):
 
 
 class Options(TypedDict, total=False):
-    """How calls of a tool are run; see `Tool`."""
+    """Options of how calls of a tool are run; see `Tool`."""
 
     timeout: float
     retries: int
@@ -84,7 +84,7 @@ class Tool:
 
     @functools.cached_property
     def schema_text(self) -> str:
-        """As JSON."""
+        """The schema as JSON."""
         return json.dumps(self.schema, ensure_ascii=False)
 
     def __post_init__(self) -> None:
@@ -147,5 +147,5 @@ def _of_class(make: Callable[[], Any], kind: Any, name: str, options: dict[str, 
 
 
 def names(known: Iterable[str]) -> str:
-    """For messages: `a, b`, or `none`."""
+    """Return `a, b`, or `none`, for messages."""
     return ", ".join(sorted(known)) or "none"

@@ -38,7 +38,7 @@ class Passage:
 
 
 def passage(document: Mapping[str, Any]) -> Passage:
-    """From a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes
+    """Read a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes
     is the title, as in Search-R1's corpora. ValueError when there is no text."""
     text = next((document[key] for key in TEXTS if isinstance(document.get(key), str)), None)
     if text is None:
@@ -151,7 +151,7 @@ def _tokenized(texts: Any, stopwords: Any, **options: Any) -> Any:
 
 
 def _read_passages(path: Path) -> Iterator[Passage]:
-    """In order. ConfigError names the document that has none."""
+    """Yield the passages in order. ConfigError names the document that has none."""
     for number, document in enumerate(read_rows(path), start=1):
         try:
             yield passage(document)

@@ -1,4 +1,4 @@
-"""From names in the configuration to tools: `rollout.tools` and `rollout.tool_args`."""
+"""Loads the tools that `rollout.tools` and `rollout.tool_args` name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
 
 
 def _made(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:
-    """What a factory gives. A single tool remembers it, for samples with constructor arguments."""
+    """Call a factory. A single tool remembers it, for samples with constructor arguments."""
     where = f"tool {spec!r}"
     parameters = inspect.signature(factory).parameters.values()
     if loose := [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]:

@@ -74,7 +74,8 @@ def mcp(
 
 
 def _function(found: Any, shared: SharedConnection | None) -> Callable[..., Awaitable[str]]:
-    """What a call of the tool runs. Without a shared connection it is given that of the episode first."""
+    """Return what a call of the tool runs. Without a shared connection it is given that of the episode
+    first."""
 
     async def of_episode(own: McpConnection, /, **arguments: Any) -> str:
         return text_of(await own.call(found.name, arguments))

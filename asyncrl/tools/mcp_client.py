@@ -43,7 +43,7 @@ class McpServerLost(McpError):
 
 @dataclass(frozen=True)
 class McpServer:
-    """Where a server is: the `command` line that starts it, or its `url`. `python` is this interpreter.
+    """The place of a server: the `command` line that starts it, or its `url`. `python` is this interpreter.
 
     `env` names variables of this process that a started server sees beside the usual ones (PATH, HOME, ...);
     `api_key_env` the one that holds the bearer token of a URL. `headers` of requests to a URL: (name, value),
@@ -94,7 +94,7 @@ class McpConnection:
 
     @property
     def over(self) -> bool:
-        """Whether no call can succeed any more."""
+        """True if no call can succeed any more."""
         closed = self._messages is not None and self._messages.statistics().open_send_streams == 0
         return closed or self._ending.is_set()
 
@@ -121,7 +121,7 @@ class McpConnection:
             raise McpServerLost(lost) from error
 
     async def tools(self) -> list[Any]:
-        """What the server lists, within its `start_timeout`. Raises what the package raises, too."""
+        """List the tools of the server, within its `start_timeout`. Raises what the package raises, too."""
         client = await asyncio.shield(self._client)
         found: list[Any] = []
         cursor: str | None = None

@@ -41,7 +41,7 @@ class ToolAnswer(msgspec.Struct, frozen=True):
 
 
 def source_of(tool: Tool) -> ToolSource:
-    """How a child imports the tool. ConfigError when it has no importable name."""
+    """Return how a child imports the tool. ConfigError when it has no importable name."""
     made, arguments = tool.function, {}
     if isinstance(tool.remake, partial):
         made, arguments = tool.remake.func, tool.remake.keywords
@@ -76,7 +76,7 @@ class ToolPool:
 
 
 def _loaded(source: ToolSource) -> Callable[[str], ToolAnswer]:
-    """In the child."""
+    """Load the tool, in the child."""
     found = load_object(source.spec, "tool")
     tool = found if isinstance(found, Tool) else found(**source.arguments)
     assert isinstance(tool, Tool)

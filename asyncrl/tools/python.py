@@ -123,7 +123,7 @@ _register("workspace", Workspace.python, Workspace.shell)
 
 
 def reply_text(result: RunResult, seconds: float, status: str = "") -> str:
-    """What the model reads: the output, and how the run ended unless it succeeded."""
+    """Return what the model reads: the output, and how the run ended unless it succeeded."""
     signal = f" by signal {-result.status}" if result.status < 0 else ""
     notes = {
         RunEnding.LATE: f"[stopped after {seconds:g} s]",

@@ -1,4 +1,4 @@
-"""What a tool gave back, as text. Only memory is bounded here: the episode cuts replies, in tokens."""
+"""Turns what a tool gave back into text. Only memory is bounded here: the episode cuts replies, in tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_REPLY = 1 << 18
 
 @dataclass(frozen=True)
 class Rewarded:
-    """What a tool returns to reward the turn that called it: its reply, and the reward beside it, which the
+    """A tool returns this to reward the turn that called it: its reply, and the reward beside it, which the
     model does not read. The rewards of an episode add up, the reward function's included."""
 
     content: Any
@@ -47,7 +47,7 @@ _encoder = json.JSONEncoder(ensure_ascii=False, default=msgspec.to_builtins)
 
 
 def _json(value: Any) -> str:
-    """As JSON, which is written no further than a quarter of MAX_REPLY: a character has up to four bytes."""
+    """Write JSON, but no further than a quarter of MAX_REPLY: a character has up to four bytes."""
     text = ""
     for chunk in _encoder.iterencode(value):
         text += chunk

@@ -44,8 +44,8 @@ def read_sample_tools(sample: Sample) -> SampleTools:
 
 
 def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What is wrong with the tools that samples ask for, and which of their arguments nothing takes: a line
-    for each, with its first sample (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
+    """Return what is wrong with the tools that samples ask for, and which of their arguments nothing takes: a
+    line for each, with its first sample (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
     found: dict[str, int] = {}
     ignored: dict[str, int] = {}
     for number, text in enumerate(extra_infos):
@@ -85,7 +85,7 @@ def _unused(tools: Mapping[str, Tool], asked: SampleTools) -> Iterator[str]:
 
 
 def select_tools(tools: Mapping[str, Tool], asked: SampleTools) -> dict[str, Tool]:
-    """Those that a sample asks for, in the order of `tools`. ToolError for unknown names."""
+    """Return the tools that a sample asks for, in the order of `tools`. ToolError for unknown names."""
     _check_names(tools, asked)
     keep = tools if asked.tools is None else asked.tools
     return {name: _remade(tool, asked.arguments(name)) for name, tool in tools.items() if name in keep}
@@ -103,7 +103,7 @@ def merged_arguments(tools: Sequence[Tool], asked: SampleTools) -> dict[str, Any
 
 
 def accepted_arguments(function: Callable[..., Any] | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function has parameters for; data made for other tools may bring more."""
+    """Keep the keywords that a function has parameters for; data made for other tools may bring more."""
     if function is None or not given:
         return {}
     parameters = inspect.signature(function).parameters
@@ -124,7 +124,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _remade(tool: Tool, arguments: dict[str, Any]) -> Tool:
-    """With a sample's constructor arguments, where it is a factory's that takes them."""
+    """Make a tool again with a sample's constructor arguments, where it is a factory's that takes them."""
     given = {} if tool.state else accepted_arguments(tool.remake, arguments)
     if given and tool.process:
         raise ToolError(f"tool {tool.name!r} runs in processes that all samples share: give no tools_kwargs")

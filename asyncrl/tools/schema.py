@@ -1,4 +1,4 @@
-"""From a typed signature and a docstring to a JSON schema and a check of what the model wrote."""
+"""Turns a typed signature and a docstring into a JSON schema and a check of what the model wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any], name: str, described: Any) -> Signature:
-    """Of a function, or of a method, whose `self` is left out; `described` bears the docstring."""
+    """Read the signature of a function, or of a method, whose `self` is left out; `described` bears the
+    docstring."""
     description, notes = docstring(described)
     struct = _struct(function, name, notes)
     return Signature(_schema(name, description, struct), _decoder(struct))

@@ -94,7 +94,7 @@ def search_remote(
 
 
 def reply(passages: Iterable[Passage], max_chars: int) -> str:
-    """What the model reads; every passage is cut at `max_chars` characters."""
+    """Write what the model reads; every passage is cut at `max_chars` characters."""
     shown = [_shown(number, found, max_chars) for number, found in enumerate(passages, start=1)]
     return "\n\n".join(shown) or NOTHING
 

@@ -95,7 +95,7 @@ class EpisodeObject:
         self._blocking = blocking
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
-        """With those arguments that its `open` takes, where it has one."""
+        """Call its `open`, where it has one, with the arguments that it takes."""
         if function := getattr(self.state, "open", None):
             given = accepted_arguments(function, arguments)
             await call_user(partial(function, sample, **given), blocking=self._blocking)

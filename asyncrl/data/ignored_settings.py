@@ -1,4 +1,4 @@
-"""What rows hold or ask for beside a prompt and its ground truth, and this run does not read or do."""
+"""Warns about columns and settings in the rows of data that a run ignores."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ READ = frozenset({*NAMES, "agent_name", "reward_manager"} - {*DEMONSTRATED})
 MODELS = ("reward_model", "classifier", "llm_judge")
 
 
-class Asked:
-    """Collects it over the rows of a source: (what, its name) → how many rows; and the columns not read."""
+class IgnoredSettings:
+    """Counts the rows of a source that ask for something, by (what, its name), and collects unread
+    columns."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], int] = {}
