@@ -43,8 +43,9 @@ class UnknownKeysError(ConfigError):
     """Several keys that the configuration has not: a line of text for each."""
 
 
-class OutOfMemoryError(AsyncrlError):
-    """A process had too little memory, and has said so: started again it will try with less."""
+class GaveUpError(AsyncrlError):
+    """A trainer rank gave up a batch, and has said so: ranks that are started again go on with smaller
+    micro-batches, or without the batch."""
 
 
 class ProtocolError(AsyncrlError):

@@ -46,12 +46,11 @@ from asyncrl.wire.messages.shared import Enrol, Invite, Loaded, Stop, WireMessag
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
-    OutOfMemory,
+    GaveUp,
     PlanReceived,
     PlanRequest,
     Probed,
     Published,
-    Spiked,
     TrainerBeat,
     TrainerHello,
 )
@@ -228,10 +227,8 @@ class Coordinator:
                 self.trainer.beat(peer, message, now)
             case Commit():
                 self.trainer.commit(peer, message, now)
-            case OutOfMemory():
-                self.trainer.out_of_memory(peer, message)
-            case Spiked():
-                self.workers.cancel(self.trainer.spiked(peer, message))
+            case GaveUp():
+                self.workers.cancel(self.trainer.gave_up(peer, message))
             case Probed():
                 self.trainer.probed(message, now)
             case Published():

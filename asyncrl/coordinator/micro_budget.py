@@ -8,7 +8,7 @@ from asyncrl.config import LESS_MEMORY
 from asyncrl.errors import ConfigError
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
-from asyncrl.wire.messages.trainer import OutOfMemory
+from asyncrl.wire.messages.trainer import GaveUp
 
 META = "micro_budget"
 
@@ -26,13 +26,13 @@ class MicroBudget(msgspec.Struct):
         found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
         return found if found.configured == configured else cls(configured, configured)
 
-    def halve(self, message: OutOfMemory, store: RunStore) -> None:
+    def halve(self, message: GaveUp, store: RunStore) -> None:
         """A rank ran out of memory: allow half the tokens. ConfigError when the micro-batch cannot be cut any
         more, as it was a single episode over the budget."""
         if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
-                f"trainer rank {message.rank} has too little memory for one episode of {message.tokens} "
-                f"tokens ({message.detail}); set {LESS_MEMORY}, then go on with resume=auto"
+                f"trainer rank {message.rank}: one episode of {message.tokens} tokens does not fit: "
+                f"{message.detail}; set {LESS_MEMORY}, then go on with resume=auto"
             )
         had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
         self.tokens = max(1, min(self.tokens, had) // 2)

@@ -26,13 +26,12 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    OutOfMemory,
+    GaveUp,
     PlannedTrajectory,
     PlanReceived,
     PlanRequest,
     Probed,
     Published,
-    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -86,7 +85,7 @@ class TrainerHandler:
         self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
         self._spiked, self._spikes = -1, 0  # the last step that spiked, and batches in a row that did there
-        self._exhausted = -1  # the trainer epoch in which a rank had too little memory
+        self._given_up = -1  # the newest trainer epoch in which a rank gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -193,45 +192,47 @@ class TrainerHandler:
         self.state.store.put_meta("best", str(self.best))
         return self.best
 
-    def out_of_memory(self, peer: bytes, message: OutOfMemory) -> None:
-        """A rank ends for want of memory, and its supervisor ends the others: the next trainer epoch trains
-        the recorded plans in smaller micro-batches. Sent again, it changes nothing."""
-        state = self.state
-        if message.trainer_epoch == state.trainer_epoch != self._exhausted:
-            self._exhausted = message.trainer_epoch
-            state.micro_budget.halve(message, state.store)
-            tokens = state.micro_budget.tokens
-            log.warning(
-                "trainer rank %d: %s; micro-batches have %d tokens now", message.rank, message.detail, tokens
-            )
-        state.outbox.to_control(
-            peer, Stop(f"to be started with micro-batches of {state.micro_budget.tokens} tokens")
-        )
+    def gave_up(self, peer: bytes, message: GaveUp) -> list[EpisodeRecord]:
+        """Ranks gave a batch up; their supervisor starts others. After too little memory the next trainer
+        epoch trains the recorded plans in smaller micro-batches; after a spike it leaves the batch out and
+        goes back to the newest checkpoint. Only the first message of an epoch changes anything.
 
-    def spiked(self, peer: bytes, message: Spiked) -> list[EpisodeRecord]:
-        """The ranks gave a batch up. It is left out, and their successors go back to the newest checkpoint;
-        or the run ends: ProtocolError. Sent again, it changes nothing. Returns what was running of it."""
-        state, step, running = self.state, message.step, list[EpisodeRecord]()
-        batch = state.batches.batches.get(step - 1)
-        if message.trainer_epoch == state.trainer_epoch and batch is not None and batch.closed:
-            self._spikes = self._spikes + 1 if self._spiked == step else 1
-            self._spiked = step
-            if state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
-                over = f", over {message.limit:g}" if math.isfinite(message.norm) else ""
-                more = ", or leave it out by trainer.on_spike=rollback"
-                if self._spikes > MOST_SPIKES:
-                    more = f"; {MOST_SPIKES} other batches were left out of this step before it"
-                raise ProtocolError(
-                    f"step {step} spiked: gradient norm {message.norm:g}{over}; it is not trained, and its "
-                    "plan is kept; resume=auto repeats it, from the newest checkpoint: set a smaller "
-                    f"trainer.lr or another loss{more}"
-                )
-            log.warning(
-                "step %d spiked, gradient norm %g: left out: %s", step, message.norm, " ".join(batch.uids)
-            )
-            running = state.batches.leave_out(DropReason.SPIKE)
-        state.outbox.to_control(peer, Stop(f"step {step} is left out, back to the newest checkpoint"))
+        Returns the episodes that were running for a batch that is left out. Raises ConfigError or
+        ProtocolError where the run ends.
+        """
+        state, running = self.state, list[EpisodeRecord]()
+        first = message.trainer_epoch == state.trainer_epoch != self._given_up
+        if first and message.reason == "memory":
+            state.micro_budget.halve(message, state.store)
+            had = f"trainer rank {message.rank}: {message.detail}"
+            log.warning("%s; micro-batches have %d tokens now", had, state.micro_budget.tokens)
+        elif first:
+            running = self._leave_out(message)
+        if first:
+            self._given_up = message.trainer_epoch
+        then = {
+            "memory": f"it is tried with micro-batches of {state.micro_budget.tokens} tokens",
+            "spike": "it is left out, back to the newest checkpoint",
+        }
+        state.outbox.to_control(peer, Stop(then[message.reason]))
         return running
+
+    def _leave_out(self, message: GaveUp) -> list[EpisodeRecord]:
+        step, batch = message.step, self.state.batches.batches.get(message.step - 1)
+        if batch is None or not batch.closed:  # left out before this coordinator was restarted
+            return []
+        self._spikes = self._spikes + 1 if self._spiked == step else 1
+        self._spiked = step
+        if self.state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
+            more = ", or leave it out by trainer.on_spike=rollback"
+            if self._spikes > MOST_SPIKES:
+                more = f"; {MOST_SPIKES} other batches were left out of this step before it"
+            raise ProtocolError(
+                f"{message.detail}; it is not trained, and its plan is kept; resume=auto repeats it, from "
+                f"the newest checkpoint: set a smaller trainer.lr or another loss{more}"
+            )
+        log.warning("%s; left out: %s", message.detail, " ".join(batch.uids))
+        return self.state.batches.leave_out(DropReason.SPIKE)
 
     def publish(self, message: Published, now: float) -> None:
         state = self.state

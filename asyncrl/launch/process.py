@@ -22,7 +22,7 @@ from asyncrl.wire.sockets import Endpoints
 # Exit codes of a role's process. Any other, or a signal, is a crash.
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 CRASHED = 70
-TRY_AGAIN = 75  # out of memory: with less it may go well
+TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the run may go on
 
 LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
 

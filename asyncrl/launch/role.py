@@ -20,14 +20,13 @@ from typing import NoReturn
 import msgspec
 
 from asyncrl.config import RunConfig, read_config
-from asyncrl.errors import ConfigError, OutOfMemoryError
+from asyncrl.errors import ConfigError, GaveUpError
 from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.signals import ignore_endings
-from asyncrl.trainer.spikes import SpikeError
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")
@@ -71,7 +70,7 @@ def execute(
     except ConfigError as error:
         log.error("%s", error)
         return BAD_INPUT
-    except (OutOfMemoryError, SpikeError) as error:
+    except GaveUpError as error:
         log.error("%s", error)
         return TRY_AGAIN
     except BaseException:

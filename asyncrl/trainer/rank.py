@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import DeadlineError, OutOfMemoryError, lacks_memory, one_line
+from asyncrl.errors import DeadlineError, GaveUpError, lacks_memory, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import heap, world
@@ -39,11 +39,10 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    OutOfMemory,
+    GaveUp,
     PlanReceived,
     PlanRequest,
     Probed,
-    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -57,14 +56,12 @@ BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
 SAVE_POLL = 0.05
 SAVE_AGAIN = 5.0  # seconds after a last checkpoint that could not be written
-# What answers a request, and the fields in which both must agree. A request without an entry has no answer.
+# What answers a request, and the fields in which both must agree. Stop answers all others.
 ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     TrainerHello: (Welcome, ()),
     PlanRequest: (WorkPlan, ("step", "micro")),
     PlanReceived: (StartPlan, ("step", "micro")),
     Commit: (Committed, ("step",)),
-    OutOfMemory: (Stop, ()),
-    Spiked: (Stop, ()),
 }
 
 
@@ -84,15 +81,13 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     except Stopped as stop:
         log.info("leaving: %s", stop)
         trainer.publishing.drain()
-    except SpikeError as spike:
-        trainer.report_spike(spike)
-        trainer.publishing.drain()
-        if config.trainer.on_spike != "stop":
-            raise
     except Exception as error:
-        if not lacks_memory(error) or not any(trainer.learner.size):
-            raise  # outside a micro-batch a smaller one would help nothing: a crash like others
-        raise OutOfMemoryError(trainer.report_lack(error)) from error
+        told = trainer.report(error)
+        if isinstance(error, SpikeError):  # on all ranks: a lack of memory leaves others in a collective
+            trainer.publishing.drain()
+            if config.trainer.on_spike == "stop":
+                return 0
+        raise GaveUpError(told) from error
     finally:
         trainer.close()
         world.leave()
@@ -315,23 +310,23 @@ class TrainerRank:
         waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
         return TrainerBeat(self.rank, busy, idle, waiting, self.work, saving.place.written)
 
-    def report_lack(self, error: Exception) -> str:
-        """Tell the coordinator what took more memory than there is, while others wait in a collective. What
-        is to happen now."""
-        message = OutOfMemory(self.trainer_epoch, self.rank, *self.learner.size, one_line(error))
+    def report(self, error: Exception) -> str:
+        """Tell the coordinator that this rank gives up the batch, because of a spike or of too little memory
+        in a micro-batch. Returns why, and what happens now. Any other error is raised again: outside a
+        micro-batch a smaller one would not help."""
+        step, size = self.learner.step + 1, self.learner.size
+        if isinstance(error, SpikeError):
+            message = GaveUp(self.trainer_epoch, self.rank, step, "spike", str(error))
+        elif lacks_memory(error) and any(size):
+            detail = f"out of memory ({one_line(error)})"
+            message = GaveUp(self.trainer_epoch, self.rank, step, "memory", detail, *size)
+        else:
+            raise error
         try:
-            self._ask(self.control, message, "smaller micro-batches")
+            self._ask(self.control, message, "the coordinator's answer to a batch that was given up")
         except Stopped as stop:
-            return f"out of memory ({message.detail}): {stop}"
+            return f"{message.detail}: {stop}"
         raise AssertionError("unreachable: only Stop ends this wait")
-
-    def report_spike(self, spike: SpikeError) -> None:
-        """Return when the coordinator knows: the next ranks go on from a checkpoint, or the run ends."""
-        told = Spiked(self.trainer_epoch, spike.step, spike.norm, spike.limit)
-        try:
-            self._ask(self.control, told, f"step {spike.step} to be left out")
-        except Stopped as stop:
-            log.info("%s", stop)
 
     # -- publishing and saving -------------------------------------------------------------------------
 

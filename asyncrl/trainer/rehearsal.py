@@ -11,8 +11,7 @@ import time
 import numpy as np
 import torch
 
-from asyncrl.config import LESS_MEMORY, Packing, RunConfig
-from asyncrl.errors import ConfigError, lacks_memory, one_line
+from asyncrl.config import Packing, RunConfig
 from asyncrl.trainer import heap
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.model import Critic, Policy, Reference
@@ -57,30 +56,23 @@ def forward_backward(
 
 
 def try_largest(learner: Learner) -> None:
-    """Before the first micro-batch, while the engines generate it: so a configuration that takes more memory
-    than there is fails at once, and not with the first long batch. Nothing changes. A collective.
+    """Run before the first micro-batch, while the engines generate it, what takes the most memory. So too
+    little is found at once, and not with the first long batch: like any micro-batch, this one is halved then,
+    in new processes. It changes nothing. A collective.
 
     A model so small that its layers are not sharded one by one is not tried: it would cost more time than
-    memory. Raises ConfigError.
+    memory.
     """
     if sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS:
         return
     config, began = learner.config, time.monotonic()
     rows, length = shape(config, learner.budget)
-    tokens = largest(rows, length, learner.packing)
-    try:
-        entropy_grad = config.algorithm.entropy_coef > 0
-        for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
-            micro = tried.to(learner.world.device)
-            forward_backward(learner.policy, learner.critic, learner.reference, micro, entropy_grad)
-    except Exception as error:
-        if not lacks_memory(error):
-            raise
-        raise ConfigError(
-            f"{rows} rows of {length} tokens (rollout.max_tokens, trainer.micro_batch_tokens) "
-            f"take more memory than there is ({one_line(error)}); set a smaller micro_batch_tokens, "
-            f"{LESS_MEMORY}"
-        ) from error
+    tokens, entropy_grad = largest(rows, length, learner.packing), config.algorithm.entropy_coef > 0
+    learner.size = rows * length, rows // config.rollout.rows  # an episode may have several rows
+    for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
+        micro = tried.to(learner.world.device)
+        forward_backward(learner.policy, learner.critic, learner.reference, micro, entropy_grad)
+    learner.size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:
         learner.critic.optimizer.zero_grad()

@@ -17,16 +17,11 @@ NORM = "grad_norm/"  # in a learner's state, so that repeated steps are judged a
 
 
 class SpikeError(AsyncrlError):
-    """A batch spiked, and is to be left out. `norm`: of its gradient; `limit`: what it exceeds."""
+    """The batch of a step (1-based) spiked, and is to be left out: its gradient `norm` exceeds `limit`."""
 
     def __init__(self, step: int, norm: float, limit: float) -> None:
-        super().__init__(f"step {step} spiked: {describe(norm, limit)}")
-        self.step, self.norm, self.limit = step, norm, limit
-
-
-def describe(norm: float, limit: float) -> str:
-    over = f", over {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""
-    return f"its gradient norm is {norm:g}{over}"
+        over = f", over {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""
+        super().__init__(f"step {step} spiked: its gradient norm is {norm:g}{over}")
 
 
 def norm_limit(state: dict[str, float], factor: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,10 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
+    GaveUp,
     PlanReceived,
     PlanRequest,
     Published,
-    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -270,7 +269,7 @@ class PlayedTrainer:
                 pass
             case Stop():
                 self.ended = True
-                if self.first.asked and isinstance(self.first.asked[0], Spiked):
+                if self.first.asked and isinstance(self.first.asked[0], GaveUp):
                     self.world.start_trainer()
             case Welcome() if isinstance(asked, TrainerHello):
                 self.epoch = message.trainer_epoch
@@ -314,7 +313,7 @@ class PlayedTrainer:
                 self.micro, self.work = self.micro + 1, self.work + 1
                 self._request_all()
             case "step" if self.spikes and not self.repeating:
-                self.first.ask(Spiked(self.epoch, self.step + 1, math.nan, math.inf), bulk=False)
+                self.first.ask(GaveUp(self.epoch, 0, self.step + 1, "spike", "its norm is nan"), bulk=False)
             case "step":
                 batch, self.batch = self.batch, []
                 self.trained = self.trained + batch

@@ -123,7 +123,7 @@ def test_a_batch_that_spiked_is_left_out_and_the_steps_before_it_are_repeated(tm
         assert "spiked: its gradient norm is nan" in run.text()
         log = (run.path / "logs" / "coordinator-0.log").read_text()
     assert summary["reasons"]["dropped/spike"] == 16 and summary["skipped_steps"] == 0
-    (names,) = re.findall(r"spiked, gradient norm nan: left out: (.*)", log)
+    (names,) = re.findall(r"gradient norm is nan; left out: (.*)", log)
     assert not set(names.split()) & trained_uids(run.path).keys() and len(names.split()) == 16
     once(run.path, 6)
 

@@ -10,12 +10,11 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    OutOfMemory,
+    GaveUp,
     PlanReceived,
     PlanRequest,
     Probed,
     Published,
-    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -27,7 +26,7 @@ from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines,
 
 FromWorker = WorkerHello | Heartbeat | Leave | Loaded
 FromKeeper = KeeperHello | KeeperBeat | Leave | Loaded
-FromTrainer = TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | OutOfMemory | Spiked
+FromTrainer = TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | GaveUp
 FromObserver = ObserverHello | Invite | Stop
 FromTrainerBulk = PlanRequest | PlanReceived
 AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | Enrol

@@ -81,26 +81,21 @@ class Checkpointed(WireMessage, frozen=True):
     trained_total: Count
 
 
-class OutOfMemory(WireMessage, frozen=True):
-    """A rank ran out of memory. Its newest micro-batch had `tokens` tokens, padding included, of `episodes`
-    episodes, perhaps of none. It ends, and the others with it. Answered by Stop, once the number of tokens
-    that the next ranks may try is durable."""
+class GaveUp(WireMessage, frozen=True):
+    """A rank gave up batch `step` (1-based), and ends when Stop answers; the other ranks end with it.
+
+    memory: its micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much. Stop
+    comes once the number of tokens that the next ranks may try is durable. spike: the gradient norm is too
+    large, on all ranks. Stop comes once it is durable that the batch is left out. `detail` explains it.
+    """
 
     trainer_epoch: Count
     rank: Count
-    tokens: Count
-    episodes: Count
-    detail: str
-
-
-class Spiked(WireMessage, frozen=True):
-    """All ranks gave up batch `step` (1-based): its gradient norm is not finite, or over `limit`. They end
-    when they are answered, by Stop, once what becomes of the batch is durable."""
-
-    trainer_epoch: Count
     step: Count
-    norm: float
-    limit: float
+    reason: Literal["memory", "spike"]
+    detail: str
+    tokens: Count = 0
+    episodes: Count = 0
 
 
 class PlanRequest(WireMessage, frozen=True):

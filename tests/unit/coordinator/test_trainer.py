@@ -26,12 +26,11 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    OutOfMemory,
+    GaveUp,
     PlanReceived,
     PlanRequest,
     Probed,
     Published,
-    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -369,7 +368,7 @@ def test_a_trainer_that_was_replaced_makes_no_progress(setup: TrainerSetup) -> N
 def lacking(setup: TrainerSetup, tokens: int, episodes: int, epoch: int | None = None) -> int:
     """A rank has told of too little memory; what the ranks are allowed then."""
     epoch = setup.state.trainer_epoch if epoch is None else epoch
-    setup.handler.out_of_memory(PEERS[1], OutOfMemory(epoch, 1, tokens, episodes, "MemoryError"))
+    setup.handler.gave_up(PEERS[1], GaveUp(epoch, 1, 1, "memory", "MemoryError", tokens, episodes))
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[1]]
     return setup.state.micro_budget.tokens
 
@@ -399,7 +398,7 @@ def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
     """Both ranks tell of it, and are told to end."""
     epoch = setup.state.trainer_epoch if epoch is None else epoch
     for peer in PEERS:
-        setup.handler.spiked(peer, Spiked(epoch, step, 80.0, 10.0))
+        setup.handler.gave_up(peer, GaveUp(epoch, 0, step, "spike", f"step {step} spiked: its norm is 80"))
     assert [peer for peer, _ in setup.sent.take(Stop)] == PEERS
 
 
@@ -455,7 +454,7 @@ def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> Non
         spiked(setup, 1)
         setup.hello(f"y{setup.state.trainer_epoch}")
         batch_of(setup)
-    with pytest.raises(ProtocolError, match=r"step 1 spiked: gradient norm 80, over 10; .*; 3 other"):
+    with pytest.raises(ProtocolError, match=r"step 1 spiked: its norm is 80; .*; 3 other"):
         spiked(setup, 1)
     assert setup.state.batches.batches[0].closed, "its plan is kept"
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from asyncrl.config import CheckpointConfig, parse
-from asyncrl.errors import ConfigError, DeadlineError, OutOfMemoryError, lacks_memory
+from asyncrl.errors import ConfigError, DeadlineError, GaveUpError, lacks_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer import rank as module
@@ -30,7 +32,7 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    OutOfMemory,
+    GaveUp,
     PlanRequest,
     Probed,
     TrainerBeat,
@@ -305,13 +307,15 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
     rank.learner.size = (1000, 4)
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
-    told = rank.report_lack(MemoryError("no more"))
+    told = rank.report(MemoryError("no more"))
     assert told == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
-    sent = [m for m in rank.control.sent if isinstance(m, OutOfMemory)]  # type: ignore[attr-defined]
-    assert len(sent) > 1 and set(sent) == {OutOfMemory(0, 0, 1000, 4, "MemoryError: no more")}
+    sent = [m for m in rank.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
+    assert len(sent) > 1 and set(sent) == {
+        GaveUp(0, 0, 1, "memory", "out of memory (MemoryError: no more)", 1000, 4)
+    }
 
 
-@pytest.mark.parametrize(("size", "raised"), [((1000, 4), OutOfMemoryError), ((0, 0), MemoryError)])
+@pytest.mark.parametrize(("size", "raised"), [((1000, 4), GaveUpError), ((0, 0), MemoryError)])
 def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], raised: type[Exception]
 ) -> None:
@@ -320,8 +324,9 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
     def loop() -> None:
         raise MemoryError
 
-    rank = SimpleNamespace(loop=loop, close=lambda: None, report_lack=lambda error: "less")
-    rank.learner = SimpleNamespace(size=size)
+    stopped = mock.Mock(side_effect=Stopped("less"))
+    rank = SimpleNamespace(loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _ask=stopped, control=None)
+    rank.learner, rank.report = SimpleNamespace(size=size, step=0), partial(TrainerRank.report, rank)
     monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
     mesh = SimpleNamespace(arranged=lambda *about: None)
     monkeypatch.setattr(module, "world", SimpleNamespace(join=lambda *about: mesh, leave=lambda: None))

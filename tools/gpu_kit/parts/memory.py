@@ -22,7 +22,7 @@ from asyncrl.trainer import step
 from asyncrl.trainer.footprint import Footprint, LiveBytes, footprint
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
-from asyncrl.wire.messages.trainer import OutOfMemory
+from asyncrl.wire.messages.trainer import GaveUp
 from parts.common import NOT_JUDGED, Context, Finding, attempt, exact_float32, failure, release
 from parts.training import (
     Episode,
@@ -247,9 +247,7 @@ def _halved(
     budget = MicroBudget(config.trainer.micro_batch_tokens, config.trainer.micro_batch_tokens)
     tried = [budget.tokens]
     with lack:
-        while (told := _batch(config, world, budget.tokens, episodes, lack)) and isinstance(
-            told, OutOfMemory
-        ):
+        while (told := _batch(config, world, budget.tokens, episodes, lack)) and isinstance(told, GaveUp):
             release(context)  # a new process begins with none
             budget.halve(told, store)
             tried.append(budget.tokens)
@@ -265,7 +263,7 @@ def _halved(
 
 def _batch(
     config: RunConfig, world: World, budget: int, episodes: list[Episode], lack: Any
-) -> OutOfMemory | dict[str, Tensor]:
+) -> GaveUp | dict[str, Tensor]:
     """What a rank of the trainer does: gradients, or what it tells the coordinator."""
     learner = Learner(config, world)
     learner.budget = budget
@@ -275,7 +273,7 @@ def _batch(
     except Exception as error:
         if not lacks_memory(error) or not any(learner.size):
             raise
-        return OutOfMemory(0, 0, *learner.size, one_line(error))
+        return GaveUp(0, 0, 1, "memory", one_line(error), *learner.size)
 
 
 class _Injected:
