@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
-from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry, bind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 Level = Literal["token", "turn", "sequence", "geometric"]

@@ -8,15 +8,17 @@ sequence objective.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from msgspec import Meta
-from torch import Tensor
 
 from asyncrl.algorithms.correction import ratio_of
 from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 from asyncrl.algorithms.token_losses import clip_surrogate, policy_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Positive = Annotated[float, Meta(gt=0)]

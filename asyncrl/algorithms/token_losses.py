@@ -5,14 +5,16 @@ With one optimizer step per batch pi = prox, and every loss here that `clips` ha
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from msgspec import Meta
-from torch import Tensor
 
 from asyncrl.algorithms.correction import ratio_of
 from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Positive = Annotated[float, Meta(gt=0)]

@@ -205,6 +205,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         shared = (self.data, rollout, self.validation, self.model, self.engine.name, self.seed)
         return blake2s(msgspec.json.encode(shared), digest_size=8).hexdigest()
 
+    def largest_rows(self, budget: int) -> int:
+        """Rows of `rollout.max_tokens` tokens in the largest micro-batch: as many as `budget` tokens hold, or
+        as one episode may have."""
+        return max(self.rollout.rows, budget // self.rollout.max_tokens, 1)
+
     @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""

@@ -7,7 +7,6 @@ unblocks: the ranks (plans, go, committed), through the clock the workers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,8 @@ def _check_width(path: Path, settings: dict[str, Any]) -> None:
     """The embedding in the weights is as wide as one of the sizes in config.json, whatever its name."""
     sizes = dict(leaves(settings))
     vocabulary = sizes.get("vocab_size", sizes.get("text_config.vocab_size"))
-    shapes = [tensor["shape"] for tensor in _tensors(str(path)) if len(tensor["shape"]) == 2]
-    widths = {width for rows, width in shapes if rows == vocabulary}
+    matrices = (shape for shape in weight_shapes(str(path)).values() if len(shape) == 2)
+    widths = {width for rows, width in matrices if rows == vocabulary}
     if widths and not any(value in widths for value in sizes.values() if isinstance(value, int)):
         hidden = sizes.get("hidden_size", sizes.get("text_config.hidden_size", "another size"))
         raise ConfigError(
@@ -77,14 +76,15 @@ def chat_template(config: RunConfig) -> str:
 
 
 def parameter_count(path: str) -> int:
-    """Parameters, by the headers of the files of weights; shared ones count once. 0 where there are none."""
-    return sum(prod(tensor["shape"]) for tensor in _tensors(path))
+    """Count the parameters, where shared ones are one. 0 without files of weights."""
+    return sum(map(prod, weight_shapes(path).values()))
 
 
-def _tensors(path: str) -> Iterator[dict[str, Any]]:
-    """What the headers of the files of weights say of each tensor."""
-    for file in weight_files(path):
-        yield from (tensor for name, tensor in _header(file).items() if name != "__metadata__")
+def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor, by its name, as the headers of the files of weights say."""
+    headers = (_header(file) for file in weight_files(path))
+    entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
+    return {name: tuple(tensor["shape"]) for name, tensor in entries}
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch import estimates, placement
+from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.data import Inputs, Note, check_data, ok, warning
 from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
 from asyncrl.launch.model_directory import chat_template, check_model
@@ -211,7 +211,7 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
 
 def check_room(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
-        estimates.check_memory(inputs.config, sees_gpu(inputs.config))
+        memory.check_memory(inputs.config, sees_gpu(inputs.config))
         yield ok("has room for weights, gradients and optimizer state")
 
 
@@ -355,7 +355,7 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
         train, test = len(inputs.samples.train), len(inputs.samples.test or ())
         yield from map(ok, estimates.describe_work(config, train, test, prompt))
         yield from map(ok, estimates.describe_costs(config, gpu))
-        yield from estimates.describe_memory(config, gpu)
+        yield from memory.describe_memory(config, gpu)
         if on_gpu(config, gpu) is False and not inputs.samples.train[0].demonstration:
             yield from map(ok, estimates.describe_time(config, test, prompt))
 

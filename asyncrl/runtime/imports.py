@@ -3,8 +3,35 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+class DeferredModule(ModuleType):
+    """Stands for a module until something of it is used. `import NAME` costs nothing before; `import NAME.x`
+    and `from NAME import x` use it."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") and attribute not in ("__path__", "__version__"):
+            raise AttributeError(attribute)  # code that looks through all modules asks for these
+        name = self.__name__
+        if sys.modules.get(name) is self:
+            del sys.modules[name]
+            with quick_imports():
+                import_module(name)
+        return getattr(sys.modules[name], attribute)
+
+
+def defer(name: str) -> None:
+    """Let this process import a large module when something of it is used, and not before."""
+    if name not in sys.modules and (spec := find_spec(name)):
+        module = sys.modules[name] = DeferredModule(name)
+        module.__spec__, module.__file__ = spec, spec.origin
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import torch
 
-from asyncrl.config import Packing, RunConfig
+from asyncrl.config import Packing
 from asyncrl.trainer import heap
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.model import Critic, Policy, Reference
@@ -19,13 +19,6 @@ from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.step import Learner
 
 log = logging.getLogger(__name__)
-
-
-def shape(config: RunConfig, budget: int) -> tuple[int, int]:
-    """Rows, and tokens of each: `rollout.max_tokens`, and as many as `budget` holds, or as one episode may
-    have."""
-    length = config.rollout.max_tokens
-    return max(config.rollout.rows, budget // length, 1), length
 
 
 def largest(rows: int, length: int, packing: Packing) -> Selected:
@@ -66,7 +59,7 @@ def try_largest(learner: Learner) -> None:
     if sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS:
         return
     config, began = learner.config, time.monotonic()
-    rows, length = shape(config, learner.budget)
+    rows, length = config.largest_rows(learner.budget), config.rollout.max_tokens
     tokens, entropy_grad = largest(rows, length, learner.packing), config.algorithm.entropy_coef > 0
     learner.size = rows * length, rows // config.rollout.rows  # an episode may have several rows
     for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do

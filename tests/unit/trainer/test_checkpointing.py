@@ -22,12 +22,12 @@ from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint, checkpointing
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
-from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
 from tests.fakes.models import save_llama
 from tests.fakes.ranks import run_ranks
+from tests.fakes.traced import LiveBytes
 from tests.fakes.training import (
     Recorder,
     export,

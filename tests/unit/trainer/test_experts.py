@@ -20,7 +20,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.batch import row_routes
-from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import Policy, load_critic, load_policy, shards
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.routes import Replay
@@ -30,6 +29,7 @@ from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion, Routes, StopReason, Turn
 from asyncrl.weights.shards import HostShards
 from tests.fakes.ranks import run_ranks
+from tests.fakes.traced import LiveBytes
 from tests.fakes.training import (
     export,
     full_state,

@@ -23,13 +23,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer import attention, flex, prefix_tree
 from asyncrl.trainer.attention import NodeKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
-from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.ulysses import SequenceRanks
 from asyncrl.trainer.world import World
+from tests.fakes.traced import LiveBytes
 from tests.fakes.training import full_state
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.trainer import rehearsal
-from asyncrl.trainer.rehearsal import largest, shape, try_largest
+from asyncrl.trainer.rehearsal import largest, try_largest
 from asyncrl.trainer.world import World
 from tests.fakes.training import full_state, make_learner, save_tiny_model, tiny_config
 
@@ -26,10 +26,10 @@ def config_of(folder: Path, **sections: Any) -> RunConfig:
 
 
 def test_it_is_as_large_as_may_be(tmp_path: Path) -> None:
-    assert shape(config_of(tmp_path), 70) == (3, 20)
-    assert shape(config_of(tmp_path), 10) == (1, 20)  # after a lack of memory
+    assert config_of(tmp_path).largest_rows(70) == 3
+    assert config_of(tmp_path).largest_rows(10) == 1  # after a lack of memory
     forking = config_of(tmp_path, rollout={"history": "fork", "max_rows": 5})
-    assert shape(forking, 70) == (5, 20)
+    assert forking.largest_rows(70) == 5
     for packing in ("padded", "packed", "tree"):
         tokens = largest(3, 20, packing)
         assert tokens.ids.numel() == 3 * 20 and len(tokens.labels) == 3 * 19

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import load_critic, load_policy, load_reference
 from asyncrl.trainer.slices import locate
 from asyncrl.trainer.world import World
 from tests.fakes.models import save_llama
 from tests.fakes.ranks import run_ranks
+from tests.fakes.traced import LiveBytes
 from tests.fakes.training import full_state, save_tiny_model, save_tiny_qwen, tiny_config
 
 pytestmark = pytest.mark.slow

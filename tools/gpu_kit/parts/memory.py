@@ -18,8 +18,8 @@ from torch import Tensor
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.errors import lacks_memory, one_line
+from asyncrl.launch.memory import Footprint, footprint
 from asyncrl.trainer import step
-from asyncrl.trainer.footprint import Footprint, LiveBytes, footprint
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.wire.messages.trainer import GaveUp
@@ -34,6 +34,7 @@ from parts.training import (
     model_of,
     one_rank,
 )
+from tests.fakes.traced import LiveBytes, traced
 
 SECONDS = 75
 GOAL = "the estimate within 15% of the peak; after running out of memory the gradients are the same"
@@ -78,7 +79,7 @@ def run(context: Context) -> Iterator[Finding]:
         told = dict[Case, list[Future[Footprint]]]()
         for case in (FIRST, *OTHERS, PACKED):
             path = model_of(context, case.model)
-            told[case] = [pool.submit(footprint, config(path, context, case, n, length)) for n in case.rows]
+            told[case] = [pool.submit(traced, config(path, context, case, n, length)) for n in case.rows]
         with one_rank(context) as world:
             yield from _compare(context, world, FIRST, told[FIRST], length)
             yield from _survive(context, world)
@@ -131,7 +132,7 @@ def _one(name: str, learner: Learner, config: RunConfig, count: Any, told: Futur
     count.reset()
     learner.accumulate(episodes)
     learner.finish()
-    found, estimate = count.peak(), told.result(60)
+    found, estimate, counted = count.peak(), footprint(config), told.result(60)
     off = estimate.total / found - 1
     return Finding(
         name,
@@ -139,7 +140,8 @@ def _one(name: str, learner: Learner, config: RunConfig, count: Any, told: Futur
         f"within {NEAR:.0%}",
         abs(off) <= NEAR,
         f"weights {estimate.weights / GB:.2f}, optimizer {estimate.optimizer / GB:.2f}, gradients "
-        f"{estimate.gradients / GB:.2f}, a micro-batch {estimate.work / GB:.2f} GB; "
+        f"{estimate.gradients / GB:.2f}, a micro-batch {estimate.work / GB:.2f} GB; the trainer's code on "
+        f"tensors without memory says {counted.total / GB:.2f} GB, {counted.total / found - 1:+.1%}; "
         f"{count.what}; rows were {learner.packing}",
     )
 

@@ -1,4 +1,5 @@
-"""What a trainer rank will hold in memory: its own code, run on tensors without any.
+"""Measures what a trainer rank will hold in memory: runs its code on tensors without any. The closed form of
+launch/memory.py is compared with it, by tests and by the GPU kit.
 
     skeletons ──► shards ──► optimizer ──► a micro-batch of one token (its gradients stay) ──► the largest
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -30,40 +31,18 @@ from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig, TrainerConfig
+from asyncrl.launch.memory import Footprint
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.layers import layers_of, prepare_layers
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, shard_empty, skeleton
-from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.model import Critic, Policy, Reference, findings
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
-from asyncrl.trainer.rehearsal import forward_backward, largest, shape, smallest
+from asyncrl.trainer.rehearsal import forward_backward, largest, smallest
 from asyncrl.trainer.world import World
 
 EXPERTS = "asyncrl_sizes"
 GROWING = ("weights", "optimizer", "gradients", "work")  # with the layers
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Live bytes of tensors on one rank. `work`: what comes and goes in a micro-batch, at its highest.
-    `adapted`: what adapters cover, if there are some."""
-
-    weights: int
-    optimizer: int
-    gradients: int
-    work: int
-    rows: int
-    length: int
-    adapted: str = ""
-
-    @property
-    def static(self) -> int:
-        return self.weights + self.optimizer + self.gradients
-
-    @property
-    def total(self) -> int:
-        return self.static + self.work
 
 
 class LiveBytes(TorchDispatchMode):
@@ -131,8 +110,8 @@ def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Ten
 ExpertsInterface.register(EXPERTS, _experts)
 
 
-def footprint(config: RunConfig) -> Footprint:
-    """Of one rank of this configuration. To be called where there is no process group: it makes one.
+def traced(config: RunConfig) -> Footprint:
+    """Trace one rank of this configuration, where there is no process group: it makes one.
 
     Of many layers that are alike, each adds the same: two models of few layers show how much.
     """
@@ -146,19 +125,18 @@ def footprint(config: RunConfig) -> Footprint:
     other_shards = total - left_out < LAYER_MIN_PARAMETERS <= total
     alike = len(set(map(_kind, layers))) == 1 and not compose(config).own_critic  # two graphs have two peaks
     if not alike or other_shards or len(layers) < few + 2 * every:
-        return _footprint(config, 0)
-    less, more = (_footprint(config, depth) for depth in (few, few + every))
+        return traced_with(config, 0)
+    less, more = (traced_with(config, depth) for depth in (few, few + every))
     times = (len(layers) - few) // every
     sizes = {key: a + times * (vars(more)[key] - a) for key, a in vars(less).items() if key in GROWING}
-    adapted = Adapters(lm, config.model.lora_rank, 1.0).coverage if config.model.lora_rank else ""
-    return replace(less, **sizes, adapted=adapted)
+    return replace(less, **sizes)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return tuple((type(part), *(p.shape for p in part.parameters(recurse=False))) for part in layer.modules())
 
 
-def _footprint(config: RunConfig, depth: int) -> Footprint:
+def traced_with(config: RunConfig, depth: int) -> Footprint:
     """With so many layers of the policy's model; 0: with all."""
     trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
     config = msgspec.structs.replace(config, trainer=trainer)
@@ -170,7 +148,7 @@ def _footprint(config: RunConfig, depth: int) -> Footprint:
         if critic is not None:
             optimizers.append(make_optimizer(critic, config.trainer, lr=1.0))
         held = live.now
-        rows, length = shape(config, config.trainer.micro_batch_tokens)
+        rows, length = config.largest_rows(config.trainer.micro_batch_tokens), config.rollout.max_tokens
         with unset_fake_temporarily():  # numpy is to read some of it
             sharing = 1 if policy.packing != "padded" else config.trainer.sequence_parallel
             own = -(-length // sharing)  # padded rows stand in for packed ones on a GPU, and are not cut
@@ -180,8 +158,7 @@ def _footprint(config: RunConfig, depth: int) -> Footprint:
             live.peak = live.now
             forward_backward(policy, critic, reference, tokens, config.algorithm.entropy_coef > 0)
         gradients = live.now - before
-        adapted = policy.adapters.coverage if policy.adapters is not None else ""
-        return Footprint(weights, held - weights, gradients, live.peak - live.now, rows, length, adapted)
+        return Footprint(weights, gradients, held - weights, live.peak - live.now, rows, length)
 
 
 def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic | None, Reference | None]:

@@ -1,4 +1,5 @@
-"""What the dry run says of memory, beside the live tensors of a real micro-batch."""
+"""Compares the estimate of the dry run with the trainer's code on tensors without memory, and that with the
+live tensors of a real micro-batch."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.trainer.footprint import Footprint, LiveBytes, _footprint, footprint
+from asyncrl.launch.memory import Footprint, footprint
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from tests.fakes.forked import FORKED
 from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
+from tests.fakes.traced import LiveBytes, traced, traced_with
 from tests.fakes.training import Episode, make_row, tiny_config
 
 SMOLLM2 = Path(__file__).parents[3] / ".models" / "smollm2-135m-instruct"
@@ -32,14 +34,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_small(tmp_path_factory.mktemp("model"), "Qwen2", **sizes, **heads)
 
 
-def config_of(path: str, dtype: str = "float32", length: int = LENGTH, **trainer: Any) -> RunConfig:
+def config_of(
+    path: str,
+    dtype: str = "float32",
+    length: int = LENGTH,
+    lora_rank: int = 0,
+    critic: bool = False,
+    reference: bool = False,
+    **trainer: Any,
+) -> RunConfig:
     """Micro-batches of four rows."""
-    rollout = {"max_tokens": length, "max_new_tokens": length // 2}
+    sections: dict[str, Any] = {"kl": {"where": "loss"}} if reference else {}
+    if critic:
+        sections |= {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
     return tiny_config(
         path,
-        model={"dtype": dtype},
-        rollout=rollout,
+        model={"dtype": dtype, "lora_rank": lora_rank},
+        rollout={"max_tokens": length, "max_new_tokens": length // 2},
         trainer={"micro_batch_tokens": ROWS * length, **trainer},
+        **sections,
     )
 
 
@@ -65,13 +78,63 @@ def measured(config: RunConfig, world: World, folder: Path) -> tuple[int, int]:
 
 def layered(config: RunConfig) -> Footprint:
     with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
-        return footprint(config)
+        return traced(config)
+
+
+def trace(*configs: RunConfig) -> list[Footprint]:
+    """Trace in another process, as this one has a process group."""
+    with FORKED.Pool(1) as pool:
+        return pool.map(layered, configs)
 
 
 def estimated(config: RunConfig) -> Footprint:
-    """In another process, as this one has a process group."""
-    with FORKED.Pool(1) as pool:
-        return pool.apply(layered, (config,))
+    with mock.patch("asyncrl.launch.memory.LAYER_MIN_PARAMETERS", 0):
+        return footprint(config)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 64, "tie_word_embeddings": True},
+    "Gemma2": {"head_dim": 32},
+    "Phi": {},
+    "Qwen3Moe": {"num_experts": 8} | EXPERTS,
+    "Qwen2": {},
+    "Mistral": {},
+    "Phi3": {"pad_token_id": 0},
+    "Olmo2": {},
+    "Cohere": {},
+    "GPTNeoX": {},
+    "SmolLM3": {"pad_token_id": 0},
+    "GraniteMoe": {"num_local_experts": 8} | EXPERTS,
+    "Mixtral": {"num_local_experts": 8} | EXPERTS,
+    "GptOss": {"num_local_experts": 8, "head_dim": 32} | EXPERTS,
+}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2000}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+WAYS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "float32"},
+    {"dtype": "bfloat16", "length": 256},
+    {"dtype": "bfloat16", "packing": "packed"},
+    {"dtype": "bfloat16", "activation_checkpointing": "full"},
+    {"dtype": "bfloat16", "lora_rank": 8},
+    {"dtype": "bfloat16", "critic": True},
+    {"dtype": "bfloat16", "reference": True},
+]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*[*FAMILIES][:2], *(pytest.param(name, marks=pytest.mark.long) for name in [*FAMILIES][2:])],
+)
+def test_the_closed_form_is_near_the_trace_or_above(tmp_path: Path, family: str) -> None:
+    path = save_small(tmp_path / "model", family, **SIZES | HEADS | FAMILIES[family])
+    configs = [config_of(path, **way) for way in WAYS]
+    for way, config, exact in zip(WAYS, configs, trace(*configs), strict=True):
+        found = estimated(config)
+        assert found.static == pytest.approx(exact.static, rel=0.03), way
+        assert 0.85 < found.total / exact.total < 1.25, (way, found, exact)
 
 
 def assert_near(found: Footprint, static: int, peak: int) -> None:
@@ -89,11 +152,11 @@ def assert_near(found: Footprint, static: int, peak: int) -> None:
         pytest.param({"optimizer": "sgd"}, marks=pytest.mark.long),
     ],
 )
-def test_the_estimate_is_what_a_micro_batch_takes(
+def test_the_trace_is_what_a_micro_batch_takes(
     world: World, model: str, tmp_path: Path, keys: dict[str, Any]
 ) -> None:
     config = config_of(model, **keys)
-    assert_near(estimated(config), *measured(config, world, tmp_path))
+    assert_near(trace(config)[0], *measured(config, world, tmp_path))
 
 
 @pytest.mark.long
@@ -105,19 +168,19 @@ def test_of_experts(world: World, tmp_path: Path, dtype: str, recomputed: str) -
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     path = save_small(tmp_path / "model", "Qwen3Moe", **sizes, **heads, **experts)
     config = config_of(path, dtype, activation_checkpointing=recomputed)
-    assert_near(estimated(config), *measured(config, world, tmp_path))
+    assert_near(trace(config)[0], *measured(config, world, tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("keys", [{}, {"replicas": 2}, {"sequence_parallel": 2}])
 def test_of_one_rank_of_two(world: World, model: str, tmp_path: Path, keys: dict[str, Any]) -> None:
     config = config_of(model, ranks=2, **keys)
-    assert_near(estimated(config), *run_ranks(2, partial(measured, config), tmp_path))
+    assert_near(trace(config)[0], *run_ranks(2, partial(measured, config), tmp_path))
 
 
 @pytest.mark.long
 def test_ranks_that_share_a_micro_batch_keep_less_of_it(model: str) -> None:
-    one, two = (estimated(config_of(model, ranks=4, sequence_parallel=n)) for n in (1, 2))
+    one, two = trace(*(config_of(model, ranks=4, sequence_parallel=n) for n in (1, 2)))
     assert two.static == one.static
     assert 0.4 * one.work < two.work < 0.8 * one.work
 
@@ -127,7 +190,7 @@ def test_ranks_that_share_a_micro_batch_keep_less_of_it(model: str) -> None:
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_of_a_pretrained_model(world: World, tmp_path: Path, recomputed: str) -> None:
     config = config_of(str(SMOLLM2), "bfloat16", 256, activation_checkpointing=recomputed)
-    assert_near(estimated(config), *measured(config, world, tmp_path))
+    assert_near(trace(config)[0], *measured(config, world, tmp_path))
 
 
 def test_what_is_freed_or_resized_does_not_count() -> None:
@@ -144,8 +207,8 @@ def test_what_is_freed_or_resized_does_not_count() -> None:
 
 def both(config: RunConfig) -> tuple[Footprint, Footprint, int]:
     """From few layers, from all, and in how many models."""
-    with mock.patch("asyncrl.trainer.footprint._footprint", wraps=_footprint) as asked:
-        return footprint(config), _footprint(config, 0), asked.call_count
+    with mock.patch("tests.fakes.traced.traced_with", wraps=traced_with) as asked:
+        return traced(config), traced_with(config, 0), asked.call_count
 
 
 @pytest.mark.parametrize(
