@@ -174,7 +174,13 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
     kind = inspect.Parameter.KEYWORD_ONLY
     try:
         known = [p for p in inspect.signature(function).parameters.values() if p.kind is kind]
-        if any(isinstance(p.annotation, str) for p in known):
+        names = getattr(inspect.unwrap(function), "__globals__", None)
+        if names is not None:
+            known = [
+                p.replace(annotation=eval(p.annotation, names)) if isinstance(p.annotation, str) else p
+                for p in known
+            ]
+        elif any(isinstance(p.annotation, str) for p in known):
             parameters = inspect.signature(function, eval_str=True).parameters.values()
             known = [p for p in parameters if p.kind is kind]
     except Exception as error:  # of an annotation, or a builtin without a signature

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -35,16 +36,28 @@ def sees_gpu(config: RunConfig) -> bool | None:
     """Whether torch sees a GPU on this machine; None on Ray, whose processes may be on other machines."""
     if config.launch.kind == "ray":
         return None
+    if not has_driver():
+        return False
     import torch
 
     return torch.cuda.is_available()
 
 
+def has_driver() -> bool:
+    """Tell whether there is a driver, without which torch sees no GPU: a start on a CPU imports no torch."""
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    return Path("/dev/kfd").exists()  # AMD
+
+
 def count_gpus(config: RunConfig) -> int:
     """Count the GPUs of this machine that torch sees; 0 on Ray."""
+    if not sees_gpu(config):
+        return 0
     from torch.cuda import device_count
 
-    return device_count() if sees_gpu(config) else 0
+    return device_count()
 
 
 def multiplies_bfloat16(gpu: bool | None = False) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import chain, combinations, product
 from pathlib import Path
 
@@ -61,17 +62,19 @@ def check_python(inputs: Inputs) -> Iterator[Note]:
 
 
 def check_libraries(inputs: Inputs) -> Iterator[Note]:
-    """torch and transformers can be imported; a broken installation raises whatever it likes."""
+    """torch and transformers can be imported; a broken installation raises whatever it likes. A start defers
+    torch, and leaves a broken one to the roles."""
     with recorded() as failure, quick_imports():
-        import torch
+        import torch  # noqa: F401
         import transformers
 
+        torch_version = version("torch")
         import asyncrl.episodes.parts  # noqa: F401 (now, without garbage collection)
     if failure:
         raise ConfigError(
             f"torch and transformers cannot be imported ({failure.line}); install asyncrl again"
         )
-    yield ok(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    yield ok(f"torch {torch_version}, transformers {transformers.__version__}")
 
 
 def check_gpus(inputs: Inputs) -> Iterator[Note]:

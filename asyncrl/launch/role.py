@@ -64,8 +64,12 @@ def execute(
     try:
         config = resolve_models(config)  # on another machine a model of the hub is fetched into its cache
         module, _, function = target.partition(":")
-        with quick_imports():
-            run = getattr(importlib.import_module(module), function)
+        try:
+            with quick_imports():
+                run = getattr(importlib.import_module(module), function)
+        except ImportError as error:  # of a broken installation: the launcher does not import torch
+            log.exception("%s cannot be imported", module)
+            raise ConfigError(f"{module} cannot be imported ({error}); install asyncrl again") from error
         code = int(run(config, endpoints, *more[role]))
     except ConfigError as error:
         log.error("%s", error)

@@ -27,6 +27,7 @@ from asyncrl.observe.machine import record_machine
 from asyncrl.observe.table import print_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
+from asyncrl.runtime.imports import defer
 from asyncrl.wire.messages.observer import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
@@ -38,6 +39,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
     ConfigError for bad input, while nothing is started."""
     if dry_run:
         return _plan(config)
+    defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
     inputs = checks.check(config)
     config, data = inputs.config, inputs.samples
     del inputs  # its tokenizer is needed no more

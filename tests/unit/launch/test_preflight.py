@@ -167,6 +167,7 @@ def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.Monk
         list(preflight.check_device(Inputs(wanting)))
     list(preflight.check_device(Inputs(config(tmp_path, model=model, launch={"kind": "ray"}))))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("asyncrl.launch.estimates.has_driver", lambda: True)
     list(preflight.check_device(Inputs(wanting)))
 
 
@@ -218,6 +219,7 @@ def test_servers_for_gpus_where_there_are_none_are_worth_a_warning(
     for own in ({"urls": ["http://127.0.0.1:1"]}, {"server_command": ["launch"]}):
         assert not warnings(config(tmp_path, engine={"name": "sglang", **own}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("asyncrl.launch.estimates.has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
     assert not warnings(config(tmp_path, engine={"name": "sglang"}))
 
