@@ -209,6 +209,7 @@ def _begin(command: list[str], variables: dict[str, str], *standard: int) -> Non
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # of a file that is closed
     os.environ.clear()
     os.environ.update(variables)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout.reconfigure(write_through=bool(variables.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.forked import Forked, asyncrl
 from tests.integration.runs import ROOT, Run
 
 pytestmark = pytest.mark.slow
@@ -33,18 +34,12 @@ def refused(run: Run, *more: str) -> str:
 
 
 @contextmanager
-def joined(run: Run, directory: Path, *more: str, role: str = "rollout") -> Iterator[subprocess.Popen[bytes]]:
+def joined(run: Run, directory: Path, *more: str, role: str = "rollout") -> Iterator[Forked]:
     directory.mkdir(exist_ok=True)
-    command = [*COMMAND, "worker", "--join", "-", "--run-dir", str(directory), *more]
-    environment, token = os.environ | {"OMP_NUM_THREADS": "1"}, asked(run, role)
-    with (directory / "out").open("ab") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=out
-        )
+    command = ["worker", "--join", "-", "--run-dir", str(directory), *more]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = asyncrl(command, directory / "out", ROOT, variables, told=asked(run, role))
     try:
-        assert process.stdin is not None
-        process.stdin.write(token.encode())
-        process.stdin.close()
         yield process
     finally:
         process.kill()
@@ -52,7 +47,7 @@ def joined(run: Run, directory: Path, *more: str, role: str = "rollout") -> Iter
 
 
 def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
-    with Run(tmp_path, "total_steps=1000", "data.test=''", "launch.lease=10") as run:
+    with Run(tmp_path, "total_steps=1000", "data.test=''", "launch.lease=5") as run:
         log = run.path / "logs/coordinator-0.log"
         run.until_step(1)
         with joined(run, tmp_path / "w1") as first, joined(run, tmp_path / "w2") as second:
@@ -63,7 +58,7 @@ def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
             second.send_signal(signal.SIGKILL)
             assert first.wait(30) == 0, (tmp_path / "w1/out").read_text()
             run.until(lambda: "worker 1 lost (it leaves)" in log.read_text(), "it is gone")
-            run.until(lambda: "worker 2 lost (silent for 10 s)" in log.read_text(), "it is gone, too")
+            run.until(lambda: "worker 2 lost (silent for 5 s)" in log.read_text(), "it is gone, too")
         run.until_step(run.step + 2)
         assert "engine.name is not sglang" in refused(run, "--role", "engine")
         run.process.send_signal(signal.SIGTERM)

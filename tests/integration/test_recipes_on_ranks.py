@@ -28,6 +28,7 @@ from tests.fakes.training import (
     tiny_config,
 )
 
+OTHERS = tuple(name for name in RECIPES if name not in COMPARING)
 Weights = dict[str, dict[str, Tensor]]
 Layout = tuple[int, int, str]  # replicas of the weights, ranks that share a micro-batch, and a recipe
 LAYOUTS: dict[int, list[Layout]] = {
@@ -49,13 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     episodes = Recorder(plain_model(path), seed=12, noise=0.2, prompt=20).groups(3, 3, [0])
     torch.save((path, episodes), folder / "grouped.pt")
     return folder
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path, world: World) -> Weights:
-    """Weights after the batch in one piece, on one rank."""
-    path, episodes = torch.load(folder / "recorded.pt", weights_only=False)
-    return {name: trained(world, path, name, [[episodes]]) for name in RECIPES}
 
 
 def cut_at_random(names: Sequence[str], world: World, folder: Path) -> Weights:
@@ -91,15 +85,20 @@ def as_one(folder: Path, world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(2, tuple(RECIPES)), pytest.param(4, COMPARING, marks=pytest.mark.full)]
+    ("ranks", "names"),
+    [
+        (2, COMPARING),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, OTHERS), (4, COMPARING))),
+    ],
 )
 def test_neither_ranks_nor_micro_batches_matter(
-    folder: Path, alone: Weights, as_one: dict[str, Any], ranks: int, names: Sequence[str]
+    folder: Path, world: World, as_one: dict[str, Any], ranks: int, names: Sequence[str]
 ) -> None:
     """Nor how they are arranged. What is computed twice, as its rows lie on several ranks, is reported so."""
-    found, arranged = run_ranks(ranks, partial(on_ranks, names), folder / f"{ranks}")
+    found, arranged = run_ranks(ranks, partial(on_ranks, names), folder / f"{ranks} {len(names)}")
+    path, episodes = torch.load(folder / "recorded.pt", weights_only=False)
     for name in names:
-        assert difference(found[name], alone[name]) < 1e-9, name
+        assert difference(found[name], trained(world, path, name, [[episodes]])) < 1e-9, name
     for layout, (gradients, metrics) in arranged.items():
         wanted, told = as_one[layout[2]]
         assert difference(gradients, wanted) < 1e-10, layout

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import psutil
@@ -17,14 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import RunConfig
 from asyncrl.data.samples import load_samples
+from asyncrl.rollout.worker import run
+from asyncrl.runtime.signals import ignore_endings
 from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Cancel, Clock
+from asyncrl.wire.sockets import Endpoints
 from tests.fakes import worker as fake
 from tests.fakes.chatml import save_tiny_chat_model
 from tests.fakes.coordinator import FakeCoordinator
+from tests.fakes.forked import FORKED
 from tests.fakes.weights import publish
 from tests.fakes.worker import WorkerThread, sample
 
@@ -218,30 +222,23 @@ def test_a_worker_left_alone_leaves(hub: FakeCoordinator, model_path: str, tmp_p
 
 # -- a process of its own, with the embedded engine --------------------------------------------------
 
-CHILD = """
-import sys, msgspec
-from asyncrl.config import RunConfig
-from asyncrl.rollout.worker import run
-from asyncrl.runtime.signals import ignore_endings
-from asyncrl.wire.sockets import Endpoints
-ignore_endings()
-config = msgspec.json.decode(sys.argv[1], type=RunConfig)
-sys.exit(run(config, msgspec.json.decode(sys.argv[2], type=Endpoints), 0, "process"))
-"""
+
+def work(config: bytes, endpoints: Endpoints) -> NoReturn:
+    ignore_endings()
+    sys.exit(run(msgspec.json.decode(config, type=RunConfig), endpoints, 0, "process"))
 
 
 @contextmanager
-def process(hub: FakeCoordinator, config: RunConfig) -> Iterator[subprocess.Popen]:
+def process(hub: FakeCoordinator, config: RunConfig) -> Iterator[BaseProcess]:
     """A joined worker process; killed afterwards if it still runs."""
-    text = msgspec.json.encode(config).decode()
-    command = [sys.executable, "-c", CHILD, text, msgspec.json.encode(hub.endpoints).decode()]
-    child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    child = FORKED.Process(target=work, args=(msgspec.json.encode(config), hub.endpoints))
+    child.start()
     try:
         hub.join()
         yield child
     finally:
         child.kill()
-        child.wait()
+        child.join()
 
 
 REWARD = """
@@ -283,11 +280,11 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         hub.expect(Generated)
         hub.until((tmp_path / "reward.called").exists, "reward under way")
         started = psutil.Process(child.pid).children(recursive=True)
-        for one in (*started, child):
+        for one in (*started, psutil.Process(child.pid)):
             with suppress(psutil.NoSuchProcess):  # its wrapper was faster
                 one.send_signal(signal.SIGTERM)
-        hub.until(lambda: child.poll() is not None, "end")
-        assert child.returncode == 0 and hub.seen(Failed) == [] and len(hub.seen(Finished)) == 2
+        hub.until(lambda: not child.is_alive(), "end")
+        assert child.exitcode == 0 and hub.seen(Failed) == [] and len(hub.seen(Finished)) == 2
     assert '"decode"' in (tmp_path / "t" / "timeline" / "rollout-0.jsonl").read_text()
 
 
