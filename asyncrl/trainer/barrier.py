@@ -28,8 +28,7 @@ from asyncrl.trainer.credit import (
     share_traces,
     with_penalised_siblings,
 )
-from asyncrl.trainer.metric_sums import MetricSums, merged
-from asyncrl.trainer.report import advantage_factor, advantage_tokens, tally_credit
+from asyncrl.trainer.report import MetricSums, advantage_factor, advantage_tokens, merged, tally_credit
 from asyncrl.trainer.world import World
 
 

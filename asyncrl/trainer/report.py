@@ -1,10 +1,11 @@
-"""Metrics of a batch, from sums, under verl's metric names where they mean the same."""
+"""Metrics of a batch, from numbers that add up: the same result for any cut into micro-batches and ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,12 +18,76 @@ from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quar
 from asyncrl.buffer.zero_variance import TOLERANCE
 from asyncrl.observe.metrics import LAG_TOKENS
 from asyncrl.trainer.batch import Example
-from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
 
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 ADVANTAGES = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 VARIED_TOTAL = "_varied"  # episodes of groups with variance
+
+
+class MetricSums(msgspec.Struct):
+    """Ratios (numerator and denominator apart), totals, and extremes, by metric name; `moments`, by names of
+    their own, are for what divides by the batch and are no metrics."""
+
+    ratios: dict[str, tuple[float, float]] = {}
+    totals: dict[str, float] = {}
+    highest: dict[str, float] = {}
+    lowest: dict[str, float] = {}
+    moments: dict[str, Moments] = {}
+
+    def ratio(self, name: str, numerator: float, denominator: float) -> None:
+        a, b = self.ratios.get(name, (0.0, 0.0))
+        self.ratios[name] = (a + numerator, b + denominator)
+
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply a ratio."""
+        a, b = self.ratios[name]
+        self.ratios[name] = (a * factor, b)
+
+    def total(self, name: str, value: float) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + value
+
+    def high(self, name: str, value: float) -> None:
+        self.highest[name] = max(value, self.highest.get(name, value))
+
+    def low(self, name: str, value: float) -> None:
+        self.lowest[name] = min(value, self.lowest.get(name, value))
+
+    def summary(self, name: str, values: Sequence[float] | np.ndarray) -> None:
+        """Count `name`/mean, /max and /min of the values; nothing without values."""
+        if len(values):
+            numbers = np.asarray(values)
+            self.ratio(f"{name}/mean", float(numbers.sum()), len(numbers))
+            self.high(f"{name}/max", float(numbers.max()))
+            self.low(f"{name}/min", float(numbers.min()))
+
+    def moment(self, name: str, part: Moments) -> None:
+        self.moments[name] = self.moments.get(name, Moments()) + part
+
+    def merge(self, other: MetricSums) -> None:
+        for name, (a, b) in other.ratios.items():
+            self.ratio(name, a, b)
+        for name, value in other.totals.items():
+            self.total(name, value)
+        for name, value in other.highest.items():
+            self.high(name, value)
+        for name, value in other.lowest.items():
+            self.low(name, value)
+        for name, part in other.moments.items():
+            self.moment(name, part)
+
+    def metrics(self) -> dict[str, float]:
+        """One number per name. A ratio with denominator 0 is left out."""
+        means = {name: a / b for name, (a, b) in self.ratios.items() if b}
+        return {**means, **self.totals, **self.highest, **self.lowest}
+
+
+def merged(parts: Iterable[MetricSums]) -> MetricSums:
+    """Add the sums of all parts, in order."""
+    whole = MetricSums()
+    for part in parts:
+        whole.merge(part)
+    return whole
 
 
 def tally_examples(tally: MetricSums, examples: Sequence[Example], longest_prompt: int) -> None:
@@ -62,11 +127,11 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
     for e in examples:
         assert e.advantage is not None
         tally.summary("critic/rewards", [e.planned.own.reward])
-        _summarise(tally, "critic/advantages", e.advantage)
+        tally.summary("critic/advantages", e.advantage)
         tally.ratio("critic/zero_advantage_frac", float(not e.has_advantage), 1.0)
         if e.returns is not None and e.value is not None:
-            _summarise(tally, "critic/returns", e.returns)
-            _summarise(tally, "critic/values", e.value)
+            tally.summary("critic/returns", e.returns)
+            tally.summary("critic/values", e.value)
             tally.moment("returns", Moments.of(e.returns))
             tally.moment("errors", Moments.of(e.returns - e.value))
         if e.tokens:
@@ -101,13 +166,6 @@ def advantage_factor(scale: Scale, tally: MetricSums) -> float:
 def advantage_tokens(tally: MetricSums) -> Moments:
     """The advantages of a whole batch's tokens."""
     return tally.moments.get("advantages", Moments())
-
-
-def _summarise(tally: MetricSums, name: str, values: np.ndarray) -> None:
-    if len(values):
-        tally.ratio(f"{name}/mean", float(values.sum()), len(values))
-        tally.high(f"{name}/max", float(values.max()))
-        tally.low(f"{name}/min", float(values.min()))
 
 
 def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:

@@ -27,7 +27,6 @@ from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.layers import compiled_graphs
-from asyncrl.trainer.metric_sums import MetricSums, merged
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import learning_rate, make_optimizer, take_step
@@ -36,9 +35,11 @@ from asyncrl.trainer.performance import FlopCount
 from asyncrl.trainer.prefix_tree import common
 from asyncrl.trainer.ratios import Ratios
 from asyncrl.trainer.report import (
+    MetricSums,
     advantage_factor,
     advantage_tokens,
     batch_metrics,
+    merged,
     tally_computed,
     tally_credit,
     tally_examples,

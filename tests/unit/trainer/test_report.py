@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.trainer.batch import example
 from asyncrl.trainer.credit import penalised
-from asyncrl.trainer.metric_sums import MetricSums
-from asyncrl.trainer.report import advantage_factor, batch_metrics, tally_credit, tally_examples
+from asyncrl.trainer.report import MetricSums, advantage_factor, batch_metrics, tally_credit, tally_examples
 from asyncrl.types import EpisodeResult
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 

@@ -15,8 +15,8 @@ from asyncrl.trainer import prefix_tree
 from asyncrl.trainer import world as ranks
 from asyncrl.trainer.attention import ForestAttention
 from asyncrl.trainer.flex import Scoring
-from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.report import MetricSums
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 
