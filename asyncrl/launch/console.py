@@ -8,7 +8,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,18 +21,7 @@ from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.background import Background
-from asyncrl.observe.metrics import (
-    BATCH,
-    GREEDY,
-    GREEDY_SCORE,
-    HIGHEST,
-    NLL_HELD_OUT,
-    REWARD,
-    SAMPLED,
-    SAMPLED_SCORE,
-    VALIDATED,
-    ZERO_ADVANTAGE,
-)
+from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, REWARD, VALIDATED, ZERO_ADVANTAGE, figures
 from asyncrl.observe.summary import success_line
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
@@ -78,7 +67,8 @@ class Console:
         """The metrics row of a committed step, or of a validation."""
         if VALIDATED in metrics:
             self.state.validation = metrics
-            self._line(f"validation at step {step}: {_validation(metrics)}")
+            found = ", ".join(figures(HELD_OUT, metrics)) or "no result, as it was not done by its deadline"
+            self._line(f"validation at step {step}: {found}")
             self._advise("success", success_line(metrics.get(HIGHEST), self.threshold))
             return
         self.state.committed(step, metrics)
@@ -197,17 +187,6 @@ def _keyboard(wanted: bool) -> Iterator[Callable[[], str]]:
 
 def _in_front(file: int) -> bool:
     return os.tcgetpgrp(file) == os.getpgrp()
-
-
-def _validation(metrics: Mapping[str, float]) -> str:
-    """Describe a validation; it has no numbers where it was not over by its deadline."""
-    found = [
-        f"{mode}: success {metrics[success]:.1%}, score {metrics[score]:.3f}"
-        for mode, success, score in (("sampled", SAMPLED, SAMPLED_SCORE), ("greedy", GREEDY, GREEDY_SCORE))
-        if success in metrics and score in metrics
-    ]
-    found += [f"loss per token {metrics[NLL_HELD_OUT]:.4f}"] if NLL_HELD_OUT in metrics else []
-    return "; ".join(found) or "no result, as it was not done by its deadline"
 
 
 class BackgroundFile:

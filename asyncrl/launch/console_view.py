@@ -19,21 +19,11 @@ from rich.text import Text
 
 from asyncrl.observe.metrics import (
     BATCH,
-    ENTROPY,
-    FILTERED,
-    GREEDY,
-    GREEDY_SCORE,
-    LAG,
-    LAG_MAX,
-    LAG_P95,
-    LENGTH,
+    FIGURES,
     NLL,
     NLL_HELD_OUT,
     REWARD,
-    ROLLOUT_IDLE,
-    SAMPLED,
-    SAMPLED_SCORE,
-    TRAINER_IDLE,
+    TRACED,
     ZERO_ADVANTAGE,
     clock,
     figures,
@@ -43,7 +33,6 @@ from asyncrl.observe.metrics import (
 from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.observer import Status
 
-TRACED = (REWARD, NLL, LAG, ENTROPY, LENGTH)  # metrics with a small curve
 GAP = 3  # columns between figures
 LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns
 WAITS, FAILED = 4, 3  # lines of the picture, at most
@@ -113,14 +102,6 @@ class ConsoleState:
     def known(self) -> dict[str, float]:
         """Gauges and metrics; of two values of a name the newer one."""
         return self.validation | self.metrics | self.status.gauges
-
-
-FIGURES = (  # the least important ones last
-    *(REWARD, FILTERED, NLL, NLL_HELD_OUT, SAMPLED, GREEDY, SAMPLED_SCORE, GREEDY_SCORE, ZERO_ADVANTAGE, LAG),
-    *("tool_call_counts/mean", LENGTH, ENTROPY, "rollout/tokens_per_s", TRAINER_IDLE, ROLLOUT_IDLE),
-    *("staleness/lag/p50", LAG_P95, LAG_MAX, "async/ready", "async/running", "async/credits"),
-    *("weights/pushed", "weights/acked", "async/workers"),
-)
 
 
 def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segments:

@@ -31,6 +31,14 @@ FLOW = "flow/"  # + the name of a counter
 BATCH = "async/batch_share"  # a gauge: of the step under way, 0 to 1, see `Reporter.batch_share`
 
 OF_STEP = (STEP_SECONDS, REWARD, FILTERED, LAG, MASKED, TRAINER_IDLE, ROLLOUT_IDLE)  # of `asyncrl status`
+TRACED = (REWARD, NLL, LAG, ENTROPY, LENGTH)  # with a small curve in the console
+FIGURES = (  # of the console, the least important ones last
+    *(REWARD, FILTERED, NLL, NLL_HELD_OUT, SAMPLED, GREEDY, SAMPLED_SCORE, GREEDY_SCORE, ZERO_ADVANTAGE, LAG),
+    *("tool_call_counts/mean", LENGTH, ENTROPY, "rollout/tokens_per_s", TRAINER_IDLE, ROLLOUT_IDLE),
+    *("staleness/lag/p50", LAG_P95, LAG_MAX, "async/ready", "async/running", "async/credits"),
+    *("weights/pushed", "weights/acked", "async/workers"),
+)
+HELD_OUT = (SAMPLED, SAMPLED_SCORE, GREEDY, GREEDY_SCORE, NLL_HELD_OUT)  # of a validation
 PHASES = (  # of the trainer, in the order in which they happen; they do not overlap
     *("timing_s/wait_data", "timing_s/ref", "timing_s/values", "timing_s/adv", "timing_s/update_actor"),
     *("timing_s/update_critic", UPDATE, "timing_s/save_checkpoint"),

@@ -14,83 +14,60 @@ from msgspec.structs import asdict
 
 from asyncrl.buffer.records import Flow
 from asyncrl.config import ValidationConfig
-from asyncrl.observe.metrics import (
-    COMPONENT,
-    COMPONENT_HELD_OUT,
-    FLOW,
-    GREEDY,
-    GREEDY_SCORE,
-    HIGHEST,
-    LAG,
-    LAG_MAX,
-    LAG_TOKENS,
-    MASKED,
-    NLL,
-    NLL_HELD_OUT,
-    REWARD,
-    ROLLOUT_IDLE,
-    SAMPLED,
-    SAMPLED_SCORE,
-    STEP_SECONDS,
-    TRAINER_IDLE,
-    UPDATE,
-    VALIDATED,
-    ZERO_ADVANTAGE,
-    Row,
-    matching,
-)
+from asyncrl.observe import metrics as metric
+from asyncrl.observe.metrics import Row, matching
 
 UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
 BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
-    "success": SAMPLED,
-    "greedy": GREEDY,
-    "score": SAMPLED_SCORE,
-    "greedy_score": GREEDY_SCORE,
-    "nll_held_out": NLL_HELD_OUT,
+    "success": metric.SAMPLED,
+    "greedy": metric.GREEDY,
+    "score": metric.SAMPLED_SCORE,
+    "greedy_score": metric.GREEDY_SCORE,
+    "nll_held_out": metric.NLL_HELD_OUT,
 }
 
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
-    steps = latest(row for row in rows if STEP_SECONDS in row)
+    steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
-    scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
+    scored = [row for row in steps if metric.REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
-    learned = [row for row in steps if NLL in row]
+    learned = [row for row in steps if metric.NLL in row]
     components = {
         label: (mean(scored[:edge], name), mean(scored[-edge:], name), *_of_both(validations, held_out))
-        for label, name in matching(COMPONENT, set[str]().union(*scored)).items()
-        for held_out in (COMPONENT_HELD_OUT.replace("*", label),)
+        for label, name in matching(metric.COMPONENT, set[str]().union(*scored)).items()
+        for held_out in (metric.COMPONENT_HELD_OUT.replace("*", label),)
     }
     tokens = _sum(steps, "trainer/model_tokens")
-    busy_s = _sum(steps, STEP_SECONDS)
+    busy_s = _sum(steps, metric.STEP_SECONDS)
     return {
         "steps": int(steps[-1]["training/step"]) if steps else 0,
         "skipped_steps": int(_sum(steps, "actor/skipped_steps")),
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
-        "reward_first": mean(scored[:edge], REWARD),
-        "reward_last": mean(scored[-edge:], REWARD),
+        "reward_first": mean(scored[:edge], metric.REWARD),
+        "reward_last": mean(scored[-edge:], metric.REWARD),
         "components": components,
-        "nll_first": mean(learned[:edge], NLL),
-        "nll_last": mean(learned[-edge:], NLL),
+        "nll_first": mean(learned[:edge], metric.NLL),
+        "nll_last": mean(learned[-edge:], metric.NLL),
         **{
             f"{key}_{when}": value
             for key, name in BEFORE_AND_AFTER.items()
             for when, value in zip(("before", "after"), _of_both(validations, name), strict=True)
         },
-        "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, VALIDATED) or 0)),
+        "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, metric.VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_per_s": tokens / busy_s if busy_s else None,
-        "zero_advantage_frac": mean(steps, ZERO_ADVANTAGE, weight="trainer/trajectories"),
-        "lag_mean": mean(steps, LAG, weight="trainer/model_tokens"),
-        "lag_max": _max(steps, LAG_MAX),
-        "masked_token_frac": mean(steps, MASKED, weight="trainer/model_tokens"),
+        "zero_advantage_frac": mean(steps, metric.ZERO_ADVANTAGE, weight="trainer/trajectories"),
+        "lag_mean": mean(steps, metric.LAG, weight="trainer/model_tokens"),
+        "lag_max": _max(steps, metric.LAG_MAX),
+        "masked_token_frac": mean(steps, metric.MASKED, weight="trainer/model_tokens"),
         "trajectories_multi_version": _last(steps, "rollout/multi_version_frac"),
-        "trainer_idle_frac": mean(steps, TRAINER_IDLE, weight=STEP_SECONDS),
-        "rollout_idle_frac": mean(steps, ROLLOUT_IDLE, weight=STEP_SECONDS),
+        "trainer_idle_frac": mean(steps, metric.TRAINER_IDLE, weight=metric.STEP_SECONDS),
+        "rollout_idle_frac": mean(steps, metric.ROLLOUT_IDLE, weight=metric.STEP_SECONDS),
         "weights_stall_s_mean": mean(steps, "weights/stall_s"),
-        "weights_stall_frac": _share(steps, UPDATE, STEP_SECONDS),
+        "weights_stall_frac": _share(steps, metric.UPDATE, metric.STEP_SECONDS),
         "logprob_diff_max_same_version": _max(steps, "rollout_corr/logprob_diff_max"),
         "k3_same_version": mean(
             steps, "rollout_corr/k3_kl_same_version", weight="rollout_corr/logprob_diff_tokens"
@@ -102,7 +79,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "flow": dict(flow),
         "conserved": conserved,
         "validation_episodes": int(_last(validations, "val-aux/episodes") or 0),
-        "validation_score_max": _max(validations, HIGHEST),
+        "validation_score_max": _max(validations, metric.HIGHEST),
     }
 
 
@@ -115,21 +92,21 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
 
 def flow_of(metrics: Row) -> Flow:
     """The counters of episodes, as `flow/NAME` metrics report them."""
-    return Flow(*(int(metrics.get(FLOW + name, 0)) for name in Flow.__struct_fields__))
+    return Flow(*(int(metrics.get(metric.FLOW + name, 0)) for name in Flow.__struct_fields__))
 
 
 def flow_line(metrics: Row) -> str:
     """Show the counters of a row as `identity_line` does; '' before there are any."""
     flow = flow_of(metrics)
-    return identity_line(asdict(flow), flow.conserved) if FLOW + "issued" in metrics else ""
+    return identity_line(asdict(flow), flow.conserved) if metric.FLOW + "issued" in metrics else ""
 
 
 def lags(rows: Iterable[Row]) -> dict[int, int]:
     """How many tokens were taken for training at each lag, the lowest first."""
     found = Counter[int]()
     for row in rows:
-        for name in filter(lambda name: name.startswith(LAG_TOKENS), row):
-            found[int(name.removeprefix(LAG_TOKENS))] += int(row[name])
+        for name in filter(lambda name: name.startswith(metric.LAG_TOKENS), row):
+            found[int(name.removeprefix(metric.LAG_TOKENS))] += int(row[name])
     return dict(sorted(found.items()))
 
 

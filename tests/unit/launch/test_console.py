@@ -15,9 +15,10 @@ from rich.console import Console as Terminal
 
 from asyncrl.launch import console as console_module
 from asyncrl.launch.console import Console, open_console
-from asyncrl.launch.console_view import FIGURES, ConsoleState, plain_line, render
+from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.metrics import (
     BATCH,
+    FIGURES,
     FILTERED,
     GREEDY,
     GREEDY_SCORE,
@@ -112,7 +113,8 @@ def test_there_is_a_line_for_each_step_and_each_validation() -> None:
     lines = out.getvalue().splitlines()
     assert [line.split()[2] for line in lines[:-1]] == [f"{step}/10" for step in range(1, 11)]
     assert lines[-1] == (
-        "validation at step 10: sampled: success 50.0%, score -3.500; greedy: success 25.0%, score 200.000"
+        "validation at step 10: success (sampled) 50.0%, score (sampled) -3.500, "
+        "success (greedy) 25.0%, score (greedy) 200.000"
     )
 
 

@@ -18,8 +18,19 @@ from rich.cells import cell_len
 from rich.console import Console as Terminal
 
 from asyncrl.coordinator import transcripts
-from asyncrl.launch.console_view import FIGURES, ConsoleState, Progress, render, sparkline
-from asyncrl.observe.metrics import ENTROPY, LAG, LENGTH, NLL, NLL_HELD_OUT, REWARD, clock, label, value_of
+from asyncrl.launch.console_view import ConsoleState, Progress, render, sparkline
+from asyncrl.observe.metrics import (
+    ENTROPY,
+    FIGURES,
+    LAG,
+    LENGTH,
+    NLL,
+    NLL_HELD_OUT,
+    REWARD,
+    clock,
+    label,
+    value_of,
+)
 from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.observer import Status
 
