@@ -29,8 +29,8 @@ CHARACTERS = 16  # of a token, at most, on average: more text than that is too l
 
 
 class AgentRequest(msgspec.Struct, frozen=True):
-    """What an agent asks for. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the run's.
-    `stops`: texts in front of which the answer ends. `agent`: who asks. `form`: of the answer."""
+    """A request of an agent for answers. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the
+    run's. `stops`: texts in front of which the answer ends. `agent`: who asks. `form`: of the answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
@@ -41,10 +41,9 @@ class AgentRequest(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where the answer to a request goes. Sample at most `max_new_tokens` after `ids`, of which `context` is
+    """The place of an answer to a request. Sample at most `max_new_tokens` after `ids`, of which `context` is
     new; `messages` are those that `ids` show. A row gets its number when its first turn is done (None: it has
-    none yet); `session` names it from the start.
-    """
+    none yet); `session` names it from the start."""
 
     request: AgentRequest
     session: int
@@ -93,12 +92,12 @@ class Branches:
 
     @property
     def replaying(self) -> bool:
-        """Some recorded turn was not asked for again, yet."""
+        """True while a recorded turn was not asked for again."""
         return len(self.turns) < len(self._recorded)
 
     @property
     def end(self) -> EpisodeEnd:
-        """How the episode ends if the agent ends now. There is a turn."""
+        """The end of the episode if the agent ends now. There is a turn."""
         if self.refused is not None:
             return self.refused.end
         return EpisodeEnd.LENGTH if self.turns[-1].stop is StopReason.LENGTH else EpisodeEnd.DONE
@@ -145,12 +144,13 @@ class Branches:
         return found
 
     def give_back(self, found: Sequence[Turn | Placement]) -> None:
-        """They do not answer the request."""
+        """Give back places and turns that will not answer the request."""
         for one in found:
             self.mark_undelivered(one) if isinstance(one, Turn) else self.cancel(one)
 
     def place(self, request: AgentRequest) -> Placement | Refusal:
-        """Where the answer to a request goes. ConfigError when the template cannot write its messages."""
+        """Find the place of the answer to a request. ConfigError when the template cannot write its
+        messages."""
         found = self._find(request)
         if isinstance(found, Refusal):
             self.refused = found
@@ -287,7 +287,7 @@ class Branches:
 
 
 def same_message(ours: Message, theirs: Message) -> bool:
-    """Whether an agent's message is the recorded one. Clients change messages of the model: white space
+    """True if an agent's message is the recorded one. Clients change messages of the model: white space
     around the content, the spelling of arguments, the reasoning left out."""
     if ours.role != "assistant":
         return ours == theirs
@@ -309,7 +309,7 @@ def _refusal(end: EpisodeEnd, what: str, most: int) -> Refusal:
 
 
 def _too_many(most: int, what: str) -> Refusal:
-    """In the words by which clients know that the context is full."""
+    """Refuse a full row in the words by which clients know that the context is full."""
     return Refusal(
         EpisodeEnd.LENGTH,
         f"This model's maximum context length is {most} tokens (rollout.max_tokens); {what}",
@@ -323,6 +323,6 @@ def _characters(message: Message) -> int:
 
 
 def _common(ours: tuple[Message, ...], theirs: tuple[Message, ...]) -> int:
-    """How many messages both begin with."""
+    """Count the messages that both begin with."""
     pairs = zip(ours, theirs, strict=False)
     return next((n for n, pair in enumerate(pairs) if not same_message(*pair)), min(len(ours), len(theirs)))

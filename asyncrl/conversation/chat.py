@@ -1,4 +1,4 @@
-"""From messages to tokens, by the tokenizer's own chat template; history is never tokenised again.
+"""Turns messages into tokens, by the tokenizer's own chat template; history is never tokenised again.
 
 A row of an episode is `prompt_ids`, the model's tokens, `delta_ids` of the messages that answer them, the
 model's tokens, and so on. A delta is the template's text between the end of the model's turn and the start of
@@ -74,8 +74,9 @@ class Chat:
         return render(messages, tools)
 
     def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
-        """What the template writes between a turn that ended with the token `after` and the next one. None
-        if it rewrites earlier turns when these messages follow; ConfigError if it refuses their roles.
+        """The tokens that the template writes between a turn that ended with the token `after` and the next
+        one. None if it rewrites earlier turns when these messages follow; ConfigError if it refuses their
+        roles.
 
         Any stop token ends the turn. After a token that is none, the delta begins with the end of the turn.
         """
@@ -185,7 +186,8 @@ class Chat:
         return self._encode(self._render(self._safe_replies(messages), tools))
 
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """With the end of the turn in front, so that the rest is tokenised as in the whole conversation."""
+        """Encode the rest with the end of the turn in front, so that the rest is tokenised as in the whole
+        conversation."""
         rest = self._probe.rest(self._safe_replies(messages))
         return self._encode(self._probe.end(messages).token + rest)
 
@@ -205,7 +207,7 @@ def _special(tokenizer: Tokenizer) -> list[str]:
 
 
 def _no_word(token: str) -> bool:
-    """Not a word or white space, which texts may hold."""
+    """True for a text that is no word and no white space, which texts may hold."""
     return not token.isalnum() and not token.isspace()
 
 
@@ -214,7 +216,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _long(messages: Sequence[Message]) -> bool:
-    """Too long to be cached a thousand times."""
+    """True for messages too long to be cached a thousand times."""
     return sum(len(message.content) for message in messages) > CACHED
 
 

@@ -1,4 +1,4 @@
-"""What a chat template does, found by rendering small conversations: how it ends a turn of the model, and
+"""Finds out what a chat template does by rendering small conversations: how it ends a turn of the model, and
 after which messages it leaves earlier turns as they are.
 
 In these conversations the model's turns are marker words that no template contains; the text after a marker
@@ -58,7 +58,7 @@ class TurnEnd:
 
 
 class TemplateProbe:
-    """What one template does. `controls`: texts of the tokens that are no ordinary words."""
+    """The behaviour of one template. `controls`: texts of the tokens that are no ordinary words."""
 
     def __init__(self, render: Render, controls: Iterable[str]) -> None:
         self._render = render
@@ -67,13 +67,13 @@ class TemplateProbe:
         self._end_cached = lru_cache(maxsize=1024)(self._end)  # by names and ids of calls
 
     def end(self, messages: Iterable[Message]) -> TurnEnd:
-        """How a turn ends that is answered by these messages."""
+        """The end of a turn that is answered by these messages."""
         calls = _calls(messages)
         return self._end_cached(calls) if calls else self._plain_end
 
     def rest(self, messages: tuple[Message, ...]) -> str:
-        """What the template writes after the end of a turn: the messages, and the start of the next turn.
-        ConfigError where that cannot be found from the turn."""
+        """The text that the template writes after the end of a turn: the messages, and the start of the next
+        turn. ConfigError where that cannot be found from the turn."""
         calls = _calls(messages)  # with tools, some tokenizers use another template
         text = self._render([_USER, _turn(calls), *messages], (_TOOL,) if calls else ())
         rest = self.end(messages).rest(text)
@@ -112,8 +112,8 @@ class TemplateProbe:
         return [token for token in self._controls if any(token in text for text in texts)]
 
     def rewrites(self, roles: tuple[str, ...]) -> str:
-        """What the template does to earlier turns when messages of these roles follow; '': nothing, it only
-        appends. ConfigError when it refuses or hides them."""
+        """The way in which the template changes earlier turns when messages of these roles follow; '':
+        nothing, it only appends. ConfigError when it refuses or hides them."""
         answer, rests = _answers(roles), set()
         for beginning in self._beginnings(roles):
             rest = self._rest_of_two(beginning, answer)
@@ -129,8 +129,8 @@ class TemplateProbe:
         return CALL in self._answered(_calls(_answers(("tool",))))
 
     def around(self) -> tuple[list[str], list[str]]:
-        """What the template itself may write before the content of a turn, after the opening of the turn, and
-        between the content and the end of the turn; the longest first."""
+        """The texts that the template itself may write before the content of a turn, after the opening of the
+        turn, and between the content and the end of the turn; the longest first."""
         tail, controls = self._plain_end.tail, re.compile("|".join(map(re.escape, self._controls)) or "(?!)")
         text = self._render([_USER, _turn(())], opening=False).partition(TURN)[0]
         opened = len(alike(self._render([_USER]), text))
@@ -206,9 +206,10 @@ class TemplateProbe:
             return ""
 
     def _of_the_turn(self, tail: str, later: str, mark: str) -> str:
-        """What belongs to the turn, of what the template writes after the last one. Some end with more than
-        the turn, asked for an opening or not: with one (Llama 3, Command R7B), or with the end of the text
-        (Phi-3.5). So: what stands there too when somebody answers, up to the answer's first token."""
+        """The part that belongs to the turn, of the text that the template writes after the last one. Some
+        end with more than the turn, asked for an opening or not: with one (Llama 3, Command R7B), or with the
+        end of the text (Phi-3.5). So: what stands there too when somebody answers, up to the answer's first
+        token."""
         after = later.partition(mark)[2]
         if not later or after.startswith(tail):
             return tail
@@ -223,7 +224,7 @@ class TemplateProbe:
 
 
 def alike(one: str, other: str) -> str:
-    """What both begin with."""
+    """The beginning that both share."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(left for left, _ in pairs)
 
@@ -238,7 +239,8 @@ class _Beginning:
 
 @dataclass(frozen=True)
 class _Rests:
-    """How the template rewrites earlier turns ('': not), and the texts after the first and second turn."""
+    """The way in which the template rewrites earlier turns ('': not), and the texts after the first and
+    second turn."""
 
     rewrites: str
     first: str = ""

@@ -25,7 +25,7 @@ Render = Callable[..., str]  # (messages, tools, opening=) -> text: a `Renderer`
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used."""
 
     chat_template: Any
     eos_token_id: int | None
@@ -41,7 +41,8 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """How a template wants its messages. The defaults: OpenAI's shape, with arguments as objects."""
+    """The form in which a template wants its messages. The defaults: OpenAI's shape, with arguments as
+    objects."""
 
     argument_text: bool = False  # arguments are JSON text (DeepSeek)
     short_ids: bool = False  # ids of calls have nine letters or digits (Mistral)
@@ -101,7 +102,7 @@ def _distance(shape: Shape) -> tuple[bool, bool, int]:
 
 
 def _shown(render: Render) -> tuple[str, ...]:
-    """What the template shows of turns with calls: their calls, or none of them, and the replies."""
+    """The part of turns with calls that the template shows: their calls, or none of them, and the replies."""
     try:
         text = render(_PROBE)
     except ConfigError:

@@ -26,7 +26,7 @@ Cut = Literal["head", "middle", "tail"]
 
 
 class Template(Protocol):
-    """What is used of a `Chat`. `tools` are OpenAI schemas, as JSON text."""
+    """The part of a `Chat` that is used. `tools` are OpenAI schemas, as JSON text."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
@@ -42,7 +42,7 @@ class Template(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """What all episodes of a run have in common. `config` has their limits."""
+    """Settings that all episodes of a run share. `config` has their limits."""
 
     chat: Template
     parse: Parser

@@ -51,7 +51,7 @@ def demonstrated(
 def _context(
     rules: Rules, said: tuple[Message, ...], answered: int, turns: Sequence[Turn]
 ) -> tuple[int, ...] | None:
-    """What comes before a turn in its row; None: it begins a row."""
+    """The tokens before a turn in its row; None: it begins a row."""
     new = said[answered:]
     if not new:
         raise ConfigError("the assistant speaks without a message that it answers")
@@ -95,7 +95,7 @@ def _plain(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
 
 
 def too_long(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
-    """Why a conversation is not learned that could be."""
+    """Say why a conversation is not learned that could be."""
     lengths = list(map(len, rows_of(turns)))
     if max(lengths) > limits.max_tokens:
         detail = f"the conversation has {max(lengths)} tokens, rollout.max_tokens is {limits.max_tokens}"

@@ -204,7 +204,7 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
 
 
 def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
-    """Whether the environment answers the turn: one without calls, or with a call of its own tools."""
+    """True if the environment answers the turn: one without calls, or with a call of its own tools."""
     if parsed.errors:
         return False
     own = any(call.name in episode.opened.own_tools for call in parsed.calls)
@@ -212,8 +212,8 @@ def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
 
 
 def _end(rules: Rules, episode: Episode, parsed: Parsed, to_environment: bool) -> EpisodeEnd | None:
-    """Why the episode is over after this turn, if it is. Tools of a last turn are not run: no turn would read
-    their replies."""
+    """Return why the episode is over after this turn, if it is. Tools of a last turn are not run: no turn
+    would read their replies."""
     limits, calls, errors = rules.config, len(parsed.calls), len(parsed.errors)
     if episode.turns[-1].stop is StopReason.LENGTH:
         return EpisodeEnd.LENGTH

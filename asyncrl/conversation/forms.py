@@ -27,7 +27,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """What is read of a schema to see whether an answer followed it: that it is an object with these keys."""
+    """The part of a schema that shows if an answer followed it: that it is an object with these keys."""
 
     type: Any = None
     required: list[str] = []
@@ -53,7 +53,7 @@ def grammar(form: AnswerForm, tools: tuple[str, ...], parser: Parser, prompt: st
 
 
 def followed(form: AnswerForm, message: Message) -> bool:
-    """Whether an answer has the form, as far as `JsonSchema` says it. Instead of content there may be calls,
+    """True if an answer has the form, as far as `JsonSchema` says it. Instead of content there may be calls,
     where the agent sends tools."""
     called = {call.name for call in message.tool_calls}
     if form.once and len(message.tool_calls) > 1:

@@ -43,7 +43,7 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _fits(tokenizer: Tokenizer, text: str, limit: int) -> bool:
-    """Whether the whole text may be shown. Of one that is far too long, only the beginning is tokenised."""
+    """True if the whole text may be shown. Of one that is far too long, only the beginning is tokenised."""
     if len(text.encode()) <= limit:
         return True  # no token is shorter than a byte
     size = COMMON * limit

@@ -1,5 +1,5 @@
-"""What the turn-by-turn machine (`episode.py`) and the rows of an agent (`branches.py`) do alike with a turn:
-check and build it, read it, add up its rewards."""
+"""Checks, builds and reads a turn and adds up its rewards, for the turn-by-turn machine (`episode.py`) and an
+agent's branches (`branches.py`) alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPENING = 16  # tokens at the end of a prompt, at most, that can open a thought
 
 
 def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
-    """What makes an engine's answer unusable, or ''. Tokens that do not line up must never be trained."""
+    """Say what makes an engine's answer unusable, or ''. Tokens that do not line up must never be trained."""
     count = len(generation.ids)
     if generation.stop is StopReason.ABORT:
         return "the engine aborted the turn"

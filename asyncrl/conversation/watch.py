@@ -88,7 +88,8 @@ class TurnWatch:
         return ended
 
     def _certain(self, text: str) -> int:
-        """How much of the text is neither the beginning of a stop text nor, perhaps, of a tag or a call."""
+        """Count the characters of the text that are neither the beginning of a stop text nor, perhaps, of a
+        tag or a call."""
         size = min(len(text) - _overlap(text, held) for held in self._held_back)
         if not self._own:
             marks = [text.rfind(mark, max(0, len(text) - _MARK)) for mark in _MARKS]

@@ -77,8 +77,8 @@ class TaskTools:
 
 
 class AgentInteraction:
-    """What `Agent.interaction` yields: `turn` sends the environment's messages to the model, and runs the
-    task's tools until a turn calls none."""
+    """The object that `Agent.interaction` yields: `turn` sends the environment's messages to the model, and
+    runs the task's tools until a turn calls none."""
 
     def __init__(
         self, task: vf.Task, trace: vf.Trace, tools: TaskTools, ask: Ask, max_turns: int | None
@@ -89,7 +89,7 @@ class AgentInteraction:
         self._over = False
 
     async def turn(self, message: str | Messages | None = None) -> Segment:
-        """As `Interaction.turn`: bare for the reply to the task's prompt."""
+        """Take a turn as `Interaction.turn` does: bare for the reply to the task's prompt."""
         if self._over:
             raise RuntimeError("the exchange is over")
         new = _messages(message) if self.trace.nodes else self._opening(message)

@@ -147,7 +147,7 @@ def _split(line: str) -> list[str]:
 
 
 def _environment(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """Its own variables and the endpoint, which is not reached through a proxy."""
+    """Add to its own variables the endpoint, which is not reached through a proxy."""
     no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), "127.0.0.1")))
     return {
         **own,

@@ -200,7 +200,7 @@ def _usage(replies: Sequence[AgentReply]) -> dict[str, int]:
 
 
 def _logprobs(reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
-    """Those of all tokens, markup of calls and the end of turn included."""
+    """Write log-probs of all tokens, markup of calls and the end of turn included."""
     return {
         "content": [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

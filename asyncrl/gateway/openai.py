@@ -1,4 +1,4 @@
-"""What the APIs of the gateway share: errors, answers, the forms of tools and texts.
+"""Reads and writes what the APIs of the gateway share: errors, answers, the forms of tools and texts.
 
 Sampling parameters of a request are ignored: the run has its own. What asks for a certain form of the answer
 is a hint in training, for the same reason: a grammar would change the distribution that log-probs are of.
@@ -113,7 +113,7 @@ class FunctionName(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one function, as either API names it; other types have no effect."""
+    """The choice of one function, as either API names it; other types have no effect."""
 
     type: str
     name: str = ""
@@ -128,7 +128,7 @@ class SchemaPart(msgspec.Struct, frozen=True):
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the schema is: in `json_schema` of chat completions, or here."""
+    """The schema is in `json_schema` of chat completions, or here."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""

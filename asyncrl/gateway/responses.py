@@ -96,7 +96,7 @@ def read(body: bytes) -> ResponsesExchange:
 
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:
-    """As chat completions write it."""
+    """Write a tool as chat completions do."""
     if given.get("type") != "function":
         raise ApiError(400, f"a tool of type {given.get('type')!r} is not supported; use functions")
     names = ("name", "description", "parameters", "strict")
@@ -135,7 +135,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
 
 
 def _continues(own: Message, item: Item) -> bool:
-    """Whether the item is of the same turn: its message follows its reasoning."""
+    """True if the item is of the same turn: its message follows its reasoning."""
     return item.type == "message" and not own.content and not own.tool_calls
 
 
@@ -255,7 +255,7 @@ class ResponsesExchange:
         return self._event(f"response.{TEXTS[kind]}.{step}", **self._part(kind), **text, **more)
 
     def _part(self, kind: str) -> dict[str, Any]:
-        """Where the text of an item is."""
+        """The place of an item's text."""
         item = self._item(kind, "")
         return {"item_id": item["id"], "output_index": self._open.index(kind), "content_index": 0}
 

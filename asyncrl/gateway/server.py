@@ -35,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """How an agent reaches its model: the settings of any OpenAI client. `base_url` ends with /v1."""
+    """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1."""
 
     base_url: str
     api_key: str
@@ -52,7 +52,7 @@ class Host(Protocol):
         write the messages. Anything else it raises ends the episode."""
 
     def lose(self, reply: AgentReply) -> None:
-        """Called when the client left before it got this answer; it may ask again."""
+        """Take note that the client left before it got this answer; it may ask again."""
 
 
 Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
@@ -182,7 +182,7 @@ class Gateway:
         return admitted
 
     def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
-        """Once per parameter."""
+        """Log each parameter once."""
         for name in unheeded.keys() - self._logged:
             self._logged.add(name)
             log.warning("agents set %s, which %s", name, unheeded[name])

@@ -44,7 +44,7 @@ async def call_user(
     running: set[asyncio.Task[Any]] | None = None,
     live: set[object] | None = None,
 ) -> Any:
-    """What a sync or async function returns; `blocking`: a sync one, called in a thread of its own.
+    """Call a sync or async function; `blocking`: a sync one, called in a thread of its own.
 
     After `seconds` it is cancelled, and not waited for: CallTimeout. With a deadline (`math.inf` is one), all
     that it raises is an Exception. A task is in `running` as long as it is waited for; something is in `live`
@@ -138,8 +138,8 @@ async def _inline(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def exits_raise() -> Iterator[None]:
-    """In the body `os._exit`, which would end this process with all its calls, raises SystemExit: an error of
-    the call that made it. A process that was forked from this one it still ends."""
+    """Make `os._exit` in the body, which would end this process with all its calls, raise SystemExit: an
+    error of the call that made it. A process that was forked from this one it still ends."""
     end, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
@@ -194,7 +194,7 @@ class OwnThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """What it returns, or raises; it goes on when this is cancelled. CallTimeout: no new thread."""
+        """Return what it returns, or raise; it goes on when this is cancelled. CallTimeout: no new thread."""
         thread = self._started()
         future: Future[Any] = Future()
         self._calls.put(partial(_set_result, function, future))
@@ -238,8 +238,8 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """What a function returns, or raises. A coroutine function runs in that loop, another in a thread of
-        its own. When this is cancelled the coroutine is, too, and has CLOSE_SECONDS to end."""
+        """Return what a function returns, or raise. A coroutine function runs in that loop, another in a
+        thread of its own. When this is cancelled the coroutine is, too, and has CLOSE_SECONDS to end."""
         called: Any = function
         while isinstance(called, partial):
             called = called.func

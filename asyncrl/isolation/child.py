@@ -57,7 +57,7 @@ class ChildError(AsyncrlError):
 
 @dataclass(frozen=True)
 class Service(Generic[S, Q, A]):
-    """What a child does. In the child, `open` takes the first message (an S) and returns the function that
+    """The work of a child. In the child, `open` takes the first message (an S) and returns the function that
     answers the others (from Q to A; msgspec encodes all three types). `name`: its place, `module:NAME`."""
 
     name: str
@@ -133,7 +133,7 @@ class Child(Generic[S, Q, A]):
 
     @property
     def usable(self) -> bool:
-        """It can be asked."""
+        """True if it can be asked."""
         return not (self._killed or self.ended or self._reader.at_eof())
 
     async def open(self, first: S, seconds: float = math.inf) -> None:
@@ -148,14 +148,14 @@ class Child(Generic[S, Q, A]):
         return result
 
     def kill(self, last: bool = False) -> None:
-        """With all that it started. It takes a moment; see `gone`. `last`: see `wrapper.kill`."""
+        """Kill it with all that it started. It takes a moment; see `gone`. `last`: see `wrapper.kill`."""
         self._killed = True
         if not self.ended:
             wrapper.kill(self._process.pid, last)
         self._writer.close()
 
     async def gone(self) -> int:
-        """Its exit code, once it and all that it started have ended."""
+        """Wait for its exit code, once it and all that it started have ended."""
         return await in_thread(self._process.wait, "child")
 
     async def _exchange(self, message: S | Q, seconds: float) -> A | None:
@@ -189,7 +189,7 @@ class Child(Generic[S, Q, A]):
         return reply
 
     async def _ending(self) -> str:
-        """How it ended; its pipe is at its end, so it does soon, or has closed the pipe itself."""
+        """Say how it ended; its pipe is at its end, so it does soon, or has closed the pipe itself."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 code = await self.gone()

@@ -1,4 +1,4 @@
-"""Which environment variables a program gets that the model leads: keys and tokens are not among them."""
+"""Chooses the environment variables of a program that the model leads: keys and tokens are not among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIXES = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "CONDA_", "CUDA_")
 
 
 def inherited(names: Iterable[str] = ()) -> dict[str, str]:
-    """What says where programs, libraries and temporary files are, and the variables `names`, where they are
-    set."""
+    """Variables that say where programs, libraries and temporary files are, and the variables `names`, where
+    they are set."""
     allowed = NAMES.union(names)
     return {name: value for name, value in os.environ.items() if name in allowed or name.startswith(PREFIXES)}

@@ -64,7 +64,7 @@ def main(parent: int, grace: float, files: int, program: list[str]) -> None:
 
 
 def _run(program: list[str], parent: int, mask: set[int]) -> None:
-    """In the child: become the program, leader of a session of its own, killed should the wrapper be."""
+    """Become the program, in the child: leader of a session of its own, killed should the wrapper be."""
     try:
         os.setsid()
         for number in DEFAULT_IN_PROGRAM:
@@ -91,7 +91,7 @@ def _close_pipes(keep: set[int]) -> None:
 
 
 def _watch(program: int, woken: int, alive: int, grace: float) -> int | None:
-    """Until the program has ended (its wait status), or everything is to be killed (None)."""
+    """Wait until the program has ended (its wait status), or everything is to be killed (None)."""
     poll = select.poll()
     poll.register(woken, select.POLLIN)
     poll.register(alive, select.POLLIN)  # readable when the process is dead

@@ -105,7 +105,7 @@ class AgentHost:
         return replies
 
     async def _one(self, found: Turn | Placement, on_text: OnText | None) -> AgentReply:
-        """Of a turn that was not delivered, a recorded one, or one that is sampled and posted."""
+        """Reply with a turn that was not delivered, a recorded one, or one that is sampled and posted."""
         turn = found if isinstance(found, Turn) else await self._turn(found, on_text)
         row = self._branches.rows[turn.row]
         return AgentReply(self._branches.said(turn), turn, len(row.ids) - len(turn.ids))
@@ -181,10 +181,10 @@ class AgentPlayer:
         return await self._scored(*(self._ended or (EpisodeEnd.TIMEOUT, None)))
 
     async def close(self) -> None:
-        """Nothing: the agent has ended with `play`."""
+        """Do nothing: the agent has ended with `play`."""
 
     async def _serve_agent(self) -> Any:
-        """What the agent returned; None if it gave up because a limit refused its request."""
+        """Return what the agent returned; None if it gave up because a limit refused its request."""
         host = AgentHost(self.run, self._branches, self._idle)
         self._idle.start()
         try:
@@ -213,7 +213,8 @@ class AgentPlayer:
         return agent
 
     async def _scored(self, end: EpisodeEnd, result: Any) -> Outcome:
-        """Not limited by what is left of the episode's time, but by `rollout.reward_timeout`."""
+        """Score the turns, limited not by what is left of the episode's time, but by
+        `rollout.reward_timeout`."""
         turns, branches = tuple(self._branches.turns), self._branches
         calls = branches.calls
         earned = await self.run.reward(turns, branches.answer, end, branches.messages, calls, result)
@@ -226,7 +227,8 @@ class AgentPlayer:
 
 
 class Agents:
-    """What the agents of all episodes of a worker share. Start the gateway before the first one."""
+    """The agent, gateway and threads that all episodes of a worker share. Start the gateway before the first
+    one."""
 
     def __init__(self, agent: Agent, gateway: Gateway) -> None:
         self.agent, self.gateway, self.threads = agent, gateway, LoopThread("agents")

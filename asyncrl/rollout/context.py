@@ -37,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Sampler(Protocol):
-    """Where an episode is sampled: an engine of this process, or a pool of servers."""
+    """The source of an episode's turns: an engine of this process, or a pool of servers."""
 
     @property
     def version(self) -> int:
@@ -58,7 +58,8 @@ class Sampler(Protocol):
 
 @dataclass
 class EpisodeContext:
-    """What all episodes of a worker share. `oldest` is the version a training turn must not be below."""
+    """The parts that all episodes of a worker share. `oldest` is the version a training turn must not be
+    below."""
 
     rules: Rules
     scorer: Scorer
@@ -138,7 +139,7 @@ class EpisodeRun:
 
     @property
     def seconds(self) -> float:
-        """What the episode has taken, earlier attempts included."""
+        """Seconds that the episode has taken, earlier attempts included."""
         return asyncio.get_running_loop().time() - self.started
 
     def caught_up(self) -> None:

@@ -52,7 +52,7 @@ class DemonstrationPlayer:
         return Outcome(Done(result), turns, sum(len(message.tool_calls) for message in sample.prompt))
 
     async def _nll(self, turns: Sequence[Turn]) -> float:
-        """-log pi of what the assistant says, the mean over its tokens."""
+        """The mean -log pi of what the assistant says, over its tokens."""
         requests = [Request(self.run.name, ids, Sampling(0, ())) for ids in rows_of(turns)]
         said = said_logprobs(turns, [await self.run.sampler.score(request) for request in requests])
         if not math.isfinite(total := math.fsum(said)):
@@ -67,7 +67,7 @@ class DemonstrationPlayer:
 
 
 def said_logprobs(turns: Sequence[Turn], rows: Sequence[Sequence[float]]) -> list[float]:
-    """Those of the turns' ids, of the log-probs of each row's tokens but its first."""
+    """Pick the log-probs of the turns' ids out of the log-probs of each row's tokens but its first."""
     ends, said = [-1] * len(rows), list[float]()
     for turn in turns:
         ends[turn.row] += len(turn.context) + len(turn.ids)
@@ -76,7 +76,7 @@ def said_logprobs(turns: Sequence[Turn], rows: Sequence[Sequence[float]]) -> lis
 
 
 class NoEngine:
-    """In the place of an engine where nothing is sampled: it confirms versions, and reads none."""
+    """Stands in for an engine where nothing is sampled: it confirms versions, and reads none."""
 
     def __init__(self) -> None:
         self.version, self.tokens = 0, 0

@@ -54,7 +54,7 @@ class EpisodeEnvironment:
         )
 
     async def close(self) -> str:
-        """Why it did not close, or ''. Bounded in time, and never raises."""
+        """Close it; say why it did not close, or ''. Bounded in time, and never raises."""
         try:
             await call_user(lambda: self._alone(self.inner.close), CLOSE_SECONDS)
         except Exception as error:
@@ -77,7 +77,8 @@ class EpisodeEnvironment:
 
 
 def _observation(answer: Any) -> Observation:
-    """As it can be recorded: numbers may have been numpy's, and messages a list. TypeError or ValueError."""
+    """Make an observation that can be recorded: numbers may have been numpy's, and messages a list. TypeError
+    or ValueError."""
     if not isinstance(answer, Observation):
         raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
     messages = tuple(islice(answer.messages, MOST_MESSAGES + 1))
@@ -87,7 +88,7 @@ def _observation(answer: Any) -> Observation:
 
 
 def _message(message: Any) -> Message:
-    """Its content and reasoning are cut where the model's tokens are counted."""
+    """Check a message; its content and reasoning are cut where the model's tokens are counted."""
     if not isinstance(message, Message):
         raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
     if message.tool_calls:

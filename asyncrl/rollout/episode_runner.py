@@ -49,13 +49,14 @@ class Player(Protocol):
     """Plays one attempt. Used by one task."""
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
-        """To the end, continuing after recorded turns. ProtocolError: they cannot be continued."""
+        """Play to the end, continuing after recorded turns. ProtocolError: they cannot be continued."""
 
     async def expire(self) -> Outcome:
         """`play` was cancelled because the time is up: score the finished turns."""
 
     async def close(self) -> None:
-        """Called once, however the attempt ended. Bounded in time, and never raises."""
+        """Close what was opened; called once, however the attempt ended. Bounded in time, and never
+        raises."""
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class ServerPool:
         turn.full.clear()
 
     def _waits_for(self, oldest: int, full: int = 0) -> str:
-        """What a turn waits for."""
+        """Name what a turn waits for."""
         if full:
             return f"engines: all {full} that have v{oldest} are full"
         return f"engines: none has v{oldest} ({len(self._servers)} known, {len(self._eligible(0))} healthy)"
@@ -280,7 +280,8 @@ class ServerPool:
         return PooledServer(entry, self._connect(entry, use), use)
 
     def _suspect(self, server: PooledServer, why: Exception) -> None:
-        """It lost a turn: it gets no more until the next table, or until some time has passed."""
+        """Avoid a server that lost a turn: it gets no more until the next table, or until some time has
+        passed."""
         if not server.suspect and server.id in self._servers:
             log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, why)
             server.suspect = True

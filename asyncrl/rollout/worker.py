@@ -159,7 +159,7 @@ class RolloutWorker:
         }
 
     async def serve(self) -> int:
-        """Until `Stop`; raises DeadlineError when the coordinator does not come back."""
+        """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""
         loop, endpoints = asyncio.get_running_loop(), self._endpoints
         self._control = AsyncLink(endpoints.control, ToWorkerControl, self._name, endpoints.keys)
         self._bulk = AsyncLink(endpoints.bulk, ToWorkerBulk, self._name, endpoints.keys)

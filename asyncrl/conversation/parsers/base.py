@@ -1,4 +1,4 @@
-"""What all call formats share: a turn is reasoning, then content with calls between it."""
+"""Reads what all call formats share: a turn is reasoning, then content with calls between it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def call_format(
 
 
 def load_parser(spec: str, where: str = "rollout.parser") -> Parser:
-    """By registered name, `module:function` or `file.py:function`. ConfigError that begins with `where`."""
+    """Load a parser by registered name, `module:function` or `file.py:function`. ConfigError that begins with
+    `where`."""
     found = parsers.load(spec, where)
     try:
         inspect.signature(found).bind("", ())
@@ -210,7 +211,8 @@ def _one_call(text: str, at: int, tags: Tags, read: ReadCall, marks: tuple[str, 
 
 
 def first_of(text: str, at: int, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Where the first of the tags is from `at` on, and which; the end of the text and '' if there is none."""
+    """Find the first of the tags from `at` on: its place and itself; the end of the text and '' if there is
+    none."""
     match = _any_of(tags).search(text, at)
     return (match.start(), match[0]) if match else (len(text), "")
 

@@ -1,4 +1,4 @@
-"""Which parser fits a model, by marks in its chat template. Only a hint for people."""
+"""Finds the parser that fits a model, by marks in its chat template. Only a hint for people."""
 
 from __future__ import annotations
 

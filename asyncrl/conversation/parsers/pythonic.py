@@ -53,8 +53,8 @@ def _listed(body: str) -> tuple[RawCall | Malformed, ...]:
 
 
 def _without_names(body: str) -> tuple[str, dict[str, str]]:
-    """What Python can read: each name of a tool or an argument replaced (`from`, `in` and `get-rain` are
-    none), lines in strings not ended. And the names, by what replaces them."""
+    """Make a text that Python can read: each name of a tool or an argument replaced (`from`, `in` and
+    `get-rain` are none), lines in strings not ended. And the names, by what replaces them."""
     names: dict[str, str] = {}
 
     def write(part: re.Match[str]) -> str:

@@ -22,10 +22,11 @@ from asyncrl.conversation.parsers.values import Malformed, object_at, quote
 
 
 class TaggedCalls(NamedTuple):
-    """How a format writes calls. `call`: the tags around one; `begins`: its beginning, for the model;
-    `head`: what follows the opening tag, with the `name`. `argument`: what precedes a value, with its `key`,
-    and `text` where the format says whether the value is text; if not, the tool's schema says it. `value`:
-    the tag that ends a value, and one that must not be in it. `sections`: optional tags around all calls."""
+    """The form in which calls are written. `call`: the tags around one; `begins`: its beginning, for the
+    model; `head`: what follows the opening tag, with the `name`. `argument`: what precedes a value, with its
+    `key`, and `text` where the format says whether the value is text; if not, the tool's schema says it.
+    `value`: the tag that ends a value, and one that must not be in it. `sections`: optional tags around all
+    calls."""
 
     call: Tags
     begins: str

@@ -60,9 +60,9 @@ def with_types(name: str, arguments: Mapping[str, Any], tools: tuple[str, ...]) 
 
 
 def value_of(text: str, kinds: Kinds) -> Any:
-    """What a text means where values of these types are allowed. Where text is, it stays text unless it is
-    spelled just as another allowed value would be (1.10 and "quoted" are not). What no allowed type reads
-    stays text, too: the tool then says what is wrong."""
+    """Read a text where values of these types are allowed. Where text is, it stays text unless it is spelled
+    just as another allowed value would be (1.10 and "quoted" are not). What no allowed type reads stays text,
+    too: the tool then says what is wrong."""
     value = _read(text, python="string" not in kinds)
     if "string" not in kinds:
         return value
@@ -120,7 +120,7 @@ def _kinds(schema: Any, root: dict[str, Any], depth: int) -> Kinds:
 
 
 def _target(reference: str, root: dict[str, Any]) -> Any:
-    """What a reference within the parameters points at (`#/$defs/name`); None if that is nothing."""
+    """Follow a reference within the parameters (`#/$defs/name`); None if that is nothing."""
     found: Any = root
     for part in reference.removeprefix("#/").split("/"):
         found = _object(found).get(part)

@@ -11,7 +11,7 @@ MAX_DEPTH = 64  # levels of nesting: later readers must not exceed the recursion
 
 
 class Malformed(ValueError):
-    """What is wrong with a call, in one line that the model reads."""
+    """A fault of a call, in one line that the model reads."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

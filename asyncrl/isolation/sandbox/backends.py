@@ -18,13 +18,14 @@ SECONDS = 30.0
 
 
 def new_sandbox(limits: SandboxLimits, require: Iterable[str]) -> Sandbox:
-    """Not yet started. `require`: words of ISOLATION."""
+    """Make a sandbox that is not started yet. `require`: words of ISOLATION."""
     return Jail(limits, require=require)
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What a sandbox isolates. `holds`: words of ISOLATION. `notes`: why the kernel refused the others."""
+    """The isolation that a sandbox gives. `holds`: words of ISOLATION. `notes`: why the kernel refused the
+    others."""
 
     holds: frozenset[str]
     notes: str

@@ -24,11 +24,12 @@ files survive. `shell`: one command; what it starts in the background goes on in
 
 
 class SandboxError(AsyncrlError):
-    """It could not be started, or does not isolate what it must, or a file could not be written or read."""
+    """The sandbox could not be started, or does not isolate what it must, or a file could not be written or
+    read."""
 
 
 class RunEnding(enum.StrEnum):
-    """How a run ended."""
+    """The end of a run."""
 
     DONE = "done"
     FAILED = "failed"  # an exception, or an exit status that is not 0

@@ -49,10 +49,11 @@ class ConfinementPlan(NamedTuple):
 
 
 class Confinement(NamedTuple):
-    """What `confine` achieved. `home`: the code's directory. `holds`: the isolation in force (words of
-    frames.ISOLATION). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the value for
-    RLIMIT_NPROC, which counts all processes of a user. `files`: descriptor of a Landlock ruleset for the
-    code's processes, or -1 for none. `filtered`: seccomp works here. `notes`: what the kernel refused."""
+    """The isolation that `confine` achieved. `home`: the code's directory. `holds`: the isolation in force
+    (words of frames.ISOLATION). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the
+    value for RLIMIT_NPROC, which counts all processes of a user. `files`: descriptor of a Landlock ruleset
+    for the code's processes, or -1 for none. `filtered`: seccomp works here. `notes`: what the kernel
+    refused."""
 
     home: str
     holds: frozenset[str]
@@ -241,7 +242,7 @@ def _become(uid: int) -> None:
 
 
 def _library_is_public() -> bool:
-    """Whether every user may read this Python's library. If not, root's sandbox cannot change its user."""
+    """True if every user may read this Python's library. If not, root's sandbox cannot change its user."""
     path, parts = "", os.path.dirname(os.__file__).split("/")
     for part in parts[1:]:
         path += f"/{part}"
@@ -255,7 +256,7 @@ def _kernel() -> tuple[int, ...]:
 
 
 def _tasks(uid: int) -> int:
-    """How many processes and threads a user has: the kernel counts them all against RLIMIT_NPROC."""
+    """Count the processes and threads of a user: the kernel counts them all against RLIMIT_NPROC."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -1,4 +1,4 @@
-"""What a sandbox and its owner send each other: frames of one header and raw bytes, bounded on both sides.
+"""Messages between a sandbox and its owner: frames of one header and raw bytes, bounded on both sides.
 
 Shared by the owner and the child, so it imports nothing that is slow to start.
 """

@@ -94,7 +94,7 @@ class Jail:
 
     @property
     def pid(self) -> int | None:
-        """Of the process above all of its processes; None when it is not open."""
+        """The pid of the process above all of its processes; None when it is not open."""
         return self._process.pid if self._process else None
 
     async def __aenter__(self) -> Jail:
@@ -235,7 +235,7 @@ class Jail:
 
 
 def _existing(paths: Iterable[str]) -> list[str]:
-    """Those that exist, links resolved beside their names."""
+    """Keep the paths that exist, links resolved beside their names."""
     found: dict[str, None] = {}
     for path in filter(os.path.exists, paths):
         found |= dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))

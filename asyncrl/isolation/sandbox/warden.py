@@ -50,7 +50,7 @@ class BoundedOutput:
             del self._tail[: -self._half]
 
     def join(self) -> tuple[int, bytes]:
-        """How many bytes were left out, and the output with a note in their place."""
+        """Return how many bytes were left out, and the output with a note in their place."""
         tail = bytes(self._tail[-self._half :])
         omitted = self._seen - len(self._head) - len(tail)
         note = f"\n[{omitted} bytes left out]\n".encode() if omitted else b""
@@ -102,7 +102,7 @@ class WatchedProcess:
             return False
 
     def cell_raised(self, number: int) -> bool | None:
-        """Whether the cell raised. None when the interpreter has ended or sent something else."""
+        """True if the cell raised. None when the interpreter has ended or sent something else."""
         try:
             found, raised = interpreter.DONE.unpack(os.read(self.control, 64))
         except (OSError, struct.error):
@@ -215,7 +215,7 @@ class Warden:
         return WatchedProcess(pid, output_read, control)
 
     def _become(self, body: Callable[[], object], stdin: int, output: int, keep: int, cpu: int) -> None:
-        """In the child: close other descriptors, set the limits, run `body`, and exit."""
+        """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit."""
         status = 1
         try:
             os.setsid()
@@ -243,7 +243,7 @@ class Warden:
         self._status |= processes.end_all(self._confinement.alone)
 
     def _kill_all_and_forget(self) -> bool:
-        """True when there was an interpreter."""
+        """Kill all processes; true if there was an interpreter."""
         there = self._interpreter is not None
         self._kill_all()
         self._forget_interpreter()
