@@ -223,18 +223,18 @@ class Branches:
             return _refusal(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
         row = self._extended(request)
         if row is not None:
-            known = self.rows[row]
-            new = request.messages[len(known.messages) :]
-            if refusal := self._too_long(new, len(known.ids)):
+            old = self.rows[row]
+            new = request.messages[len(old.messages) :]
+            if refusal := self._too_long(new, len(old.ids)):
                 return refusal
-            delta = chat.delta_ids(new, known.ids[-1])
+            delta = chat.delta_ids(new, old.ids[-1])
             if delta is not None:
-                return self._limited(
-                    Placement(request, known.session, row, known.ids + delta, delta, 0, known.messages + new)
-                )
+                found = request, old.session, row, old.ids + delta, delta, 0, old.messages + new
+                return self._limited(Placement(*found))
         if len(self.rows) + sum(place.row is None for place in self._pending.values()) >= limits.max_rows:
             return _refusal(EpisodeEnd.MAX_ROWS, "rows", limits.max_rows)
-        shown = self._shown(request.messages)
+        known = [row.messages[: _common(row.messages, request.messages)] for row in self.rows]
+        shown = max(known, key=len, default=())  # the model's messages as it wrote them
         new = request.messages[len(shown) :]
         if refusal := self._too_long(new, 0, sum(map(len, request.tools))):
             return refusal
@@ -273,11 +273,6 @@ class Branches:
         ended = row.last.stop is not StopReason.LENGTH  # else the message is not whole
         answers = bool(new) and all(message.role in ANSWERING_ROLES for message in new)
         return ended and answers and _common(row.messages, messages) == len(row.messages)
-
-    def _shown(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The longest beginning of the messages that a row shows; the model's messages as it wrote them."""
-        shown = (row.messages[: _common(row.messages, messages)] for row in self.rows)
-        return max(shown, key=len, default=())
 
     def _number(self, place: Placement) -> int:
         return len(self.rows) if place.row is None else place.row

@@ -57,7 +57,8 @@ class Chat:
         written = self._probe.written(str(tokenizer.chat_template))
         self._leads, self._closings = self._probe.around()
         self._encode = ChunkEncoder(tokenizer, written)
-        self._control = _any_of({*filter(_no_word, written), *_special(tokenizer)})
+        no_words = {token for token in written if not token.isalnum() and not token.isspace()}
+        self._control = _any_of({*no_words, *_special(tokenizer)})
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         stops = [*(controls[token] for token in self._probe.stops()), *eos, *ends]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
@@ -80,7 +81,8 @@ class Chat:
 
         Any stop token ends the turn. After a token that is none, the delta begins with the end of the turn.
         """
-        if self._rewrites(_runs(messages)):
+        runs = itertools.groupby(message.role for message in messages)  # of equal roles
+        if self._rewrites(tuple(role for role, _ in runs)):
             return None
         ids = (self._delta_uncached if _long(messages) else self._delta)(messages)
         ended = bool(self._probe.end(messages).token) and after in self.stop_ids
@@ -206,11 +208,6 @@ def _special(tokenizer: Tokenizer) -> list[str]:
     return [*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)]
 
 
-def _no_word(token: str) -> bool:
-    """True for a text that is no word and no white space, which texts may hold."""
-    return not token.isalnum() and not token.isspace()
-
-
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token))
 
@@ -218,11 +215,6 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def _long(messages: Sequence[Message]) -> bool:
     """True for messages too long to be cached a thousand times."""
     return sum(len(message.content) for message in messages) > CACHED
-
-
-def _runs(messages: Sequence[Message]) -> tuple[str, ...]:
-    """The roles, each run of equal ones as one."""
-    return tuple(role for role, _ in itertools.groupby(message.role for message in messages))
 
 
 def _rewriting(history: str, role: str, why: str) -> str:

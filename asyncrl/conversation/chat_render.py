@@ -88,17 +88,15 @@ def find_shape(tokenizer: Tokenizer, day: Callable[[str], str], options: Mapping
     their replies; else one in which it shows the replies only. Shapes with a tool role come first, and those
     that show the content. The default if there is none: the template is not one for tools."""
     flags = itertools.product((False, True), repeat=len(astuple(Shape())))
-    shapes = sorted(itertools.starmap(Shape, flags), key=_distance)
+    shapes = sorted(
+        itertools.starmap(Shape, flags), key=lambda s: (s.user_replies, s.bare_calls, sum(astuple(s)))
+    )
     for _, alike in itertools.groupby(shapes, key=lambda shape: shape.user_replies):
         shown = {shape: _shown(Renderer(tokenizer, shape, day, options)) for shape in alike}
         for wanted in (("calls", "replies"), ("replies",)):
             if found := next((shape for shape, parts in shown.items() if parts == wanted), None):
                 return found
     return Shape()
-
-
-def _distance(shape: Shape) -> tuple[bool, bool, int]:
-    return shape.user_replies, shape.bare_calls, sum(astuple(shape))
 
 
 def _shown(render: Render) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ from asyncrl.types import (
 
 FREE_SHARE = 4  # folding frees at least 1 / FREE_SHARE of a row, so that the next turns need no folding again
 DROPPED = "[dropped]"
+BAD_CALL = ToolCall("malformed_call", "{}")
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -232,8 +233,9 @@ def _replied(
     rules: Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
 ) -> Episode:
     """Attach to the turn the tools' replies and, after them, one reply for each malformed call."""
+    malformed = [ToolReply(BAD_CALL, f"error: {error}", error, refused=True) for error in errors]
     everything = tuple(
-        replace(reply, content=rules.shorten(reply.content)) for reply in (*replies, *map(_malformed, errors))
+        replace(reply, content=rules.shorten(reply.content)) for reply in (*replies, *malformed)
     )
     bad = sum(reply.refused for reply in everything)
     episode = replace(
@@ -334,7 +336,3 @@ def _shorten_messages(rules: Rules, messages: Sequence[Message]) -> tuple[Messag
 
 def _tool_message(reply: ToolReply, content: str) -> Message:
     return Message("tool", content, tool_call_id=reply.call.id, name=reply.call.name)
-
-
-def _malformed(error: str) -> ToolReply:
-    return ToolReply(ToolCall("malformed_call", "{}"), f"error: {error}", error, refused=True)

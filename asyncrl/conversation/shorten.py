@@ -30,7 +30,7 @@ def shorten(tokenizer: Tokenizer, text: str, limit: int, where: Cut, missing: in
         excess = _count(tokenizer, short) - limit
         if excess <= 0:
             return short
-        room -= excess  # the pieces together have more tokens than apart
+        room -= excess  # the parts together have more tokens than apart
     return ""
 
 

@@ -24,8 +24,7 @@ import msgspec
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway.agents import MAX_RESULT, agents
 from asyncrl.gateway.server import Endpoint
-from asyncrl.isolation.child import wrapped
-from asyncrl.isolation.environment import inherited
+from asyncrl.isolation.child import inherited, wrapped
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 from asyncrl.types import Sample
 

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,14 @@ FILES, HARD_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # descriptors, a
 ROLE_FILES = max(FILES, min(HARD_FILES, 65_536))
 CLOSE_SECONDS = 1.0  # for a child that has closed its pipe to end
 
+VARIABLES = frozenset({
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME"),
+    *("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM", "NO_PROXY", "no_proxy"),
+})  # fmt: skip
+PREFIXES = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "CONDA_", "CUDA_")
+
 S = TypeVar("S")
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -49,6 +57,13 @@ A = TypeVar("A")
 def raise_file_limit() -> None:
     """For a role. What it starts keeps the limit from before: it may call select()."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (ROLE_FILES, HARD_FILES))
+
+
+def inherited(names: Iterable[str] = ()) -> dict[str, str]:
+    """The environment of a program that the model leads, without keys and tokens: variables that say where
+    programs, libraries and temporary files are, and the variables `names`, where they are set."""
+    allowed = VARIABLES.union(names)
+    return {name: value for name, value in os.environ.items() if name in allowed or name.startswith(PREFIXES)}
 
 
 class ChildError(AsyncrlError):

@@ -266,7 +266,8 @@ class ServerPool:
         for entry in entries:
             if entry.url:
                 id = f"{entry.name} {entry.incarnation}"
-                server = before.pop(id) if id in before else self._join(entry)
+                use = self.uses.setdefault(entry.name, EngineUse(entry.name))
+                server = before.pop(id, None) or PooledServer(entry, self._connect(entry, use), use)
                 self._servers[id] = server
                 server.entry, server.suspect = entry, False
                 if entry.healthy:  # else the coordinator may not know yet what it holds
@@ -274,10 +275,6 @@ class ServerPool:
         for server in before.values():
             self._close(server)
         self.changed.notify()
-
-    def _join(self, entry: EngineEntry) -> PooledServer:
-        use = self.uses.setdefault(entry.name, EngineUse(entry.name))
-        return PooledServer(entry, self._connect(entry, use), use)
 
     def _suspect(self, server: PooledServer, why: Exception) -> None:
         """Avoid a server that lost a turn: it gets no more until the next table, or until some time has

@@ -76,7 +76,7 @@ class Tool:
     process: bool = False
     """Run a sync function in a process of a pool, where the deadline kills it."""
     env: tuple[str, ...] = ()
-    """With `process`: environment variables that it sees beside the usual ones (isolation/environment.py)."""
+    """With `process`: environment variables that it sees beside the usual ones (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
     """The factory that made it, for samples that bring constructor arguments."""
     end: Callable[[], Awaitable[None]] | None = None

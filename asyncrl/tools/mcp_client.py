@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
-from asyncrl.isolation.environment import inherited
+from asyncrl.isolation.child import inherited
 from asyncrl.remote import bearer
 from asyncrl.tools.mcp_pipes import MAX_BYTES, started
 from asyncrl.types import Sample

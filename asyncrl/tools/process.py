@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ConfigError
-from asyncrl.isolation.child import Service
-from asyncrl.isolation.environment import inherited
+from asyncrl.isolation.child import Service, inherited
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.registry import load_object
 from asyncrl.tools.base import Tool, ToolError

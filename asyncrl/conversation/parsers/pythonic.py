@@ -9,8 +9,7 @@ from typing import Any
 
 from asyncrl.conversation.parsers.base import CallBlock, RawCall, Tags, call_format
 from asyncrl.conversation.parsers.json_calls import listed_calls
-from asyncrl.conversation.parsers.literals import expression, kind, literal
-from asyncrl.conversation.parsers.values import Malformed, quote
+from asyncrl.conversation.parsers.values import Malformed, expression, kind, literal, quote
 
 _WRAPPED = (Tags("<|python_start|>", "<|python_end|>"), Tags("<|tool_call_start|>", "<|tool_call_end|>"))
 _OPEN = re.compile("|".join(re.escape(tags.open) for tags in _WRAPPED))
@@ -49,7 +48,7 @@ def _listed(body: str) -> tuple[RawCall | Malformed, ...]:
             raise Malformed("tool calls are a list of calls, such as [f(a=1)], and nothing else")
     except Malformed as error:
         return (error,)
-    return tuple(_item(node, names) for node in tree.elts)
+    return tuple(_call(node, names) for node in tree.elts)
 
 
 def _without_names(body: str) -> tuple[str, dict[str, str]]:
@@ -67,25 +66,21 @@ def _without_names(body: str) -> tuple[str, dict[str, str]]:
     return _PARTS.sub(write, body), names
 
 
-def _item(node: ast.expr, names: dict[str, str]) -> RawCall | Malformed:
-    try:
-        return _call(node, names)
-    except Malformed as error:
-        return error
-
-
-def _call(node: ast.expr, names: dict[str, str]) -> RawCall:
+def _call(node: ast.expr, names: dict[str, str]) -> RawCall | Malformed:
     if not isinstance(node, ast.Call):
-        raise Malformed(f"{kind(node)} is no call such as f(a=1)")
+        return Malformed(f"{kind(node)} is no call such as f(a=1)")
     name = names.get(node.func.id) if isinstance(node.func, ast.Name) else None
     if name is None:
-        raise Malformed(f"{kind(node.func)} is no name of a tool")
+        return Malformed(f"{kind(node.func)} is no name of a tool")
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         argument = names.get(keyword.arg or "")
         if argument is None or argument in arguments:
-            raise Malformed(f"every argument of {quote(name)} must be named, once")
-        arguments[argument] = literal(keyword.value)
+            return Malformed(f"every argument of {quote(name)} must be named, once")
+        try:
+            arguments[argument] = literal(keyword.value)
+        except Malformed as error:
+            return error
     if node.args:
-        raise Malformed(f"the arguments of {quote(name)} must be named, such as a=1")
+        return Malformed(f"the arguments of {quote(name)} must be named, such as a=1")
     return RawCall(name, arguments)

@@ -12,8 +12,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from asyncrl.conversation.parsers.literals import expression, literal
-from asyncrl.conversation.parsers.values import Malformed, json_at
+from asyncrl.conversation.parsers.values import Malformed, expression, json_at, literal
 
 Kinds = frozenset[str]
 

@@ -1,12 +1,16 @@
-"""The values of a call's arguments: strict JSON, or an error text for the model."""
+"""Reads the values of a call's arguments: strict JSON, Python's literals, or an error text for the model."""
 
 from __future__ import annotations
 
+import ast
 import json
+import warnings
 from typing import Any
 
 from asyncrl.values import encodable
 
+_WORDS = {"true": True, "false": False, "null": None}
+_LONGEST = 1 << 16  # Python's parser takes 2 us for a character
 MAX_DEPTH = 64  # levels of nesting: later readers must not exceed the recursion limit either
 
 
@@ -75,3 +79,53 @@ def _deeper(value: Any, levels: int) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, list) and (not levels or any(_deeper(item, levels - 1) for item in value))
+
+
+# -- Python's literals, as models write them in calls ----------------------------------------------------
+
+
+def expression(text: str, problem: str) -> ast.expr:
+    """The syntax tree of `text`. Malformed, beginning with `problem`, if it is no expression."""
+    if len(text) > _LONGEST:
+        raise Malformed(f"{problem}: it has more than {_LONGEST} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about unknown escapes in what the model wrote
+            return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        detail = error.msg if isinstance(error, SyntaxError) else type(error).__name__
+        raise Malformed(f"{problem}: {detail}") from None
+
+
+def literal(node: ast.expr) -> Any:
+    """The value of a literal, JSON's words included; Malformed if it is none, or has no JSON type."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text.encode("utf-16", "surrogatepass").decode(
+                "utf-16", "replace"
+            )  # pairs, as JSON has them
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return _dict([literal(key) if key else None for key in keys], list(map(literal, values)))
+        case _:
+            raise Malformed(f"{kind(node)} is no literal; arguments are strings, numbers, lists, objects")
+
+
+def kind(node: ast.expr) -> str:
+    """The kind of expression; its text could be as long as the turn."""
+    return f"an expression of kind {type(node).__name__}"
+
+
+def _dict(keys: list[Any], values: list[Any]) -> dict[str, Any]:
+    if not all(isinstance(key, str) for key in keys):
+        raise Malformed("the keys of an object must be strings")
+    if len(set(keys)) < len(keys):
+        raise Malformed("a key of an object is there twice")
+    return dict(zip(keys, values, strict=True))

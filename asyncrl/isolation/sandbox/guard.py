@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from asyncrl.isolation.sandbox import confine, emptying, processes
+from asyncrl.isolation.sandbox import confine, emptying, kernel
 from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from asyncrl.isolation.sandbox.warden import Warden
@@ -42,11 +42,11 @@ def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str]
 
 def wait(warden: int, plan: confine.ConfinementPlan) -> None:
     """Wait until the warden has ended, which SIGTERM and the owner's death cause, too. Then clean up."""
-    signal.signal(signal.SIGTERM, lambda *_: processes.kill(warden, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, lambda *_: kernel.kill(warden, signal.SIGKILL))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     os.close(0)  # the owner sees the end of the warden, not ours
     os.waitpid(warden, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    processes.end_all(alone=False)  # what a killed warden left, where there is no process namespace
+    kernel.end_all(alone=False)  # what a killed warden left, where there is no process namespace
     emptying.remove(plan.fallback)

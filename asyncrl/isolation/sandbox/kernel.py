@@ -1,9 +1,13 @@
-"""Calls of libc that Python does not offer. The sandbox imports this, so it must load fast."""
+"""Calls libc where Python does not, and signals all processes of a sandbox, with or without a namespace.
+The sandbox imports this, so it must load fast."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
+
+from asyncrl.isolation.wrapper import descendants
 
 MACHINE = os.uname().machine
 SIGKILL = 9
@@ -28,3 +32,31 @@ def syscall(what: str, number: int, *arguments: object) -> int:
 
 def prctl(option: int, value: object, argument: object = 0) -> None:
     check(libc.prctl(option, value, argument, 0, 0), f"prctl({option})")
+
+
+def end_all(alone: bool) -> dict[int, int]:
+    """Kill every process below this one and wait until none is left: their exit statuses by process id.
+
+    `alone`: kill(-1) reaches no processes but these. Orphans must be adopted by this process: it is the
+    first process of its namespace, or a subreaper.
+    """
+    ended: dict[int, int] = {}
+    while True:
+        signal_all(SIGKILL, alone)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def signal_all(number: int, alone: bool) -> None:
+    """Signal every process below this one."""
+    for pid in (-1,) if alone else descendants(os.getpid()):
+        kill(pid, number)
+
+
+def kill(pid: int, number: int) -> None:
+    """Signal a process, or as `os.kill` has it a group (negative) or all (-1), if it is there."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -20,7 +20,7 @@ import time
 from _socket import socketpair  # the module socket is slow to import
 from collections.abc import Callable
 
-from asyncrl.isolation.sandbox import emptying, frames, interpreter, landlock, processes, seccomp
+from asyncrl.isolation.sandbox import emptying, frames, interpreter, kernel, landlock, seccomp
 from asyncrl.isolation.sandbox.confine import Confinement
 from asyncrl.isolation.sandbox.frames import RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
@@ -152,7 +152,7 @@ class Warden:
             return self._lose(process, kept, frames.DIED)
         in_time = process.watch(kept, request.seconds)
         if not in_time:
-            processes.kill(-process.pid, signal.SIGINT)
+            kernel.kill(-process.pid, signal.SIGINT)
             if not process.watch(kept, GRACE):
                 return self._lose(process, kept, frames.LATE)
         raised = process.cell_raised(self._cells)
@@ -236,11 +236,11 @@ class Warden:
 
     def _signal_all(self, number: int) -> None:
         """Signal every process of the sandbox but this one."""
-        processes.signal_all(number, self._confinement.alone)
+        kernel.signal_all(number, self._confinement.alone)
 
     def _kill_all(self) -> None:
         """Kill every process of the sandbox but this one."""
-        self._status |= processes.end_all(self._confinement.alone)
+        self._status |= kernel.end_all(self._confinement.alone)
 
     def _kill_all_and_forget(self) -> bool:
         """Kill all processes; true if there was an interpreter."""
