@@ -60,10 +60,9 @@ def _llama(message: Message) -> str:
 
 def _glm(message: Message) -> str:
     def call(made: ToolCall) -> str:
-        pairs = [
-            f"\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>"
-            for key, value in json.loads(made.arguments).items()
-        ]
+        given = json.loads(made.arguments).items()
+        texts = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in given]
+        pairs = [f"\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>" for key, text in texts]
         return f"\n<tool_call>{made.name}{''.join(pairs)}\n</tool_call>"
 
     content = f"\n{message.content}" if message.content else ""

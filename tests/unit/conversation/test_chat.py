@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -54,56 +52,7 @@ def text(name: str, tokens: tuple[int, ...] | None) -> str | None:
     return None if tokens is None else tokenizer_of(name).decode(tokens, skip_special_tokens=False)
 
 
-# -- whole conversations -----------------------------------------------------------------------------
-
-# As people and tools write: control tokens of a template are nobody's words, and templates strip white space.
-words = (
-    st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"], include_characters=" \n"), max_size=20)
-    .map(lambda said: f"~{said}~")
-    .filter(lambda said: not set("<[") & set(said))
-)
-
-
-@st.composite
-def conversations(draw: st.DrawFn, name: str) -> list[tuple[Message, ...]]:
-    """The prompt, and then in turn what the model says and what it is answered."""
-    family = FAMILIES[name]
-    prompt = [Message("system", draw(words))] * draw(st.booleans()) + [Message("user", draw(words))]
-    pieces = [tuple(prompt)]
-    for _ in range(draw(st.integers(0, 3))):
-        most = (1 if family.one_call else 2) * ("tool" in family.appends)
-        calls = draw(st.integers(0 if "user" in family.appends else 1, most))
-        content = draw(words) if not (calls and family.bare_calls) else ""
-        reasoning = draw(words) if family.thinks and draw(st.booleans()) else ""
-        made = tuple(
-            ToolCall("weather", json.dumps({"city": draw(words)}, ensure_ascii=False), f"abcdefgh{n}")
-            for n in range(calls)
-        )
-        replies = [Message("tool", draw(words), tool_call_id=call.id, name=call.name) for call in made]
-        pieces.append((Message("assistant", content, made, reasoning=reasoning),))
-        pieces.append(tuple(replies) or (Message("user", draw(words)),))
-    return pieces
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].appends])
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_pieces_are_the_whole_conversation(name: str, data: st.DataObject) -> None:
-    family, chat = FAMILIES[name], chat_of(name)
-    prompt, *rest = data.draw(conversations(name))
-    row, said = chat.prompt_ids(prompt, (TOOL,)), list(prompt)
-    for (turn,), answer in zip(rest[::2], rest[1::2], strict=True):
-        written = ids(name, family.writes(turn) + family.ends[bool(turn.tool_calls)])
-        assert written[-1] in chat.stop_ids
-        assert chat.decode(written) == family.writes(turn)
-        opened = ids(name, "<think>\n\n</think>\n\n" * (name == "qwen3" and not turn.reasoning))
-        assert chat.turn_ids(tuple(said), turn, (TOOL,)) == opened + written
-        delta = chat.delta_ids(answer, written[-1])
-        assert delta is not None
-        row += written + delta
-        said += [turn, *answer]
-    assert text(name, row) == text(name, chat.prompt_ids(tuple(said), (TOOL,)))
-    assert row == chat.prompt_ids(tuple(said), (TOOL,))
+# -- turns --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
