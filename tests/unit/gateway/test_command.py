@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, load_agent, result_of
 from asyncrl.gateway.command import CommandError
 from asyncrl.types import Message, Sample
+from tests.fakes.processes import gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y": 1, "answer": 42}')
@@ -121,14 +122,6 @@ def test_a_sample_that_nobody_reads_and_output_without_end_do_no_harm() -> None:
     assert run("sh -c 'head -c 5000000 /dev/zero | tr \"\\0\" x; echo; echo 3'", sample=big) == 3
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-
-
 @pytest.mark.parametrize("ending", ["wait", "exit 0"])
 def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
     """Neither when it is cancelled nor when it leaves children that hold its pipes."""
@@ -136,28 +129,17 @@ def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
     os.mkfifo(pids)
     line = f"sh -c 'setsid sleep 600 & echo $$ $! > {pids}; {ending}'"
 
-    async def main() -> list[int]:
+    async def main() -> None:
         playing = asyncio.create_task(Command(line=line)(SAMPLE, ENDPOINT))
         found = (await asyncio.to_thread(pids.read_text)).split()
         if ending == "wait":
             playing.cancel()
         await asyncio.wait([playing], timeout=30)
-        assert playing.done()
-        return [int(pid) for pid in found]
+        assert playing.done() and len(found) == 2
+        for pid in found:
+            await gone(int(pid))
 
-    started = asyncio.run(main())
-    assert len(started) == 2
-    deadline = asyncio.run(_gone(started))
-    assert deadline, "a process was left"
-
-
-async def _gone(pids: list[int]) -> bool:
-    """Init reaps orphans in its own time."""
-    for _ in range(500):
-        if not any(map(alive, pids)):
-            return True
-        await asyncio.sleep(0.01)
-    return False
+    asyncio.run(main())
 
 
 # -- names -------------------------------------------------------------------------------------------

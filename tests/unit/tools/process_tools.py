@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -31,8 +30,6 @@ def work(what: str) -> Rewarded:
             time.sleep(60)
         case "die":
             os._exit(7)
-        case "quit":
-            sys.exit(3)
         case "child":
             return Rewarded(subprocess.Popen(["sleep", "60"], start_new_session=True).pid, 0.0)
         case "variables":
@@ -45,8 +42,6 @@ def work(what: str) -> Rewarded:
             return Rewarded(os.getppid(), 0.0)
         case "large":
             return Rewarded("x" * 10_000_000, 0.0)
-        case "garbage":
-            os.write(4, b"\xff" * 100)  # the descriptor of its answers
     if what.startswith("polite"):
         with open(what.split()[1], "a") as calls:
             calls.write("x")

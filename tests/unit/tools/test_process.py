@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.isolation import child, pool
 from asyncrl.tools import Toolbox, ToolSession, load_tool, load_tools, tool
-from asyncrl.tools.process import source_of
 from asyncrl.tools.replies import MAX_REPLY
 from asyncrl.types import Sample, ToolCall, ToolReply
+from tests.fakes.processes import gone, until
 
 FILE = Path(__file__).with_name("process_tools.py")
 WORK = load_tool(f"{FILE}:work")
@@ -47,16 +46,6 @@ def play(*turns: list[str], **options: float) -> list[list[ToolReply]]:
     return asyncio.run(main())
 
 
-def gone(pid: int) -> bool:
-    """Within seconds."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_processes_are_kept_for_further_calls() -> None:
     first, second = play(["a", "b"], ["a", "b", "c"])
     pids = {reply.content for reply in first}
@@ -71,7 +60,8 @@ def test_a_tool_that_stops_what_watches_it_leaves_no_process(
 ) -> None:
     monkeypatch.setattr(pool, "KILL_SECONDS", 0.2 if how == "stop always" else 20.0)
     ((stopped,),) = play([how])
-    assert stopped.error is None and gone(int(stopped.content))
+    assert stopped.error is None
+    asyncio.run(gone(int(stopped.content)))
 
 
 def with_deadlines(play: Callable[[Toolbox, ToolSession], Awaitable[None]]) -> None:
@@ -97,7 +87,7 @@ def test_what_runs_past_its_deadline_is_killed_with_its_children() -> None:
         assert (await session.call(call("hang"))).error == "no reply within 0.1 s"
         box.timeout = 20.0
         assert (await session.call(call("a"))).error is None
-        assert gone(int(child.content))
+        await gone(int(child.content))
 
     with_deadlines(play)
 
@@ -187,10 +177,8 @@ def test_a_process_that_comes_after_the_end_ends_too(
         await box.close()
         held.set()
         await asyncio.wait(starts, timeout=20)
-        async with asyncio.timeout(20):
-            while not spawned:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert gone(spawned[0])
+        await until(lambda: bool(spawned), "nothing was started")
+        await gone(spawned[0])
 
     with_deadlines(play)
 
@@ -200,20 +188,6 @@ def test_what_a_tool_says_itself_is_not_dressed_up_and_final(tmp_path: Path) -> 
     reply = play([f"polite {calls}"], retries=2)[0][0]
     assert reply.error == "No city is called so."
     assert calls.read_text() == "x"
-
-
-@pytest.mark.parametrize(
-    ("what", "error"),
-    [
-        ("die", "the process of the tool ended with exit code 7"),
-        ("quit", "SystemExit: 3"),
-        ("garbage", "the process of the tool sent 4294967295 bytes at once"),
-    ],
-)
-def test_a_process_that_breaks_is_replaced(what: str, error: str) -> None:
-    (broken,), (fine,) = play([what], ["a"], concurrency=1)
-    assert broken.error == error
-    assert fine.error is None
 
 
 def test_a_call_is_tried_again_in_a_new_process(tmp_path: Path) -> None:
@@ -240,13 +214,11 @@ def test_a_factory_is_found_with_its_arguments() -> None:
 
 
 def test_a_function_without_a_name_of_its_own_is_refused() -> None:
+    """Else a child could not find it."""
+
     @tool(process=True)
     def local() -> str:
         return ""
 
     with pytest.raises(ConfigError, match="top level"):
         Toolbox({"local": local})
-
-
-def test_how_a_tool_is_found() -> None:
-    assert source_of(WORK).spec == f"{FILE}:work"
