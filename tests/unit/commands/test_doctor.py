@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +20,7 @@ import torch
 from asyncrl import cli
 from asyncrl.config import parse
 from asyncrl.config.composition import compose
+from asyncrl.episodes import parts
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine, preflight
 from asyncrl.launch.data import Inputs, RunData
@@ -145,3 +148,19 @@ def test_an_sglang_that_is_not_supported(tmp_path: Path) -> None:
     config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "engine": engine})
     with pytest.raises(ConfigError, match=r"has sglang 0\.0\.1; install one of 0\.5"):
         list(machine.check_sglang(Inputs(config)))
+
+
+def test_tokenizer_tools_and_rewards_are_loaded_once(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever checks of a dry run with held-out data use them."""
+    loaded = Counter[str]()
+
+    def counted(name: str, load: Any) -> Any:
+        return lambda *given: loaded.update([name]) or load(*given)
+
+    for name in ("load_tokenizer", "load_tools", "load_rewards"):
+        monkeypatch.setattr(parts, name, counted(name, getattr(parts, name)))
+    keys = (f"data.test={tmp_path / 'train.parquet'}", "rollout.tools=[calculator]")
+    assert cli.main(["train", "--dry-run", *overrides, *keys]) == 0
+    assert loaded == {"load_tokenizer": 1, "load_tools": 1, "load_rewards": 1}
