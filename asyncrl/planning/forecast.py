@@ -164,6 +164,14 @@ def stretched(recorded: Recorded, tail: float) -> Recorded:
     return tuple(tuple(tuple(map(stretch, episode)) for episode in group) for group in recorded)
 
 
+def slower(recorded: Recorded, factor: float) -> Recorded:
+    """Multiply all waits."""
+    return tuple(
+        tuple(tuple(replace(turn, wait=turn.wait * factor) for turn in episode) for episode in group)
+        for group in recorded
+    )
+
+
 def workload(config: RunConfig, rates: Rates) -> Workload:
     """Returns the workload of a configuration, whose group policy is resolved."""
     buffer, ranks = config.buffer, config.trainer.ranks
@@ -214,15 +222,11 @@ def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict
     """By name, the share of a step's seconds that is saved where one thing is twice as fast, or there is
     twice as much of it. Of the same simulated runs, without and with the change."""
     work = workload(config, rates)
-    waits = tuple(
-        tuple(tuple(replace(turn, wait=turn.wait / 2) for turn in episode) for episode in group)
-        for group in work.recorded
-    )
     longer = replace(work.buffer, max_staleness=work.buffer.max_staleness * 2 + 1)
     changes = {
         "engines": replace(work, base=work.base / 2, rate=work.rate * 2),
         "trainer": replace(work, train=work.train / 2, commit=work.commit / 2),
-        "tools and rewards": replace(work, recorded=waits),
+        "tools and rewards": replace(work, recorded=slower(work.recorded, 0.5)),
         "rollout.slots": replace(work, slots=work.slots * 2),
         "buffer.max_staleness": replace(work, buffer=longer),
         "pushes of weights": replace(work, publish=work.publish / 2),

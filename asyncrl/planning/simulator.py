@@ -29,16 +29,6 @@ from asyncrl.types import EpisodeResult, EpisodeStats
 PARTS = np.array([0.875, 0.625, 0.375, 0.125])
 
 
-class LogNormal(msgspec.Struct, frozen=True):
-    """exp(N(ln median, sigma²)); 0 for a median of 0."""
-
-    median: float
-    sigma: float = 0.0
-
-    def draw(self, random: Random) -> float:
-        return self.median * math.exp(random.gauss(0.0, self.sigma)) if self.median else 0.0
-
-
 class RecordedTurn(msgspec.Struct, frozen=True):
     """Tokens that were sampled, and the seconds from then to the next turn, or until the episode landed."""
 
@@ -50,16 +40,11 @@ Recorded = tuple[tuple[tuple[RecordedTurn, ...], ...], ...]  # turns of episodes
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """A workload, in seconds and tokens. An episode samples `turns` times, with one tool call between
-    two turns; or, with `recorded`, as an episode did of a group that is drawn from these."""
+    """A workload, in seconds and tokens. Episodes play as those of a group that is drawn from `recorded`."""
 
+    recorded: Recorded
     buffer: BufferConfig = BufferConfig(groups_per_batch=8, episodes_per_group=4, group_policy="complete")
     slots: int = 64
-    turns: int = 2
-    again: float = 0.0  # probability of one more turn, after these and after each that follows
-    tokens: LogNormal = LogNormal(20.0)  # of a turn
-    tool: LogNormal = LogNormal(0.0)  # seconds of a call
-    recorded: Recorded = ()
     speed: float = 200.0  # tokens/s of one episode alone
     rate: float = 4000.0  # tokens/s of all engines
     base: float = 0.0  # n episodes that sample take max(1/speed, base + n/rate) seconds for a token each
@@ -86,12 +71,10 @@ class SimulatedStep(msgspec.Struct, frozen=True):
 
 
 class _Play:
-    """An episode that runs: `left` turns are to be sampled, as `recorded` where there are any."""
+    """An episode that runs; the last `left` turns of `recorded` are to be sampled."""
 
-    def __init__(
-        self, episode: EpisodeRecord, left: int, recorded: Sequence[RecordedTurn], began: float
-    ) -> None:
-        self.episode, self.left, self.recorded, self.began = episode, left, recorded, began
+    def __init__(self, episode: EpisodeRecord, recorded: Sequence[RecordedTurn], began: float) -> None:
+        self.episode, self.recorded, self.left, self.began = episode, recorded, len(recorded), began
         self.turn_began, self.version, self.tokens = began, 0, 0.0
         self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
 
@@ -178,27 +161,20 @@ class Simulation:
         self.buffer.assign(episode, "", 0, version, self.now)
         group, random = self.buffer.live[episode.group], self.random
         if group.id not in self._groups:
-            drawn = random.choice(self.w.recorded) if self.w.recorded else ()
-            self._groups[group.id] = drawn, random.random() < self.w.filtered
+            self._groups[group.id] = random.choice(self.w.recorded), random.random() < self.w.filtered
             if group.patience < math.inf:
                 self._after(group.patience, self._deadline)
-        drawn, _ = self._groups[group.id]
-        if drawn:  # a group of more members than were recorded has some twice
-            recorded = drawn[episode.member] if episode.member < len(drawn) else random.choice(drawn)
-            turns = len(recorded)
-        else:
-            recorded, turns = (), self.w.turns
-            while random.random() < self.w.again:
-                turns += 1
-        self._sample(_Play(episode, turns, recorded, self.now))
+        drawn, _ = self._groups[group.id]  # a group of more members than were recorded has some twice
+        recorded = drawn[episode.member] if episode.member < len(drawn) else random.choice(drawn)
+        self._sample(_Play(episode, recorded, self.now))
 
     def _deadline(self) -> None:
         self.buffer.tick(self.now)
         self._changed = True
 
     def _sample(self, play: _Play) -> None:
-        play.tokens = play.recorded[-play.left].tokens if play.recorded else self.w.tokens.draw(self.random)
-        play.turn_began, play.version = self.now, len(self._published)
+        play.tokens, play.turn_began = play.recorded[-play.left].tokens, self.now
+        play.version = len(self._published)
         heapq.heappush(self._sampling, (self._served + play.tokens, next(self._order), play))
 
     def _turn_ended(self, play: _Play) -> None:
@@ -207,15 +183,10 @@ class Simulation:
         self.buffer.waiting_tokens.begin(episode.uid, self.now, play.tokens)
         computed = max(tokens, round(tokens * self.w.computed))
         self.buffer.turn(episode, computed, tokens, play.version, len(self._published))
-        wait = play.recorded[-play.left].wait if play.recorded else math.nan
+        wait = min(play.recorded[-play.left].wait, self.w.limit - (self.now - play.began))
         play.left -= 1
-        left = self.w.limit - (self.now - play.began)
-        if left <= 0 or not (play.left or play.recorded):
-            self._landed(play)
-            return
-        seconds = min(wait if play.recorded else self.w.tool.draw(self.random), left)
-        goes_on = self._sample if play.left else self._landed
-        self._after(seconds, lambda: goes_on(play))
+        goes_on = self._sample if play.left and wait >= 0 else self._landed
+        self._after(max(0.0, wait), lambda: goes_on(play))
 
     def _landed(self, play: _Play) -> None:
         """Rewards of a group differ, unless it is to be filtered."""

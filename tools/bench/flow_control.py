@@ -7,22 +7,48 @@ python tools/bench/flow_control.py --budget 0.02       # of another buffer.stale
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
+from random import Random
 
 from common import table
 from msgspec.structs import replace
 
-from asyncrl.planning.simulator import LogNormal, SimulatedStep, Simulation, Workload
+from asyncrl.planning.simulator import Recorded, RecordedTurn, SimulatedStep, Simulation, Workload
 
-PLAIN = Workload()
-EIGHT = replace(PLAIN, buffer=replace(PLAIN.buffer, episodes_per_group=8))
-SLOW_TOOL = replace(EIGHT, turns=4, tool=LogNormal(0.097, 1.5))
-TAIL = replace(  # that of async_ratio.py: 0.3 s a call, the demo's model
+GROUPS = 1000  # that episodes are drawn from
+
+
+def drawn(
+    members: int,
+    turns: int,
+    tokens: tuple[float, float],
+    call: tuple[float, float] = (0.0, 0.0),
+    again: float = 0.0,
+) -> Recorded:
+    """Groups whose episodes sample `turns` times, and once more with probability `again`, and again, with a
+    tool call between two turns. Medians and sigmas of log-normal tokens of a turn, and seconds of a call."""
+    random = Random(0)
+
+    def episode() -> tuple[RecordedTurn, ...]:
+        count = turns
+        while random.random() < again:
+            count += 1
+        played = [RecordedTurn(log_normal(*tokens), log_normal(*call)) for _ in range(count)]
+        return (*played[:-1], replace(played[-1], wait=0.0))
+
+    def log_normal(median: float, sigma: float) -> float:
+        return median * math.exp(random.gauss(0.0, sigma))
+
+    return tuple(tuple(episode() for _ in range(members)) for _ in range(GROUPS))
+
+
+PLAIN = Workload(drawn(4, 2, (20.0, 0.0)))
+EIGHT = replace(PLAIN.buffer, episodes_per_group=8)
+SLOW_TOOL = Workload(drawn(8, 4, (20.0, 0.0), (0.097, 1.5)), EIGHT)
+TAIL = Workload(  # that of async_ratio.py: 0.3 s a call, the demo's model
+    drawn(8, 1, (7.0, 0.3), (0.097, 1.5), again=0.47),
     EIGHT,
-    turns=1,
-    again=0.47,
-    tokens=LogNormal(7.0, 0.3),
-    tool=LogNormal(0.097, 1.5),
     speed=600.0,
     train=0.085,
     publish=0.02,
@@ -42,7 +68,7 @@ WORKLOADS = {
     "trainer bound": replace(PLAIN, train=1.0),
     "slow tool": SLOW_TOOL,
     "slow tool, partial": with_keys(SLOW_TOOL, group_policy="partial", group_deadline=1.0),
-    "lengths": replace(PLAIN, turns=1, tokens=LogNormal(100.0, 1.0), slots=256),
+    "lengths": replace(PLAIN, recorded=drawn(4, 1, (100.0, 1.0)), slots=256),
     "synchronous": with_keys(SLOW_TOOL, max_staleness=0),
 }
 
