@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         """The level of each, printed as soon as it is found."""
         for level, text, check in findings:
             first, _, more = text.partition("\n")
-            print(f"{level:<8} {check:<14} {first.removeprefix(f'{check:<14}')}", flush=True)
+            print(f"{level:<8} {check:<14} {first}", flush=True)
             if more:
                 print(indent(more, " " * 24, lambda line: True))
             yield level

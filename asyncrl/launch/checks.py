@@ -1,7 +1,8 @@
 """All checks before a run, by name. `asyncrl train` runs RUN up to the first error; `asyncrl doctor` and
 `asyncrl train --dry-run` run all of them, and collect what they find.
 
-A check yields notes, and raises ConfigError for what has to be corrected. Nothing is written or started.
+A check yields notes, and raises ConfigError for what has to be corrected. It reads `Inputs` and changes
+nothing, there or elsewhere.
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ class Check(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-def check(config: RunConfig) -> Inputs:
-    """Raise the first ConfigError of RUN, cheap checks first. What a run needs, with all warnings about what
-    is valid, but probably a mistake, among its data's."""
+def check(config: RunConfig) -> tuple[Inputs, list[str]]:
+    """Raise the first ConfigError of RUN, cheap checks first. Return what a run needs, and all warnings about
+    what is valid, but probably a mistake."""
     inputs = Inputs(config)
-    found = [note.text for each in RUN for note in _notes(each, inputs) if note.level == "warning"]
-    inputs.data = inputs.samples._replace(warnings=found)
-    return inputs
+    return inputs, [note.text for each in RUN for note in _notes(each, inputs) if note.level == "warning"]
 
 
 def examine(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
@@ -60,7 +59,7 @@ RUN = (
     Check("run directory", preflight.check_directory),  # before a model is fetched
     LIBRARIES,
     Check("launch", preflight.check_launch),
-    Check("model", preflight.resolve_model, ("libraries",)),
+    Check("model", preflight.check_models, ("libraries",)),
     Check("plug-ins", preflight.check_plugins, ("libraries",)),
     Check("data", preflight.load_data, ("model", "plug-ins")),
     Check("device", preflight.check_device, ("libraries",)),

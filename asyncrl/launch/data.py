@@ -24,7 +24,7 @@ from asyncrl.data.ignored_settings import IgnoredSettings
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
-from asyncrl.launch.run_directory import changes, stored
+from asyncrl.launch.run_directory import begun_with, changes, stored
 from asyncrl.rewards.answers import is_number
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Message, Sample
@@ -241,24 +241,57 @@ Level = Literal["ok", "warning", "error", "skipped"]
 
 @dataclass
 class Inputs:
-    """Of a run. A check may complete them for later ones: `config` gets directories for the names of models,
-    `data` is loaded. `prompt`: tokens of the first one."""
+    """What checks read, each made once, when a check first asks for it; no check changes any of it.
 
-    config: RunConfig
+    An error while something is made is found by the check that asks first; those that need it are skipped.
+    """
+
+    given: RunConfig
     data: RunData | None = None
-    prompt: int = 0
+
+    @cached_property
+    def resolved(self) -> RunConfig:
+        """The configuration with directories for the names of models, and the policy for groups."""
+        from asyncrl.algorithms.recipe import with_group_policy
+        from asyncrl.launch.models import resolve_models
+
+        return with_group_policy(resolve_models(self.given, begun_with(self.given)))
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration; the given one before, or where it cannot be resolved."""
+        found: RunConfig = vars(self).get("resolved", self.given)
+        return found
 
     @cached_property
     def parts(self) -> EpisodeParts:
-        """Chat template, tools and rewards, each made once. No check asks before `config` is complete."""
+        """Chat template, tools and rewards, each made once."""
         from asyncrl.episodes.parts import EpisodeParts  # imports transformers
 
         return EpisodeParts(self.config)
 
-    @property
+    @cached_property
     def samples(self) -> RunData:
-        assert self.data is not None, "the check of the data comes first"
-        return self.data
+        """The samples of the run, in files without names."""
+        return self.data or check_data(self.parts)
+
+    @property
+    def loaded(self) -> bool:
+        """True once there are samples."""
+        return self.data is not None or "samples" in vars(self)
+
+    @cached_property
+    def prompt(self) -> tuple[int, ...]:
+        """The token ids of the first prompt as the model reads it; of a conversation that is to be learned,
+        what precedes its first answer. Empty where an environment or an agent writes it."""
+        sample, rollout = self.samples.train[0], self.config.rollout
+        if rollout.environment or rollout.agent:
+            return ()
+        schemas = self.parts.toolbox.schemas(sample)
+        if not sample.demonstration:
+            return tuple(self.parts.rules.chat.prompt_ids(sample.prompt, schemas))
+        turns = demonstrated(self.parts.rules, sample, schemas)
+        return () if isinstance(turns, Fail) else tuple(turns[0].context)
 
 
 class Note(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig
 from asyncrl.launch.model_directory import parameter_count
 from asyncrl.launch.run_directory import creatable
+from asyncrl.runtime.imports import is_imported
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # other CPUs take longer with bfloat16 than with float32
@@ -36,7 +37,7 @@ def sees_gpu(config: RunConfig) -> bool | None:
     """Whether torch sees a GPU on this machine; None on Ray, whose processes may be on other machines."""
     if config.launch.kind == "ray":
         return None
-    if not has_driver():
+    if not (is_imported("torch") or has_driver()):
         return False
     import torch
 

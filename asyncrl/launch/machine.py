@@ -175,7 +175,8 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
     variable is not set, they use the one that has the machine's address (`launch.ray.use_interface_of`)."""
     config, named, stats = inputs.config, os.environ.get(INTERFACES, ""), psutil.net_if_stats()
     ray, far = bool(config.launch.ray_address), config.engine.urls and not is_loopback(config.launch.host)
-    seen = ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in stats.items())
+    others = {name: its for name, its in stats.items() if "loopback" not in its.flags}
+    seen = ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in others.items()) or "loopback only"
     usable = [name for name, its in stats.items() if its.isup and _means(named or UNSET, name)]
     problem = ""
     if named and not usable:

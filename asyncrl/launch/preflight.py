@@ -19,12 +19,10 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch import estimates, memory, placement
-from asyncrl.launch.data import Inputs, Note, check_data, ok, warning
+from asyncrl.launch.data import Inputs, Note, ok, warning
 from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
 from asyncrl.launch.model_directory import chat_template, check_model
-from asyncrl.launch.models import resolve_models
 from asyncrl.launch.run_directory import (
-    begun_with,
     check_resumed,
     check_run_directory,
     creatable,
@@ -51,13 +49,10 @@ def check_directory(inputs: Inputs) -> Iterator[Note]:
     yield ok(str(run_directory(inputs.config)))
 
 
-def resolve_model(inputs: Inputs) -> Iterator[Note]:
-    """Also completes the configuration, which all later checks read."""
-    from asyncrl.algorithms.recipe import with_group_policy  # imports torch
-
-    inputs.config = with_group_policy(resolve_models(inputs.config, begun_with(inputs.config)))
-    check_resumed(inputs.config)
-    check_model(inputs.config)
+def check_models(inputs: Inputs) -> Iterator[Note]:
+    """The models are found, and those of the hub fetched. Later checks read the resolved configuration."""
+    check_resumed(inputs.resolved)
+    check_model(inputs.resolved)
     yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
 
 
@@ -80,7 +75,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
 
 def load_data(inputs: Inputs) -> Iterator[Note]:
     with _quiet():
-        data = inputs.data = check_data(inputs.parts)
+        data = inputs.samples
     held_out = f", {len(data.test)} held out" if data.test is not None else ""
     yield ok(f"{len(data.train)} samples{held_out}")
     yield from map(warning, data.warnings)
@@ -117,27 +112,15 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
 
 
 def describe_chat(inputs: Inputs) -> Iterator[Note]:
-    """How turns end, and the first prompt exactly as the model reads it; of a conversation that is to be
-    learned: what precedes its first answer."""
-    from asyncrl.conversation.demonstration import demonstrated
-
-    config, sample = inputs.config, inputs.samples.train[0]
+    """Show how turns end, and the first prompt exactly as the model reads it."""
     with _quiet():
         rules = inputs.parts.rules
-    schemas = inputs.parts.toolbox.schemas(sample)
     ends = rules.chat.stop_ids
     stops = ", ".join(f"{rules.chat.decode([end, end])} ({end})" for end in ends)
     yield ok(f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}")
-    if config.rollout.environment or config.rollout.agent:  # which write more, or all of it
-        return
-    if sample.demonstration:
-        turns = demonstrated(rules, sample, schemas)
-        ids = turns[0].context if isinstance(turns, tuple) else ()  # the check before has refused a Fail
-    else:
-        ids = rules.chat.prompt_ids(sample.prompt, schemas)
-    inputs.prompt = len(ids)
-    count = f"the first prompt has {len(ids)} tokens of {config.rollout.max_tokens}"
-    yield ok(f"{count}:\n{rules.chat.decode(ids)}")
+    if ids := inputs.prompt:
+        count = f"the first prompt has {len(ids)} tokens of {inputs.config.rollout.max_tokens}"
+        yield ok(f"{count}:\n{rules.chat.decode(ids)}")
 
 
 def check_sample(inputs: Inputs) -> Iterator[Note]:
@@ -156,7 +139,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     for name, tool in parts.toolbox.tools.items():
         call = ToolCall(name, msgspec.json.encode(_arguments(tool.schema["function"])).decode())
         reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
-        line = f"sample        {name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
+        line = f"{name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
         found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
     truth, scorer = json.loads(sample.ground_truth), parts.scorer
     right = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
@@ -169,9 +152,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
                 )
                 score += " (it may look for a format around it)" * (score == "0" and bool(answer))
             why = f"rollout.reward fails for {what} as the answer to the first sample: {failure.line}"
-            found.append(
-                warning(why) if failure else ok(f"sample        {what} as the answer scores {score}")
-            )
+            found.append(warning(why) if failure else ok(f"{what} as the answer scores {score}"))
     finally:
         await parts.close()
     return found
@@ -326,7 +307,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
             f"taken for text; set rollout.parser={fitting}"
         )
-    unsure = calls and rollout.tools and not fitting and inputs.data is not None  # or its check has failed
+    unsure = calls and rollout.tools and not fitting and inputs.loaded  # or its check has failed
     if unsure and not shown_calls(inputs.parts, inputs.samples.train[0].prompt):
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
@@ -351,7 +332,7 @@ def describe_cluster(inputs: Inputs) -> Iterator[Note]:
 
 def estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
-        config, gpu, prompt = inputs.config, sees_gpu(inputs.config), inputs.prompt
+        config, gpu, prompt = inputs.config, sees_gpu(inputs.config), len(inputs.prompt)
         train, test = len(inputs.samples.train), len(inputs.samples.test or ())
         yield from map(ok, estimates.describe_work(config, train, test, prompt))
         yield from map(ok, estimates.describe_costs(config, gpu))

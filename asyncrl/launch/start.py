@@ -40,7 +40,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
     if dry_run:
         return _plan(config)
     defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
-    inputs = checks.check(config)
+    inputs, warnings = checks.check(config)
     config, data = inputs.config, inputs.samples
     del inputs  # its tokenizer is needed no more
     run_dir, units, changed = run_directory(config), placement.plan(config), resumed_with(config)
@@ -70,7 +70,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row, trains)
         if changed:
             console.note(f"goes on with other keys: {changed}")
-        for warning in data.warnings:
+        for warning in warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
         ending = session.run()
@@ -96,7 +96,7 @@ def _plan(config: RunConfig) -> int:
     print(*placement.describe(shown, units, gpu, count), sep="\n")
     for level, text, name in found:
         if level == "ok" and name in (checks.CLUSTER.name, checks.SAMPLE.name, checks.ESTIMATE.name):
-            print(text)
+            print(f"{name:<14}{text}" if name == checks.SAMPLE.name else text)
     for level, text, _ in found:
         if level == "warning":
             print(f"warning: {text}")

@@ -27,6 +27,11 @@ class DeferredModule(ModuleType):
         return getattr(sys.modules[name], attribute)
 
 
+def is_imported(name: str) -> bool:
+    """True once the module itself was imported."""
+    return name in sys.modules and not isinstance(sys.modules[name], DeferredModule)
+
+
 def defer(name: str) -> None:
     """Let this process import a large module when something of it is used, and not before."""
     if name not in sys.modules and (spec := find_spec(name)):

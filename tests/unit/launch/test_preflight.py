@@ -167,7 +167,6 @@ def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.Monk
         list(preflight.check_device(Inputs(wanting)))
     list(preflight.check_device(Inputs(config(tmp_path, model=model, launch={"kind": "ray"}))))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("asyncrl.launch.estimates.has_driver", lambda: True)
     list(preflight.check_device(Inputs(wanting)))
 
 
@@ -219,7 +218,6 @@ def test_servers_for_gpus_where_there_are_none_are_worth_a_warning(
     for own in ({"urls": ["http://127.0.0.1:1"]}, {"server_command": ["launch"]}):
         assert not warnings(config(tmp_path, engine={"name": "sglang", **own}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("asyncrl.launch.estimates.has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
     assert not warnings(config(tmp_path, engine={"name": "sglang"}))
 
@@ -351,7 +349,7 @@ def test_a_sample_goes_through_each_tool_and_the_reward(tmp_path: Path) -> None:
     unknown = asyncio.run(preflight.try_sample(without, msgspec.structs.replace(sample, ground_truth="null")))
     assert unknown == [nothing], "without a ground truth there is one answer"
     call = '{"city":"1","days":1,"kind":"rain"}'
-    assert weather == ok(f"sample        weather({call}) replies 'rain in 1 for 1'")
+    assert weather == ok(f"weather({call}) replies 'rain in 1 for 1'")
     assert broken.level == "warning" and "OSError: no network" in broken.text
-    assert right == ok("sample        its ground truth as the answer scores 0.25")
+    assert right == ok("its ground truth as the answer scores 0.25")
     assert nothing.level == "warning" and "division by zero" in nothing.text and "own.py:2" in nothing.text
