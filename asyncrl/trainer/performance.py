@@ -11,13 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-# Phases reported as timing_s/*. One backward serves policy and critic: it counts as update_actor,
-# update_critic is the step of the critic's optimizer.
-TIMED = (
-    *("update_actor", "update_critic", "values", "ref", "adv"),
-    *("update_weights", "save_checkpoint", "wait_data"),
-)
-BY_TOKEN = TIMED[:5]  # also reported per token of the batch, as timing_per_token_ms/*
+from asyncrl.observe.metrics import PHASES
+
+# One backward serves policy and critic, and counts as update_actor; update_critic is the critic's optimizer.
+TIMED = tuple(name.removeprefix("timing_s/") for name in PHASES)
+BY_TOKEN = TIMED[1:6]  # ref to update_critic: also reported per token of the batch, as timing_per_token_ms/*
 PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
 GB = 1e9
 

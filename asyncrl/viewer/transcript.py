@@ -37,8 +37,8 @@ def decoder(model: str) -> Decode:
     )
 
 
-def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """The text of each token. Of several tokens that are one character the last one has it."""
+def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; of several tokens that are one character the last one has it."""
     growing, read, found = GrowingText(decode), list[int](), list[str]()
     for token in ids:
         read.append(token)
@@ -114,9 +114,9 @@ def _turns(
             "agent": turn.agent,
             "stop": turn.stop,
             "seconds": turn.seconds,
-            "context": {"ids": turn.context, "texts": pieces(decode, turn.context)},
+            "context": {"ids": turn.context, "texts": token_texts(decode, turn.context)},
             "ids": turn.ids,
-            "texts": pieces(decode, turn.ids),
+            "texts": token_texts(decode, turn.ids),
             "logprobs": turn.logprobs,
             "versions": [version for version, _ in spans],
             "kv_versions": [version for _, version in spans],
