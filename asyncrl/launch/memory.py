@@ -240,11 +240,11 @@ def coverage(path: str) -> str:
 
 def version_bytes(config: RunConfig) -> int:
     """Main memory of a trainer rank for versions on their way out, at most: copies of its shards that ranks
-    collect, and the next one; where ranks send only what has changed, the one that was sent last."""
+    collect, and the next one; where only what has changed is published, the one that was published last."""
     from asyncrl.trainer.publishing import readers
 
     ranks = config.trainer.ranks
-    copies = readers(config, ranks) + 1 + (ranks > 1 and config.weights.full_every > 1)
+    copies = readers(config, ranks) + 1 + (config.weights.full_every > 1)
     shards = ranks // config.trainer.replicas
     return copies * count(weight_shapes(config.model.path)) * EXPORTED[config.model.dtype] // shards
 

@@ -32,7 +32,7 @@ from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.version_server import Arriving, VersionServer, travels
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Manifest, Superseded, Unavailable, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Superseded, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
 from asyncrl.wire.messages.versions import PIECE, FileBytes, OpenedVersion, OpenVersion, ReadFile, VersionGone
@@ -84,9 +84,9 @@ class Mirror:
         self._closing = threading.Event()
 
     @asynccontextmanager
-    async def at_hand(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
+    async def local_copy(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
         """The version as files that this machine sees, and which stay during the body. If that fails, what is
-        damaged here is deleted. Raises Unavailable when nobody delivers it, Superseded when only a newer one
+        damaged here is deleted. Raises Unreachable when nobody delivers it, Superseded when only a newer one
         is left, and WeightsError."""
         if not self._is_elsewhere(ref):
             yield ref
@@ -156,7 +156,7 @@ class Mirror:
             raise WeightsError(f"{version.label} cannot be written here: {error}{advice}") from error
         except (DeadlineError, ProtocolError) as error:
             log.warning("%s does not come to this machine: %s", version.label, error)
-            raise Unavailable(f"{version.label} does not come: {one_line(error)}") from error
+            raise Unreachable(f"{version.label} does not come: {one_line(error)}") from error
 
     @contextmanager
     def _turn(self) -> Iterator[Path]:

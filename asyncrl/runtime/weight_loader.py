@@ -19,7 +19,7 @@ from asyncrl.runtime.activity import Recorder
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.waits import Notifier
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.weights.manifest import Manifest, Probe, Superseded, Unavailable, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Probe, Superseded, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
 LOAD = "load_weights"  # a span of the timeline
@@ -108,7 +108,7 @@ class WeightLoader:
         checksum, probed = "", (0.0, 0, 0.0)
         start, wall = time.monotonic(), time.time()
         with recorded() as failure:
-            async with self._at_hand(ref) as local:
+            async with self._local_copy(ref) as local:
                 start, wall = time.monotonic(), time.time()
                 try:
                     async with asyncio.timeout(self._deadline):
@@ -125,14 +125,14 @@ class WeightLoader:
         self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
         superseded, unproven = isinstance(failure.error, Superseded), not self._proven
-        lost = isinstance(failure.error, Unavailable) and not superseded
+        lost = isinstance(failure.error, Unreachable)
         return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded, unproven, lost)
 
-    def _at_hand(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
+    def _local_copy(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
         """The files of a version, where they are needed."""
         if self._mirror is None or (self._last is not None and self._last[0] == ref):
             return nullcontext(ref)
-        return self._mirror.at_hand(ref)
+        return self._mirror.local_copy(ref)
 
     async def _swap(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
         """Load a version; one that is in use already is only confirmed again."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config import RunConfig
@@ -19,7 +18,7 @@ from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
-from asyncrl.weights.delta import DeltaWriter
+from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shards import HostShards
@@ -27,11 +26,7 @@ from asyncrl.weights.snapshot import Snapshot
 from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.trainer import Published
-from asyncrl.wire.sockets import (
-    Endpoints,
-    Link,
-    identity,
-)
+from asyncrl.wire.sockets import Endpoints, Link, identity
 
 PROBE_TOKENS = 65
 NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other shapes are rounded otherwise
@@ -46,23 +41,24 @@ class Publishing:
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
     ) -> None:
-        self.config, self.mesh, self.policy = config, mesh, policy
+        self.config, self.mesh, self.policy, self._endpoints = config, mesh, policy, endpoints
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
         self._probe_ids = probe_ids(policy.vocabulary)
-        files = config.weights.transport == "disk"
-        deadline, deltas = config.launch.stall_timeout, config.weights.full_every > 1
-        collectors = readers(config, mesh.size)
+        weights, collectors = config.weights, readers(config, mesh.size)
         self._host = HostShards(
-            *(shards(policy), policy.published, policy.export_dtype, deadline, deltas, collectors),
-            copied_buffers(policy),
+            *(shards(policy), policy.published, policy.export_dtype, config.launch.stall_timeout),
+            *(collectors, copied_buffers(policy), weights.full_every > 1),
         )
-        self._publisher: Publisher | None = None
-        self._sender: Sender | None = None
-        self._links: list[Link] = []  # used by the publisher's thread only, while that lives
-        write = self._writer(run_dir) if files else self._offerer(endpoints, collectors)
-        if mesh.rank == 0:
-            self._publisher = Publisher(write, self._announcer(endpoints))
+        self._files: VersionWriter | None = None
+        if weights.transport == "disk":
+            size = sum(spec.nbytes for spec in self._host.layout)
+            needed = disk.bytes_needed(size, weights.full_every > 1, config.engine.keepers)
+            directory = disk.weights_directory(weights.directory, run_dir, config.name, needed)
+            self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every)
+        self._sender = None if self._files else self._offering(collectors)
+        self._link: Link | None = None  # of the publisher's thread, while that lives
+        self._publisher = Publisher(self._write, self._announce) if mesh.rank == 0 else None
 
     def publish(self, version: PolicyVersion) -> None:
         """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
@@ -70,9 +66,9 @@ class Publishing:
         start = time.monotonic()
         kept = copied_buffers(self.policy)  # small, and not to wait for the copies behind them
         index = self._host.claim(lambda busy: self.mesh.gather(busy, list[int]))
-        self._host.copy(index, shards(self.policy))
+        self._host.copy(index, shards(self.policy), kept)
         self.check()
-        snapshot = self._host.snapshot(index, version, time.monotonic() - start, kept)
+        snapshot = self._host.snapshot(index, version, time.monotonic() - start)
         if self._publisher is not None:
             self._publisher.submit(snapshot)
         elif self._sender is not None:
@@ -103,64 +99,43 @@ class Publishing:
     def drain(self) -> None:
         """Write what is published, before this rank ends; on all ranks."""
         timeout = self.config.launch.stop_timeout / 2
-        if self._publisher is not None and self._publisher.close(timeout):
-            for link in self._links:
-                link.close()
+        if self._publisher is not None and self._publisher.close(timeout) and self._link is not None:
+            self._link.close()
         if self._sender is not None:
             self._sender.close()
         self._host.close(timeout)
 
-    def _directory(self, run_dir: Path) -> Path:
-        weights, size = self.config.weights, sum(spec.nbytes for spec in self._host.layout)
-        needed = disk.bytes_needed(size, weights.full_every > 1, self.config.engine.keepers)
-        return disk.weights_directory(weights.directory, run_dir, self.config.name, needed)
-
-    def _offerer(self, endpoints: Endpoints, senders: int) -> Callable[[Snapshot], WeightsRef]:
-        """So many ranks offer the version to a part of the servers each, which get it when their keepers ask.
+    def _offering(self, senders: int) -> Sender | None:
+        """So many ranks offer versions to a part of the servers each, which get them when their keepers ask.
         Rank 0 tells where all of them are. A collective."""
-        weights, address = self.config.weights, ""
+        weights, sender = self.config.weights, None
         if self.mesh.rank < senders:
-            host = local_address(endpoints.control)
+            host = local_address(self._endpoints.control)
             ipc = weights.transport == "ipc"
-            self._sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device, ipc)
-            address = self._sender.address
-        addresses = ",".join(self.mesh.gather(address, str)[:senders])
+            sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device, ipc)
+        addresses = ",".join(self.mesh.gather(sender.address if sender else "", str)[:senders])
+        if sender is not None and self.mesh.rank == 0:
+            sender.address = addresses
+        return sender
 
-        def offer(snapshot: Snapshot) -> WeightsRef:
-            assert self._sender is not None, "only senders have something to offer"
-            self._sender.offer(snapshot)
-            return WeightsRef(snapshot.version, addresses)
+    # -- the publisher's thread ------------------------------------------------------------------------
 
-        return offer
+    def _write(self, snapshot: Snapshot) -> WeightsRef:
+        """Put a version where engines find it."""
+        if self._files is None:
+            assert self._sender is not None, "rank 0 is the first sender"
+            return self._sender.offer(snapshot)
+        ref = self._files.write(snapshot)
+        disk.prune(self._files.directory)
+        return ref
 
-    def _writer(self, run_dir: Path) -> Callable[[Snapshot], WeightsRef]:
-        """The publisher's thread writes a version to files."""
-        weights, directory = self.config.weights, self._directory(run_dir)
-        deltas = None
-        if weights.full_every > 1:
-            deltas = DeltaWriter(directory, weights.bucket_bytes, weights.full_every)
-
-        def write(snapshot: Snapshot) -> WeightsRef:
-            if deltas is not None:
-                ref = deltas.write(snapshot)
-            else:
-                ref = disk.write(snapshot, directory, weights.bucket_bytes)
-            disk.prune(directory)
-            return ref
-
-        return write
-
-    def _announcer(self, endpoints: Endpoints) -> Callable[[WeightsRef, float, float], None]:
-        """Published goes out from the publisher's own thread, over its own socket."""
-
-        def announce(ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
-            if not self._links:
-                name = identity("trainer", 0)
-                self._links.append(Link(endpoints.control, ToTrainerControl, name, endpoints.keys))
-            self.announced = Published(ref, snapshot_s, write_s)
-            self._links[0].send(self.announced)
-
-        return announce
+    def _announce(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
+        """Published goes out over a socket of this thread's own."""
+        if self._link is None:
+            name = identity("trainer", 0)
+            self._link = Link(self._endpoints.control, ToTrainerControl, name, self._endpoints.keys)
+        self.announced = Published(ref, snapshot_s, write_s)
+        self._link.send(self.announced)
 
 
 def readers(config: RunConfig, ranks: int) -> int:

@@ -65,9 +65,10 @@ from asyncrl.weights.manifest import (
     TensorEntry,
     WeightsRef,
     describe,
-    entry,
+    split,
 )
-from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, split
+from asyncrl.weights.ranges import joined
+from asyncrl.weights.snapshot import Snapshot, whole
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -257,16 +258,15 @@ class EngineConnection:
     def _flattened(
         self, snapshot: Snapshot, buckets: Sequence[Layout], entries: dict[str, TensorEntry]
     ) -> Generator[Tensor]:
-        """Each bucket as the bytes of its tensors, one behind the other; `entries` get their checksums."""
-        for specs, tensors in zip(buckets, self._read(snapshot), strict=True):
-            entries.update((spec.name, entry(spec, as_bytes(tensors[spec.name]))) for spec in specs)
-            yield torch.cat([tensors[spec.name].reshape(-1).view(torch.uint8) for spec in specs])
-
-    def _read(self, snapshot: Snapshot) -> Iterator[Tensors]:
-        """The snapshot's buckets. An error in reading them is the trainer's, not the engine's."""
+        """Each bucket as the bytes of its tensors, one behind the other; `entries` get their checksums. An
+        error in reading them is the trainer's, not the engine's."""
         try:
-            yield from snapshot.buckets(self._sender.bucket_bytes)
-        except Superseded:
+            with snapshot.pin() as pinned:
+                for part, specs in zip(self._parts(snapshot), buckets, strict=True):
+                    shares = dict(zip(snapshot.layout[part], pinned.shares(part), strict=True))
+                    entries.update((spec.name, joined(spec, shares[spec])) for spec in specs)
+                    yield whole(one for spec in specs for one in shares[spec])
+        except (Superseded, GeneratorExit):
             raise
         except Exception as error:
             self._sender.error = error

@@ -1,11 +1,11 @@
-"""Versions as what changed since the one before: the publisher's end, and that of a reader with a cache.
+"""Versions whole and as what changed since the one before: the publisher's end, and a reader's with a cache.
 
     published:  e0-v0 whole ◄── e0-v1 delta ◄── e0-v2 delta     e0-v3 whole ◄── e0-v4 delta
     cached:     e0-v1 whole, which becomes e0-v2 in place, or e0-v3 by a copy
 
-A delta can be applied only to the exact bytes it was made from. The publisher keeps those in a file of its
-own, a reader in its cache. The manifest names the version that they must be, and the checksums of the result
-show whether they were.
+A delta can be applied only to the exact bytes it was made from. The publisher's ranks keep their copies of
+those, a reader has them in its cache. The manifest names the version that they must be, and the checksums of
+the result show whether they were.
 """
 
 from __future__ import annotations
@@ -16,74 +16,64 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.errors import disk_full
-from asyncrl.weights import codec, disk, tensorfile
-from asyncrl.weights.manifest import ITEM_BYTES, Delta, Manifest, WeightsError, WeightsRef, describe, entry
+from asyncrl.weights import disk, tensorfile
+from asyncrl.weights.manifest import Delta, Manifest, WeightsError, WeightsRef, describe, split
+from asyncrl.weights.ranges import joined
 
 if TYPE_CHECKING:  # readers do not import torch
-    from asyncrl.weights.snapshot import Snapshot
+    from asyncrl.weights.snapshot import Pinned, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
 Version = tuple[WeightsRef, Manifest]
 
-BASE = "base.safetensors"  # beside the versions: the bytes of the last one
 
+class VersionWriter:
+    """Publishes versions to a directory: a whole one, then up to `full_every` - 1 deltas, fewer when these
+    add up to a whole one. The copy that the last one was made of is kept until the next one is made."""
 
-class DeltaWriter:
-    """Publishes a process's versions to a directory: a whole one, then up to `full_every` - 1 deltas, fewer
-    when these add up to a whole one."""
-
-    def __init__(self, directory: Path, bucket_bytes: int, full_every: int) -> None:
+    def __init__(self, directory: Path, bucket_bytes: int, full_every: int = 1) -> None:
         self.directory, self.bucket_bytes, self.full_every = directory, bucket_bytes, full_every
-        self._base: Manifest | None = None  # what BASE holds; None while that is between two versions
-        self._copied = 0  # number of the copy that BASE holds
+        self._base: tuple[Manifest, Pinned] | None = None  # of the last version
+        self._reading = ExitStack()  # it
         self._deltas = self._bytes = 0  # since the last whole version
 
     def write(self, snapshot: Snapshot) -> WeightsRef:
-        """Publish a version, as `disk.write` does."""
+        """Publish a version, whole or not at all. Raises Superseded, WeightsError, and OSError; the next one
+        may be a delta still."""
         base = self._base
         full = self._deltas + 1 >= self.full_every or self._bytes >= snapshot.total_bytes
-        if base is None or full or base.layout != snapshot.layout:
-            return self._whole(snapshot)
-        return self._delta(snapshot, base)
-
-    def _whole(self, snapshot: Snapshot) -> WeightsRef:
-        ref = disk.write(snapshot, self.directory, self.bucket_bytes)
-        self._base = None
-        try:
-            shutil.copyfile(Path(ref.path) / disk.PAYLOAD, self.directory / BASE)
-        except OSError as error:
-            if not disk_full(error):
-                raise
-            log.warning("no room to make deltas of v%d: the next version is whole, too", ref.version.step)
-            (self.directory / BASE).unlink(missing_ok=True)
-            return ref
-        self._base, self._copied = disk.read_manifest(ref), snapshot.copied
-        self._deltas = self._bytes = 0
-        return ref
-
-    def _delta(self, snapshot: Snapshot, base: Manifest) -> WeightsRef:
-        with disk.new_version(self.directory, snapshot.version) as work:
-            manifest = self._encode(snapshot, base, work / disk.DELTA)
-            disk.write_manifest(work, manifest)
-        assert manifest.delta is not None
-        self._base, self._copied = manifest, snapshot.copied
-        self._deltas, self._bytes = self._deltas + 1, self._bytes + sum(manifest.delta.sizes)
+        if base is None or full or base[0].layout != snapshot.layout:
+            base = None
+        with ExitStack() as reading:
+            pinned = reading.enter_context(snapshot.pin())
+            with disk.new_version(self.directory, snapshot.version) as work:
+                manifest = self._filled(work, snapshot, pinned, base)
+                disk.write_manifest(work, manifest)
+            if self.full_every > 1:
+                self._reading.close()
+                self._base, self._reading = (manifest, pinned), reading.pop_all()
+        delta = manifest.delta
+        self._deltas, self._bytes = (self._deltas + 1, self._bytes + delta.size) if delta else (0, 0)
         return disk.ref_to(self.directory, snapshot.version)
 
-    def _encode(self, snapshot: Snapshot, base: Manifest, path: Path) -> Manifest:
-        """Write what changed, and bring BASE up to date with it, a tensor at a time."""
-        own = tensorfile.mapped(self.directory / BASE, base.layout, "r+")
-        earlier = tensorfile.Earlier(self._copied, own) if self._copied else None
-        entries, sizes = [], []
+    def _filled(
+        self, work: Path, snapshot: Snapshot, pinned: Pinned, base: tuple[Manifest, Pinned] | None
+    ) -> Manifest:
+        """Have ranks write their bytes, or write what has changed in them."""
+        entries, changed, path = [], [], work / (disk.DELTA if base else disk.PAYLOAD)
         with path.open("wb") as file:
-            for spec, data in snapshot.chunks(self.bucket_bytes, earlier):
-                self._base = None
-                sizes.append(file.write(codec.encode(own[spec.name], data, ITEM_BYTES[spec.dtype])))
-                own[spec.name][:] = data
-                entries.append(entry(spec, data))
-        delta = Delta(base.version, base.checksum, tuple(sizes))
+            at = file.write(b"" if base else tensorfile.header(snapshot.layout))
+            for part in split(snapshot.layout, self.bucket_bytes):
+                of_ranks = pinned.shares(part, base=base[1]) if base else pinned.shares(part, str(path))
+                for spec, shares in zip(snapshot.layout[part], of_ranks, strict=True):
+                    entries.append(joined(spec, shares))
+                    changed.append(tuple((one.count, len(one.data)) for one in shares if one.count))
+                    for one in shares:
+                        file.seek(at)
+                        file.write(one.data)
+                        at += len(one.data) if base else one.count
+        delta = Delta(base[0].version, base[0].checksum, tuple(changed)) if base else None
         return describe(snapshot.version, tuple(entries), delta)
 
 

@@ -30,22 +30,18 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import codec, tensorfile
+from asyncrl.weights import codec, ranges, tensorfile
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Manifest,
     WeightsError,
     WeightsRef,
-    describe,
     overall_checksum,
-    xxh3,
 )
 from asyncrl.weights.tensorfile import Arrays
 
 if TYPE_CHECKING:  # processes that only check and prune files do not import torch
     import torch
-
-    from asyncrl.weights.snapshot import Snapshot
 
 PAYLOAD = "model.safetensors"
 DELTA = "delta.bin"
@@ -56,20 +52,10 @@ _TEMPORARY = ".writing-"
 log = logging.getLogger("asyncrl.weights")
 
 
-def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
-    """Write one version, whole or not at all. Publishing a version again replaces it. Raises OSError if it
-    does not fit."""
-    with new_version(directory, snapshot.version) as work:
-        chunks = snapshot.chunks(bucket_bytes)
-        with (work / PAYLOAD).open("wb") as file:
-            entries = tensorfile.write(file, snapshot.layout, chunks)
-        write_manifest(work, describe(snapshot.version, entries))
-    return ref_to(directory, snapshot.version)
-
-
 @contextmanager
 def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
-    """A directory to fill, which becomes that of a version when the body succeeds."""
+    """A directory to fill, which becomes that of a version when the body succeeds. Publishing a version again
+    replaces it. Raises OSError, naming a file, if it does not fit."""
     directory.mkdir(parents=True, exist_ok=True)
     _clean(directory)
     work, target = _temporary(directory), Path(ref_to(directory, version).path)
@@ -154,12 +140,15 @@ def apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
     assert manifest.delta is not None
     try:
         data = (Path(ref.path) / DELTA).read_bytes()
-        if len(data) != sum(manifest.delta.sizes):
+        if len(data) != manifest.delta.size:
             raise WeightsError("it is cut off")
         start = 0
-        for spec, size in zip(manifest.layout, manifest.delta.sizes, strict=True):
-            codec.apply(arrays[spec.name], data[start : start + size], ITEM_BYTES[spec.dtype])
-            start += size
+        for spec, changed in zip(manifest.layout, manifest.delta.ranges, strict=True):
+            at = 0
+            for count, size in changed:
+                target = arrays[spec.name][at : at + count]
+                codec.apply(target, data[start : start + size], ITEM_BYTES[spec.dtype])
+                start, at = start + size, at + count
     except (OSError, KeyError, ValueError, WeightsError) as error:
         raise WeightsError(f"weights {ref.path}: no usable {DELTA} ({error})") from error
 
@@ -167,7 +156,7 @@ def apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
 def check(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
     """Raises WeightsError unless these are the bytes of the version."""
     for entry in manifest.tensors:
-        if xxh3(arrays[entry.name]) != entry.xxh3:
+        if ranges.entry(entry.spec, arrays[entry.name]) != entry:
             raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
 
 
@@ -235,9 +224,9 @@ def delete_damaged(ref: WeightsRef) -> None:
 
 def bytes_needed(version_bytes: int, deltas: bool, caches: int) -> int:
     """Bytes that the versions kept at once may take, the one being written and one being read included. With
-    deltas: two lineages, each a whole version and deltas of about as much, the publisher's copy, and
-    readers' `caches`, if they are beside the versions."""
-    return version_bytes * (KEEP + 2 + (3 + caches if deltas else 0))
+    deltas: two lineages, each a whole version and deltas of about as much, and readers' `caches`, if they are
+    beside the versions."""
+    return version_bytes * (KEEP + 2 + (2 + caches if deltas else 0))
 
 
 def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:

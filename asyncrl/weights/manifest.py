@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,11 +23,11 @@ class WeightsError(AsyncrlError):
     """Published weights are missing, damaged or not this model's."""
 
 
-class Unavailable(WeightsError):
+class Unreachable(WeightsError):
     """Nobody delivers the version: nothing is known to be wrong with it."""
 
 
-class Superseded(Unavailable):
+class Superseded(WeightsError):
     """Only a newer version can be had."""
 
 
@@ -63,8 +63,20 @@ class TensorSpec(NamedTuple):
 Layout = tuple[TensorSpec, ...]
 
 
+def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
+    """Consecutive tensors of at most `bucket_bytes` together; a larger one alone."""
+    start, size = 0, 0
+    for index, spec in enumerate(layout):
+        if index > start and size + spec.nbytes > bucket_bytes:
+            yield slice(start, index)
+            start, size = index, 0
+        size += spec.nbytes
+    if layout:
+        yield slice(start, len(layout))
+
+
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of a version, with the checksum of its bytes."""
+    """One tensor of a version, with the checksum of its bytes (weights/ranges.py)."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,11 +99,17 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The version whose bytes a delta changes, and how many bytes of the delta belong to each tensor."""
+    """The version whose bytes a delta changes. `ranges`: of each tensor the consecutive ranges of bytes, and
+    how many bytes of the delta belong to each."""
 
     version: PolicyVersion
     checksum: str
-    sizes: tuple[int, ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the delta."""
+        return sum(size for ranges in self.ranges for _, size in ranges)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,11 +131,6 @@ def describe(
 ) -> Manifest:
     """The manifest of a version, its checksum included."""
     return Manifest(version, tensors, overall_checksum(tensors), delta)
-
-
-def entry(spec: TensorSpec, data: Any) -> TensorEntry:
-    """A tensor with the checksum of its bytes."""
-    return TensorEntry(*spec, xxh3(data))
 
 
 def xxh3(data: Any) -> str:

@@ -1,76 +1,154 @@
-"""A policy version in host memory, read bucket by bucket: what every way of publishing starts from.
+"""Copies of the weights in host memory: written by the trainer, read in the background by who publishes them.
 
-The tensors of a version may lie in pieces on many ranks. A collector reads them a bucket at a time, so the
-whole model is never in one process because of a publish.
+A buffer that is being read, on any rank, is never written to: ranks tell each other which these are, and
+claim the same one. Copies are numbered, and a reader names the one it wants. The tensors of a version lie in
+ranges on many ranks: a collector reads them a bucket at a time, or has each rank write its own, so the whole
+model is never in one process because of a publish.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import Layout, TensorSpec
-from asyncrl.weights.tensorfile import Earlier
+from asyncrl.weights.manifest import Layout, Superseded
+from asyncrl.weights.ranges import RangeShare
+
+CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
 
 Tensors = dict[str, Tensor]
-Bytes = np.ndarray  # [n], uint8
-Read = Callable[[slice], Tensors]  # the whole tensors of a slice of the layout
+NONE = np.empty(0, np.uint8)
+
+
+class Pinned(Protocol):
+    """A copy of the weights that is not written over."""
+
+    def shares(self, part: slice, file: str = "", base: Self | None = None) -> list[Sequence[RangeShare]]:
+        """Return what each rank has of the tensors of a part of the layout, in order: its bytes, which it
+        may have written into the safetensors `file` instead, or what has changed since a `base`. Memory is
+        that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""
+        ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in host memory. `seconds`: what the trainer waited for it; `copied`: number of the copy, or 0
-    if it cannot be read as changes of another one. Of ranks that collect."""
+    """A version in host memory, of ranks that collect. `seconds`: what the trainer waited for it. `pin` can
+    be used again, from any thread; it raises Superseded when a newer version has taken its place."""
 
     version: PolicyVersion
-    layout: Layout  # in the order in which `buckets` yields
+    layout: Layout
     seconds: float
-    pin: Callable[..., AbstractContextManager[Read]]  # entering raises Superseded; of an Earlier, or nothing
-    copied: int = 0
+    pin: Callable[[], AbstractContextManager[Pinned]]
 
     @property
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.layout)
 
-    def buckets(self, bucket_bytes: int, earlier: Earlier | None = None) -> Iterator[Tensors]:
-        """All tensors, whole and on the CPU, in groups of at most `bucket_bytes` (a larger tensor alone). Of
-        an `earlier` copy ranks need to deliver only what has changed since.
 
-        May be read again, from any thread. While an iterator is open the memory behind it is not written
-        over; close one that is left early. A bucket may be a view of that memory: not to be written to, nor
-        kept for longer. Raises Superseded, at the start only, when a newer version has taken its place, and
-        WeightsError when a rank does not deliver.
-        """
-        with self.pin(earlier) if earlier is not None and self.copied else self.pin() as read:
-            for part in split(self.layout, bucket_bytes):
-                yield read(part)
-
-    def chunks(self, bucket_bytes: int, earlier: Earlier | None = None) -> Iterator[tuple[TensorSpec, Bytes]]:
-        """`buckets`, tensor by tensor and as bytes."""
-        specs = iter(self.layout)
-        for bucket in self.buckets(bucket_bytes, earlier):
-            for tensor in bucket.values():
-                yield next(specs), as_bytes(tensor)
+def whole(shares: Iterable[RangeShare]) -> Tensor:
+    """The bytes of some shares one behind the other, [n] of uint8."""
+    arrays = [np.frombuffer(one.data, np.uint8) for one in shares if one.count]
+    return torch.from_numpy(np.concatenate(arrays or [NONE]))
 
 
-def as_bytes(tensor: Tensor) -> Bytes:
+def as_bytes(tensor: Tensor) -> np.ndarray:
     """The bytes of a CPU tensor, not copied if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
-    """Consecutive tensors of at most `bucket_bytes` together; a larger one alone."""
-    start, size = 0, 0
-    for index, spec in enumerate(layout):
-        if index > start and size + spec.nbytes > bucket_bytes:
-            yield slice(start, index)
-            start, size = index, 0
-        size += spec.nbytes
-    if layout:
-        yield slice(start, len(layout))
+@dataclass
+class Buffer:
+    """`copied`: number of the copy it holds; 0: none, or one being written."""
+
+    memory: Tensor  # [n] of uint8, all tensors one after another
+    copied: int = 0
+    readers: int = 0
+    event: torch.cuda.Event | None = None  # the copy is complete when this has happened
+
+
+class Buffers:
+    """Buffers of `size` bytes, `count` at first, used again and again; one more only if all are being read at
+    once. So there is at most one more than readers, which launch/estimates.py counts on."""
+
+    def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
+        self._size, self._pinned = size, pinned
+        self._buffers = [self._buffer() for _ in range(count)]
+        self._changed = threading.Condition()
+        self._claiming = False
+        self.copies = 0
+
+    def begin_claim(self) -> list[int]:
+        """Return those that are being read. Nobody begins to read one until `claim`."""
+        with self._changed:
+            self._claiming = True
+            return [index for index, buffer in enumerate(self._buffers) if buffer.readers]
+
+    def claim(self, busy: Collection[int]) -> int:
+        """The buffer to write next, the oldest that is not `busy`; it holds nothing from now on."""
+        with self._changed:
+            free = [index for index in range(len(self._buffers)) if index not in busy]
+            if not free:  # the trainer does not wait
+                self._buffers.append(self._buffer())
+                free = [len(self._buffers) - 1]
+            oldest = min(free, key=lambda index: self._buffers[index].copied)
+            self._buffers[oldest].copied = 0
+            self._claiming = False
+            self._changed.notify_all()
+            return oldest
+
+    def copy(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
+        """Copy the tensors, cast to types in which they have `size` bytes in all, into a buffer that was
+        claimed. Those of larger types come first."""
+        buffer = self._buffers[index]
+        with self._changed:
+            buffer.copied = 0
+        start = 0
+        for tensor, dtype in tensors:
+            size = tensor.numel() * dtype.itemsize
+            place = buffer.memory[start : start + size].view(dtype)
+            place.copy_(tensor.reshape(-1), non_blocking=True)
+            start += size
+        assert start == self._size, "other tensors than the buffers are for"
+        if self._pinned:
+            # From a GPU all this is only enqueued, in front of the next change of the weights on the stream.
+            # Not run so far, for lack of a GPU.
+            buffer.event = torch.cuda.Event()
+            buffer.event.record()
+        with self._changed:
+            self.copies += 1
+            buffer.copied = self.copies
+            self._changed.notify_all()
+
+    @contextmanager
+    def reading(self, index: int, copied: int, wait: float) -> Iterator[Tensor]:
+        """The memory of a copy that is made within `wait` seconds. Raises Superseded if it is not there. 0: a
+        reader that other ranks have not heard of, which must not begin between `begin_claim` and `claim`."""
+
+        def there() -> bool:
+            return index < len(self._buffers) and self._buffers[index].copied == copied
+
+        with self._changed:
+            if not wait and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
+                raise Superseded("ranks have not agreed on what to write next: nothing may be read so long")
+            if not self._changed.wait_for(there, wait):
+                raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
+            buffer = self._buffers[index]
+            buffer.readers += 1
+        try:
+            if buffer.event is not None:
+                buffer.event.synchronize()
+            yield buffer.memory
+        finally:
+            with self._changed:
+                buffer.readers -= 1
+
+    def _buffer(self) -> Buffer:
+        return Buffer(torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pinned))

@@ -1,4 +1,4 @@
-"""A safetensors file, written tensor by tensor and read in place.
+"""A safetensors file, written range by range and read in place.
 
 Its header follows from the layout alone, so a file whose header is another one is not that version's. There
 is no torch here: processes that only keep and check files do not need it.
@@ -6,39 +6,33 @@ is no torch here: processes that only keep and check files do not need it.
 
 from __future__ import annotations
 
-import io
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorEntry, TensorSpec, WeightsError, entry
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, WeightsError
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
 _CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
-class Earlier(NamedTuple):
-    """A copy of the weights that was read before: its number, and its bytes."""
-
-    copied: int
-    arrays: Arrays
-
-
-def write(
-    file: BinaryIO | io.RawIOBase, layout: Layout, chunks: Iterable[tuple[TensorSpec, np.ndarray]]
-) -> tuple[TensorEntry, ...]:
-    """Write the tensors of `layout`, whose bytes come in its order; returns them with their checksums."""
-    entries = []
+def write(file: Any, layout: Layout, data: Iterable[np.ndarray]) -> None:
+    """Write all of a file, of the bytes of each tensor."""
     file.write(header(layout))
-    for spec, data in chunks:
-        file.write(data.data)
-        entries.append(entry(spec, data))
-    assert tuple(found.spec for found in entries) == layout, "tensors came in another order"
-    return tuple(entries)
+    for _, one in zip(layout, data, strict=True):
+        file.write(one.data)
+
+
+def starts(layout: Layout) -> Iterator[tuple[str, int]]:
+    """The tensors by name, and where in the file their bytes begin."""
+    at = len(header(layout))
+    for spec in layout:
+        yield spec.name, at
+        at += spec.nbytes
 
 
 def mapped(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
@@ -53,11 +47,8 @@ def mapped(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
     if data[: len(expected)].tobytes() != expected or data.size != size:
         problem = f"{path.name} and its manifest name different tensors"
         raise WeightsError(f"weights {path.parent}: {problem}, or it is cut off")
-    arrays, end = {}, len(expected)
-    for spec in layout:
-        start, end = end, end + spec.nbytes
-        arrays[spec.name] = data[start:end]
-    return arrays
+    places = dict(starts(layout))
+    return {spec.name: data[places[spec.name] :][: spec.nbytes] for spec in layout}
 
 
 def header(layout: Layout) -> bytes:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world, default_pg_timeout
 
 from asyncrl.errors import EngineError
-from asyncrl.weights.manifest import TensorEntry, TensorSpec, WeightsError, entry
+from asyncrl.weights.manifest import TensorEntry, TensorSpec, WeightsError
+from asyncrl.weights.ranges import entry
 from asyncrl.weights.snapshot import as_bytes
 from tests.fakes.forked import FORKED
 

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import disk
-from asyncrl.weights.manifest import ITEM_BYTES, TensorSpec, WeightsRef
-from asyncrl.weights.snapshot import Snapshot, Tensors
+from asyncrl.weights import codec
+from asyncrl.weights.delta import VersionWriter
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorSpec, WeightsRef, split
+from asyncrl.weights.ranges import RangeShare, share
+from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, whole
 
 BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class PinnedTensors:
+    """Whole tensors of one process, as a `Pinned`."""
+
+    layout: Layout
+    kept: Tensors
+
+    def shares(
+        self, part: slice, file: str = "", base: PinnedTensors | None = None
+    ) -> list[Sequence[RangeShare]]:
+        found: list[Sequence[RangeShare]] = []
+        for spec in self.layout[part]:
+            own = as_bytes(self.kept[spec.name])
+            data = own.data
+            if base is not None and own.size:
+                old = as_bytes(base.kept[spec.name])
+                data = memoryview(codec.encode(old, own, ITEM_BYTES[spec.dtype]))
+            found.append([share(spec, own, 0, data)])
+        return found
 
 
 def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapshot:
@@ -23,18 +48,33 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if not tensor.numel() or place not in seen:
-            kept[name] = tensor.detach().cpu().contiguous()
+            kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         seen.add(place)
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in kept.items()}
     specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in kept.items()]
     layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file
 
-    def read(part: slice) -> Tensors:
-        return {spec.name: kept[spec.name] for spec in layout[part]}
+    return Snapshot(version, layout, 0.0, lambda: nullcontext(PinnedTensors(layout, kept)))
 
-    return Snapshot(version, layout, 0.0, lambda: nullcontext(read))
+
+def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
+    """Its tensors, in groups of at most so many bytes (a larger tensor alone)."""
+    with snapshot.pin() as pinned:
+        for part in split(snapshot.layout, bucket_bytes):
+            shares = zip(snapshot.layout[part], pinned.shares(part), strict=True)
+            yield {
+                spec.name: whole(own).view(getattr(torch, spec.dtype)).view(spec.shape)
+                for spec, own in shares
+            }
+
+
+def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Its tensors, and copies of their bytes."""
+    with snapshot.pin() as pinned:
+        for index, spec in enumerate(snapshot.layout):
+            yield spec, whole(pinned.shares(slice(index, index + 1))[0])
 
 
 def publish(tensors: Mapping[str, Tensor], directory: Path, version: PolicyVersion) -> WeightsRef:
     """Write a version to files."""
-    return disk.write(snapshot_of(tensors, version), directory, BUCKET_BYTES)
+    return VersionWriter(directory, BUCKET_BYTES).write(snapshot_of(tensors, version))

@@ -14,7 +14,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.ipc import BucketMemory, ServerMemory
 from tests.fakes.group_sender import weights
 from tests.fakes.ipc_worker import read_weights
-from tests.fakes.weights import snapshot_of
+from tests.fakes.weights import snapshot_of, whole_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -39,8 +39,8 @@ def test_another_process_reads_what_was_shown(reader: int) -> None:
         process = get_context("spawn").Process(target=_read, args=(there, address, reader))
         process.start()
         memory.open(deadline)
-        for spec, data in snapshot_of(wanted, PolicyVersion(0, 1)).chunks(1):
-            memory.load((spec,), torch.from_numpy(data.copy()), deadline)
+        for spec, data in whole_tensors(snapshot_of(wanted, PolicyVersion(0, 1))):
+            memory.load((spec,), data, deadline)
         memory.finish(deadline)
         assert here.poll(LONG)
         found = here.recv()

@@ -31,6 +31,7 @@ from tests.fakes.training import (
     save_tiny_qwen,
     tiny_config,
 )
+from tests.fakes.weights import buckets
 
 STEPS, SAVED_AT = 5, 3
 # Not trainer/kept_tokens: which episodes without advantage are scored, and may be masked, depends on the cut.
@@ -100,7 +101,7 @@ def published_by(learner: Learner, world: World) -> Tensors:
     wanted = full_state(policy)
     found: Tensors = {}
     if world.rank == 0:
-        for bucket in host.snapshot(index, PolicyVersion(0, SAVED_AT), 0.0).buckets(1000):
+        for bucket in buckets(host.snapshot(index, PolicyVersion(0, SAVED_AT), 0.0), 1000):
             found |= {name: tensor.clone() for name, tensor in bucket.items()}
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     world.gather(0, int)

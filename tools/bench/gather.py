@@ -30,7 +30,7 @@ from asyncrl.trainer.model import load_policy, shards
 from asyncrl.trainer.world import World, join, leave
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.delta import DeltaWriter
+from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.shards import HostShards
 from tests.fakes.nodes import WORK, emulated, forbidden
 
@@ -48,11 +48,11 @@ def publish_steps(world: World, model: str, rate: float, steps: int) -> Measured
     policy.export_dtype = torch.bfloat16
     optimizer = torch.optim.AdamW(policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     found = Measured({kind: [] for kind in KINDS})
-    hosts = {
-        kind: HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, changes=kind == "delta")
-        for kind in KINDS
+    hosts = {kind: HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE) for kind in KINDS}
+    writers = {
+        "whole": VersionWriter(Path(WORK, "whole"), BUCKET_BYTES),
+        "delta": VersionWriter(Path(WORK, f"deltas-{rate:g}"), BUCKET_BYTES, full_every=1 << 30),
     }
-    writer = DeltaWriter(Path(WORK, f"deltas-{rate:g}"), BUCKET_BYTES, full_every=1 << 30)
     for step in range(steps + 2):  # the first delta is a whole version, and the next one touches new memory
         train_step(policy, optimizer, TOKENS, step)
         for kind, host in hosts.items():
@@ -61,11 +61,8 @@ def publish_steps(world: World, model: str, rate: float, steps: int) -> Measured
             if world.rank == 0:
                 snapshot = host.snapshot(index, PolicyVersion(0, step), 0.0)
                 before, begin = host.received, time.monotonic()
-                if kind == "delta":
-                    writer.write(snapshot)
-                else:
-                    disk.write(snapshot, Path(WORK, "whole"), BUCKET_BYTES)
-                    disk.prune(Path(WORK, "whole"), 1)
+                writers[kind].write(snapshot)
+                disk.prune(Path(WORK, "whole"), 1)
                 found[kind].append((host.received - before, time.monotonic() - begin))
             world.gather(0, int)
     for host in hosts.values():

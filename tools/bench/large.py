@@ -53,7 +53,7 @@ def make_model(path: Path, parameters: float) -> int:
     with init_empty_weights():
         model = LlamaForCausalLM(config)
     layout = tuple(TensorSpec(name, tuple(p.shape), "bfloat16") for name, p in model.named_parameters())
-    values = ((spec, as_bytes(torch.randn(spec.shape).mul_(0.02).bfloat16())) for spec in layout)
+    values = (as_bytes(torch.randn(spec.shape).mul_(0.02).bfloat16()) for spec in layout)
     path.mkdir(parents=True)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(path)

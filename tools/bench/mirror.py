@@ -123,7 +123,7 @@ async def engine(given: Given) -> None:
         server = await connect(run, given.index, process.url, patient=True)
         process.ready()
     while line := await asyncio.to_thread(sys.stdin.readline):
-        async with mirror.at_hand(msgspec.json.decode(line, type=WeightsRef)) as local:
+        async with mirror.local_copy(msgspec.json.decode(line, type=WeightsRef)) as local:
             if given.server:
                 await server.load(local)
                 label = await server.api.weight_label()

@@ -36,8 +36,10 @@ from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
+from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import TensorSpec
 from asyncrl.weights.snapshot import Snapshot, Tensors
+from tests.fakes.weights import PinnedTensors
 
 DEADLINE = 120.0
 MB = 1 << 20
@@ -63,12 +65,8 @@ class Bench:
     def snapshot(self) -> Snapshot:
         self._version += 1
         tensors = self._models[self._version % 2]
-
-        def read(part: slice) -> Tensors:
-            return {spec.name: tensors[spec.name] for spec in self._layout[part]}
-
-        version = PolicyVersion(0, self._version)
-        return Snapshot(version, self._layout, 0.0, lambda: nullcontext(read))
+        pinned, version = PinnedTensors(self._layout, tensors), PolicyVersion(0, self._version)
+        return Snapshot(version, self._layout, 0.0, lambda: nullcontext(pinned))
 
     @property
     def megabytes(self) -> float:
@@ -109,9 +107,10 @@ class Bench:
 
     async def through_files(self, bucket_bytes: int) -> list[list[str]]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            files = VersionWriter(Path(directory), bucket_bytes)
 
             async def push(snapshot: Snapshot) -> None:
-                ref = await asyncio.to_thread(disk.write, snapshot, Path(directory), bucket_bytes)
+                ref = await asyncio.to_thread(files.write, snapshot)
                 await asyncio.to_thread(disk.verify, ref)
                 async with self.paused():
                     await self.server.update_from_disk(ref.path, ref.label)

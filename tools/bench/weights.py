@@ -34,7 +34,7 @@ from asyncrl.config import ModelConfig
 from asyncrl.trainer.model import Policy, Selected, load_policy, shards
 from asyncrl.trainer.world import World, join, leave
 from asyncrl.weights import disk
-from asyncrl.weights.delta import DeltaWriter, materialise
+from asyncrl.weights.delta import VersionWriter, materialise
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot
@@ -101,7 +101,8 @@ class Bench:
             weight_decay=0.0,
         )
         self.host = HostShards(shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
-        self.writer = DeltaWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
+        self.whole = VersionWriter(place / "whole", BUCKET_BYTES)
+        self.deltas = VersionWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
         self.world, self.place, self.times = world, place, Times()
         self.whole_bytes = sum(spec.nbytes for spec in self.host.layout)
 
@@ -123,9 +124,9 @@ class Bench:
         return self.host.snapshot(index, PolicyVersion(0, version), 0.0)
 
     def publish(self, snapshot: Snapshot) -> None:
-        whole = self.timed("write whole", lambda: disk.write(snapshot, self.place / "whole", BUCKET_BYTES))
+        whole = self.timed("write whole", lambda: self.whole.write(snapshot))
         self.timed("read whole", lambda: materialise(whole, self.place / "copies"))
-        delta = self.timed("write delta", lambda: self.writer.write(snapshot))
+        delta = self.timed("write delta", lambda: self.deltas.write(snapshot))
         self.timed("apply delta", lambda: materialise(delta, self.place / "cache"))
         if (payload := Path(delta.path) / disk.DELTA).exists():
             self.times.bytes.append(payload.stat().st_size)

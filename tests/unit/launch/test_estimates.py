@@ -29,7 +29,7 @@ from asyncrl.launch.memory import Footprint, check_memory, describe_memory
 from asyncrl.launch.model_directory import check_model, parameter_count
 from asyncrl.launch.placement import describe, plan
 from asyncrl.runtime.memory import MainMemory
-from asyncrl.weights.buffers import Buffers
+from asyncrl.weights.snapshot import Buffers
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
 
@@ -303,11 +303,11 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
     engine = {"name": "sglang", "servers": servers}
     found = config(model, weights=keys, trainer={"ranks": 4}, engine=engine)
     assert memory.version_bytes(found) == pytest.approx(copies * 100_000_001 * 2 / 4, rel=0.01)
-    buffers, readers = Buffers(10, torch.bfloat16, pinned=False), copies - 1 - (full_every > 1)
+    buffers, readers = Buffers(20, pinned=False), copies - 1 - (full_every > 1)
     with ExitStack() as reading:
         for copied in range(1, 2 * readers + 3):
-            index = buffers.claim(buffers.busy())
-            buffers.copy(index, [torch.zeros(10)])
+            index = buffers.claim(buffers.begin_claim())
+            buffers.copy(index, [(torch.zeros(10), torch.bfloat16)])
             if copied <= readers:
                 reading.enter_context(buffers.reading(index, copied, wait=0))
     assert len(buffers._buffers) == readers + 1

@@ -28,8 +28,8 @@ from asyncrl.runtime.version_server import HELD, Arriving, VersionServer, root
 from asyncrl.runtime.weight_loader import LOAD_TRIES, LoadFailures, WeightLoader
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.delta import DeltaWriter
-from asyncrl.weights.manifest import Superseded, Unavailable, WeightsError, WeightsRef
+from asyncrl.weights.delta import VersionWriter
+from asyncrl.weights.manifest import Superseded, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 from asyncrl.wire.messages.versions import OpenVersion
 from asyncrl.wire.sockets import COORDINATOR, Gate, choose_endpoints
@@ -49,7 +49,7 @@ given = tuple[RunConfig, Endpoints, WeightsRef]
 run, endpoints, ref = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=given)
 async def fetch():
     mirror = Mirror(run, endpoints, "rollout", 9, Timeline(Path(run.run_dir, "killed.jsonl")))
-    async with mirror.at_hand(ref):
+    async with mirror.local_copy(ref):
         pass
 asyncio.run(fetch())
 """
@@ -112,7 +112,7 @@ def brought(mirror: Mirror, ref: WeightsRef) -> WeightsRef:
     """The version as files of the mirror's machine, each byte of which is checked."""
 
     async def load() -> WeightsRef:
-        async with mirror.at_hand(ref) as local:
+        async with mirror.local_copy(ref) as local:
             assert disk.verify(local).checksum == disk.read_manifest(ref).checksum
             return local
 
@@ -171,7 +171,7 @@ def test_the_last_that_has_joined_leaves_nothing(machines: Machines) -> None:
 
 
 def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
-    writer = DeltaWriter(machines.published, 4096, full_every=4)
+    writer = VersionWriter(machines.published, 4096, full_every=4)
     tensors = {"a": torch.zeros(5000)}
     for step in range(3):
         tensors["a"][step] += 1
@@ -185,7 +185,8 @@ def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
 
 def test_an_older_delta_comes_whole_beside_newer_versions(machines: Machines) -> None:
     """As a validation of an earlier version needs it."""
-    writer, tensors, refs = DeltaWriter(machines.published, 4096, full_every=3), {"a": torch.zeros(5000)}, []
+    writer, tensors = VersionWriter(machines.published, 4096, full_every=3), {"a": torch.zeros(5000)}
+    refs = []
     for step in range(9):
         tensors["a"][step] += 1
         refs.append(writer.write(snapshot_of(tensors, PolicyVersion(1, step))))
@@ -207,7 +208,7 @@ def test_closing_ends_a_fetch_that_gets_no_answer(
         fetching = asyncio.create_task(asyncio.to_thread(brought, mirror, ref))
         await asyncio.to_thread(begun.wait, 20)
         mirror.close()
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unreachable):
             await asyncio.wait_for(fetching, 20)
 
     asyncio.run(close_meanwhile())
@@ -217,7 +218,7 @@ def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pyte
     ref, mirror = machines.publish(1, numbers=8 << 20), machines.mirror("2")  # 32 pieces
     write_at = module._write_at
     monkeypatch.setattr(module, "_write_at", lambda *piece: (write_at(*piece), mirror._closing.set()))
-    with pytest.raises(Unavailable, match="this process ends"):
+    with pytest.raises(Unreachable, match="this process ends"):
         brought(mirror, ref)
 
 
@@ -279,12 +280,12 @@ def test_a_version_that_is_gone_is_no_fault_when_there_is_a_newer_one(machines: 
     missing = disk.ref_to(machines.published, PolicyVersion(1, 9))
     with pytest.raises(WeightsError, match="e1-v9 is gone") as caught:
         brought(mirror, missing)
-    assert not isinstance(caught.value, Unavailable)
+    assert not isinstance(caught.value, Unreachable)
 
 
 def test_what_is_damaged_is_brought_anew(machines: Machines) -> None:
     """What a delta builds upon, too."""
-    writer, mirror = DeltaWriter(machines.published, 4096, full_every=2), machines.mirror("2")
+    writer, mirror = VersionWriter(machines.published, 4096, full_every=2), machines.mirror("2")
     for step in range(2):
         ref = writer.write(snapshot_of({"a": torch.full((5000,), float(step))}, PolicyVersion(1, step)))
         machines.newest = ref
@@ -301,7 +302,7 @@ def test_what_an_engine_fails_to_load_stays_if_it_is_sound(machines: Machines) -
     ref, mirror = machines.publish(1), machines.mirror("2")
 
     async def load() -> None:
-        async with mirror.at_hand(ref):
+        async with mirror.local_copy(ref):
             raise WeightsError("the server took too long")
 
     with pytest.raises(WeightsError, match="too long"):
@@ -315,7 +316,7 @@ def test_no_answer_is_an_error_in_time(machines: Machines, monkeypatch: pytest.M
     monkeypatch.setattr(module, "STALL_S", 0.2)
     ref, mirror = machines.publish(1), machines.mirror("2")
     machines.root.close()
-    with pytest.raises(Unavailable, match=r"e1-v1 does not come: .*no answer for 0\.2 s"):
+    with pytest.raises(Unreachable, match=r"e1-v1 does not come: .*no answer for 0\.2 s"):
         brought(mirror, ref)
 
 
@@ -352,7 +353,7 @@ def test_a_server_that_dies_ends_its_process_by_name(
     monkeypatch.setattr("asyncrl.errors._exit", ended.put)
     monkeypatch.setattr(module, "STALL_S", 0.5)
     machines.root._chains = None  # type: ignore[assignment]
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unreachable):
         brought(machines.mirror("2"), machines.publish(1))
     assert ended.get(timeout=30) == 1
     assert "thread 'versions' has died, and this process with it: AttributeError" in caplog.text

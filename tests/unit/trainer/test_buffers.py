@@ -20,7 +20,7 @@ from asyncrl.trainer.model import copied_buffers, load_policy, score, shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.delta import DeltaWriter
+from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.names import kept_buffers, pieces
 from asyncrl.weights.shards import HostShards
@@ -91,14 +91,14 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
     found["scores"] = score(policy, IDS, world.device)
     found["exported"] = export(folder, policy, world, source)
     kept = copied_buffers(policy)
-    host = HostShards(shards(policy), policy.published, policy.export_dtype, 60.0, changes=True, buffers=kept)
+    host = HostShards(shards(policy), policy.published, policy.export_dtype, 60.0, buffers=kept)
     for size in (1, 50, 1 << 20):  # bytes of a bucket: each tensor alone, some together, all at once
-        writer = DeltaWriter(folder / f"versions-{size}", size, full_every=3)
+        writer = VersionWriter(folder / f"versions-{size}", size, full_every=3)
         for version in range(3):
             kept = {name: buffer + buffer for name, buffer in kept.items()}
             index = host.claim(lambda busy: world.gather(busy, list[int]))
-            host.copy(index, shards(policy))
-            snapshot = host.snapshot(index, PolicyVersion(0, version), 0.0, kept)
+            host.copy(index, shards(policy), kept)
+            snapshot = host.snapshot(index, PolicyVersion(0, version), 0.0)
             if world.rank == 0:
                 manifest, read = disk.read(writer.write(snapshot))
                 assert (manifest.delta is None) == (version == 0)

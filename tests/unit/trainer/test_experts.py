@@ -38,6 +38,7 @@ from tests.fakes.training import (
     save_checkpoint,
     tiny_config,
 )
+from tests.fakes.weights import buckets
 from tests.unit.trainer.test_packing import distance, learned, make, rows, select
 
 pytestmark = pytest.mark.slow
@@ -71,7 +72,7 @@ def published(policy: Policy, world: World) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if world.rank == 0:
         snapshot = host.snapshot(0, PolicyVersion(0, 1), 0.0)
-        found = {name: t.clone() for bucket in snapshot.buckets(3000) for name, t in bucket.items()}
+        found = {name: t.clone() for bucket in buckets(snapshot, 3000) for name, t in bucket.items()}
     world.gather(0, int)
     host.close(60.0)
     return found

@@ -20,6 +20,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.shards import HostShards
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import export, full_state, plain_model, save_tiny_model, save_tiny_qwen
+from tests.fakes.weights import buckets
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +140,7 @@ def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
         host.copy(host.claim(lambda busy: [busy]), shards(policy))
     assert len(made) > 8 and most <= 2
     version = host.snapshot(0, PolicyVersion(0, 1), 0.0)
-    found = {name: t for bucket in version.buckets(1 << 20) for name, t in bucket.items()}
+    found = {name: t for bucket in buckets(version, 1 << 20) for name, t in bucket.items()}
     assert all(torch.equal(found[name], weight) for name, weight in full_state(policy).items())
 
 

@@ -15,63 +15,18 @@ import pytest
 import torch
 
 from asyncrl.engines.sglang.receiver import Receiver
-from asyncrl.trainer.model import Policy, load_policy, score
-from asyncrl.trainer.publishing import Publishing
+from asyncrl.trainer.model import Policy, score
 from asyncrl.trainer.world import World
-from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
-from asyncrl.wire.messages.channels import ToCoordinatorControl
-from asyncrl.wire.messages.trainer import Published
-from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller, choose_endpoints
 from tests.fakes.group_server import FakeServer, ServerRank, described
+from tests.fakes.publishing import DEADLINE, EPOCH, Trainer
 from tests.fakes.ranks import run_ranks
-from tests.fakes.training import full_state, save_tiny_qwen, tiny_config
 
 pytestmark = pytest.mark.slow
 
-DEADLINE = 60.0
-EPOCH = 3
 Entries = dict[str, TensorEntry]
 Found = tuple[Manifest, Entries]
-
-
-class Trainer:
-    """One rank that publishes and changes its weights in between."""
-
-    def __init__(self, world: World, folder: Path, **weights: Any) -> None:
-        if world.rank == 0:
-            save_tiny_qwen(folder / "model")
-            endpoints = choose_endpoints("127.0.0.1", 0)
-            self.hub = Hub(endpoints.control, ToCoordinatorControl, Gate(endpoints))
-        self.world, self.step = world, 0
-        endpoints = world.gather(endpoints if world.rank == 0 else Endpoints("", ""), Endpoints)[0]
-        path = str(folder / "model")
-        weights = {"directory": "run", "bucket_bytes": 2048} | weights
-        broadcast = weights.get("transport") == "collective"
-        engine = {"name": "sglang", "servers": 2} if broadcast else {"name": "torch"}
-        config = tiny_config(path, weights=weights, engine=engine)
-        self.policy = load_policy(config.model, world)
-        self.publishing = Publishing(config, endpoints, folder / "run", world, self.policy)
-
-    @torch.no_grad()
-    def publish(self) -> dict[str, torch.Tensor]:
-        """The weights that were published."""
-        for parameter in self.policy.parameters():
-            parameter.mul_(1.01)
-        state = full_state(self.policy)
-        self.step += 1
-        self.publishing.publish(PolicyVersion(EPOCH, self.step))
-        return state
-
-    def told(self) -> Published:
-        end = time.monotonic() + DEADLINE
-        while time.monotonic() < end:
-            Poller(self.hub).wait(0.1)
-            received = self.hub.receive()
-            if received is not None and isinstance(received[1], Published):
-                return received[1]
-        raise AssertionError("no version was announced")
 
 
 class Files:

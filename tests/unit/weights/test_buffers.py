@@ -8,25 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.weights.buffers import Buffers
 from asyncrl.weights.manifest import Superseded
+from asyncrl.weights.snapshot import Buffers
 
 
 def copy(buffers: Buffers, value: float) -> int:
-    index = buffers.claim(buffers.busy())
-    buffers.copy(index, [torch.full((2, 3), value), torch.full((4,), value)])
+    index = buffers.claim(buffers.begin_claim())
+    buffers.copy(index, [(torch.full(shape, value), torch.bfloat16) for shape in ((2, 3), (4,))])
     return index
 
 
 def value(memory: Tensor) -> float:
-    assert memory.shape == (10,) and memory.dtype == torch.bfloat16
-    (found,) = memory.unique().tolist()
+    (found,) = memory.view(torch.bfloat16).unique().tolist()
     return float(found)
 
 
 @pytest.fixture
 def buffers() -> Buffers:
-    return Buffers(10, torch.bfloat16, pinned=False)
+    return Buffers(20, pinned=False)
 
 
 def test_two_buffers_take_turns_and_their_memory_stays(buffers: Buffers):
@@ -53,7 +52,7 @@ def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):
 def test_a_claimed_buffer_holds_nothing(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
-    buffers.claim(buffers.busy())
+    buffers.claim(buffers.begin_claim())
     with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait=0):
         pass
 
@@ -76,7 +75,7 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
 
     reader = threading.Thread(target=read)
     reader.start()
-    buffers.copy(1, [torch.full((10,), 7.0)])
+    buffers.copy(1, [(torch.full((10,), 7.0), torch.bfloat16)])
     reader.join(30)
     assert found == [7.0]
 
@@ -84,15 +83,15 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
 def test_what_is_read_elsewhere_is_not_claimed(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
-    assert buffers.busy() == [] and buffers.claim([0]) == 1
-    assert buffers.busy() == [] and buffers.claim([0, 1]) == 2
+    assert buffers.begin_claim() == [] and buffers.claim([0]) == 1
+    assert buffers.begin_claim() == [] and buffers.claim([0, 1]) == 2
 
 
 def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
     """Or the buffer that it begins to read would be written to by ranks that have heard of no reader."""
     first, started = copy(buffers, 1), threading.Event()
     copy(buffers, 2)
-    busy, found = buffers.busy(), list[str]()
+    busy, found = buffers.begin_claim(), list[str]()
 
     def read() -> None:
         started.set()

@@ -13,7 +13,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
@@ -30,10 +31,9 @@ from asyncrl.weights.collective import Sender
 from asyncrl.weights.collective_messages import BucketRequest, VersionRequest, ask
 from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import Manifest, Superseded, WeightsError, WeightsRef
-from asyncrl.weights.snapshot import Snapshot
 from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
 from tests.fakes.group_server import FakeServer, described
-from tests.fakes.weights import publish, snapshot_of
+from tests.fakes.weights import PinnedTensors, publish, snapshot_of
 
 pytestmark = pytest.mark.slow
 
@@ -327,18 +327,14 @@ def test_a_trainer_that_is_gone(spawn):
 def test_a_rank_that_does_not_deliver(spawn, sender):
     """The server is not told to receive a bucket that the trainer cannot collect. The trainer is told."""
 
-    @contextmanager
-    def pin() -> Iterator[Any]:
-        def read(part: slice) -> Any:
+    class Broken(PinnedTensors):
+        def shares(self, part: slice, *rest: Any) -> Any:
             if part.start:
                 raise WeightsError("a trainer rank did not deliver its shards")
-            return {spec.name: good[spec.name] for spec in snapshot.layout[part]}
+            return super().shares(part, *rest)
 
-        yield read
-
-    good = weights(1)
-    snapshot = snapshot_of(good, PolicyVersion(0, 1))
-    broken = Snapshot(PolicyVersion(0, 1), snapshot.layout, 0.0, pin)
+    snapshot = snapshot_of(weights(1), PolicyVersion(0, 1))
+    broken = replace(snapshot, pin=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
     server = spawn()
 
     async def main() -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.errors import ConfigError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
+from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.weights import publish, snapshot_of
 
@@ -241,7 +242,7 @@ def test_readers_do_without_torch():
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 def test_the_file_is_safetensors_whatever_the_buckets(tmp_path, tensors, bucket_bytes):
-    ref = disk.write(snapshot_of(tensors, PolicyVersion(0, 1)), tmp_path, bucket_bytes)
+    ref = VersionWriter(tmp_path, bucket_bytes).write(snapshot_of(tensors, PolicyVersion(0, 1)))
     held = load_file(Path(ref.path) / disk.PAYLOAD)
     assert held.keys() == tensors.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())

@@ -23,7 +23,7 @@ from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.snapshot import as_bytes
 from tests.fakes.group_sender import weights
 from tests.fakes.ipc_worker import read_weights
-from tests.fakes.weights import snapshot_of
+from tests.fakes.weights import snapshot_of, whole_tensors
 
 CPU = torch.device("cpu")
 LONG = 30.0
@@ -56,8 +56,8 @@ def show(memory: ServerMemory, seconds: float = LONG) -> None:
     deadline = time.monotonic() + seconds
     memory.open(deadline)
     snapshot = snapshot_of(weights(1), PolicyVersion(0, 1))
-    for spec, data in snapshot.chunks(1):
-        memory.load((spec,), torch.from_numpy(data.copy()), deadline)
+    for spec, data in whole_tensors(snapshot):
+        memory.load((spec,), data, deadline)
     memory.finish(deadline)
 
 

@@ -31,8 +31,8 @@ from asyncrl.keeper.keeper import first
 from asyncrl.trainer.model import load_policy, score
 from asyncrl.trainer.world import join, leave
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
+from asyncrl.weights.delta import VersionWriter
 from parts.common import NOT_JUDGED, Context, Finding, exact_float32, failure
 from tests.fakes.training import stored
 from tests.fakes.weights import snapshot_of
@@ -164,7 +164,7 @@ class Subject:
         return snapshot_of(stored(self.policy), PolicyVersion(1, self.step))
 
     def published(self) -> Any:
-        return disk.write(self.next_version(), self.context.work / "published", 256 << 20)
+        return VersionWriter(self.context.work / "published", 256 << 20).write(self.next_version())
 
     async def by_disk(self) -> AsyncIterator[Finding]:
         yield await self.loaded(self.published(), "update by disk")

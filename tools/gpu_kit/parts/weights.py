@@ -29,6 +29,7 @@ from asyncrl.weights.manifest import WeightsRef, xxh3
 from asyncrl.weights.snapshot import Snapshot
 from parts.common import Context, Finding, attempt, exact_float32, failure, release, synchronize, timed
 from parts.training import config_of, model_of, one_rank
+from tests.fakes.weights import whole_tensors
 
 SECONDS = 60
 GOAL = "the trainer waits for at most 1.2 copies of the same bytes; what arrives is what was published"
@@ -185,15 +186,15 @@ def _shown(own: _Published, rank: Connection, context: Context) -> Finding:
     mine, theirs = socket.socketpair()
     largest, deadline = max(spec.nbytes for spec in snapshot.layout), time.monotonic() + LONG
     device = context.device
-    wanted = {spec.name: xxh3(data) for spec, data in snapshot.chunks(largest)}
+    wanted = {spec.name: xxh3(data.numpy()) for spec, data in whole_tensors(snapshot)}
     with mine, theirs, ServerMemory(1, BucketMemory(largest, device), mine) as memory:
         gpu = "" if context.small else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         address = memory.sockets[gpu] if gpu else next(iter(memory.sockets.values()))
         rank.send(address)
         memory.open(deadline)
         began = time.perf_counter()
-        for spec, data in snapshot.chunks(largest):
-            memory.load((spec,), torch.from_numpy(data.copy()), deadline)
+        for spec, data in whole_tensors(snapshot):
+            memory.load((spec,), data, deadline)
         memory.finish(deadline)
         seconds = time.perf_counter() - began
         found = _hear(rank)
