@@ -35,7 +35,14 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, Superseded, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
-from asyncrl.wire.messages.versions import PIECE, FileBytes, OpenedVersion, OpenVersion, ReadFile, VersionGone
+from asyncrl.wire.messages.versions import (
+    PIECE,
+    OpenedVersion,
+    OpenVersion,
+    ReadBytes,
+    VersionBytes,
+    VersionGone,
+)
 from asyncrl.wire.sockets import (
     COORDINATOR,
     ROLES,
@@ -208,10 +215,10 @@ class Mirror:
             directory = self._use(self._chosen(manifest))
             lock.write_text(str(directory))
         with disk.new_version(directory, version) as work:
-            arriving.work = work
+            arriving.file = work / (disk.DELTA if manifest.delta else disk.PAYLOAD)
             self._receive(opened, arriving, lock)
             (work / disk.MANIFEST).write_bytes(opened.manifest)
-        size, seconds = sum(file.size for file in opened.files), time.monotonic() - begin
+        size, seconds = opened.size, time.monotonic() - begin
         self._rate = size / seconds
         self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
         log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
@@ -241,12 +248,11 @@ class Mirror:
         return answer
 
     def _receive(self, opened: OpenedVersion, arriving: Arriving, lock: Path) -> None:
-        """All files of a version. Where one source fails, the trainer's machine goes on."""
-        for file in opened.files:
-            with (arriving.work / file.name).open("wb") as empty:
-                if file.size:
-                    os.posix_fallocate(empty.fileno(), 0, file.size)  # a full disk shows now
-        expected = sum(file.size for file in opened.files) / self._rate if self._rate else math.inf
+        """All bytes of a version. Where one source fails, the trainer's machine goes on."""
+        with arriving.file.open("wb") as empty:
+            if opened.size:
+                os.posix_fallocate(empty.fileno(), 0, opened.size)  # a full disk shows now
+        expected = opened.size / self._rate if self._rate else math.inf
         until = time.monotonic() + self._deadline + SLACK * expected
         for left in reversed(range(TRIES)):
             try:
@@ -261,20 +267,18 @@ class Mirror:
 
     def _read_from(self, opened: OpenedVersion, arriving: Arriving, lock: Path, until: float) -> None:
         """What has not arrived so far, in order."""
-        wanted = (
-            ReadFile(opened.version, file.name, offset, min(PIECE, file.size - offset))
-            for file in opened.files
-            for offset in range(arriving.have.get(file.name, 0), file.size, PIECE)
-        )
-        asked: dict[tuple[str, int], int] = {}  # sizes of pieces, by file and offset
-        asked_to: dict[str, int] = {}
+        wanted = iter(range(arriving.have, opened.size, PIECE))
+        asked, end = (
+            dict[int, int](),
+            arriving.have,
+        )  # sizes of pieces by where they begin; what was asked for
         barren_at = time.monotonic() + BARREN_S
         with self._link(opened.address, opened.key) as link:
             while True:
-                while len(asked) < WINDOW and (request := next(wanted, None)) is not None:
-                    link.send(request)
-                    asked[request.name, request.offset] = request.size
-                    asked_to[request.name] = request.offset + request.size
+                while len(asked) < WINDOW and (offset := next(wanted, None)) is not None:
+                    asked[offset] = min(PIECE, opened.size - offset)
+                    link.send(ReadBytes(opened.version, offset, asked[offset]))
+                    end = offset + asked[offset]
                 if not asked:
                     return
                 if time.monotonic() > until:
@@ -283,12 +287,13 @@ class Mirror:
                     if time.monotonic() > barren_at:
                         raise DeadlineError(f"it has had nothing itself for {BARREN_S:g} s")
                     continue
-                name, offset, data = found
+                offset, data = found
                 barren_at = time.monotonic() + BARREN_S
-                _write_at(arriving.work / name, offset, data)
-                del asked[name, offset]
-                missing = (start for of, start in asked if of == name)
-                arriving.have[name] = min(missing, default=asked_to[name])
+                with arriving.file.open("r+b") as file:
+                    file.seek(offset)
+                    file.write(data)
+                del asked[offset]
+                arriving.have = min(asked, default=end)
                 os.utime(lock)
 
     def _served_at(self) -> tuple[str, str]:
@@ -306,7 +311,7 @@ class Mirror:
             self._gate = gate
         return self._server.address, self._server.key
 
-    def _answer(self, link: Link) -> tuple[OpenedVersion | FileBytes, list[bytes]]:
+    def _answer(self, link: Link) -> tuple[OpenedVersion | VersionBytes, list[bytes]]:
         """The next answer. DeadlineError: none comes, or this process ends. Superseded, WeightsError: the
         version is gone."""
         until = time.monotonic() + STALL_S
@@ -333,20 +338,14 @@ class Mirror:
 
 
 def _piece(
-    answer: tuple[OpenedVersion | FileBytes, list[bytes]], asked: Mapping[tuple[str, int], int]
-) -> tuple[str, int, bytes] | None:
-    """Name, offset and bytes of a piece that was asked for; None: the source is waiting for it itself."""
+    answer: tuple[OpenedVersion | VersionBytes, list[bytes]], asked: Mapping[int, int]
+) -> tuple[int, bytes] | None:
+    """A piece that was asked for, and where it begins; None: the source is waiting for it itself."""
     message, frames = answer
-    if not isinstance(message, FileBytes) or (message.name, message.offset) not in asked:
+    if not isinstance(message, VersionBytes) or message.offset not in asked:
         raise ProtocolError(f"{type(message).__name__} that nobody has asked for")
     if not frames:
         return None
-    if len(frames) != 1 or len(frames[0]) != asked[message.name, message.offset]:
+    if len(frames) != 1 or len(frames[0]) != asked[message.offset]:
         raise ProtocolError(f"a piece of {sum(map(len, frames))} bytes")
-    return message.name, message.offset, frames[0]
-
-
-def _write_at(path: Path, offset: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
+    return message.offset, frames[0]

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import vital_thread
@@ -32,12 +31,10 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import ToVersionServer
 from asyncrl.wire.messages.versions import (
-    FileBytes,
-    FileName,
     OpenedVersion,
     OpenVersion,
-    ReadFile,
-    VersionFile,
+    ReadBytes,
+    VersionBytes,
     VersionGone,
 )
 from asyncrl.wire.sockets import (
@@ -60,11 +57,10 @@ CHAINS = 4  # newest versions whose readers are remembered
 
 @dataclass
 class Arriving:
-    """A version that this process is receiving, in a directory `work`. `have`: how many bytes of each file
-    are there, from its start."""
+    """A version that this process is receiving into a file. `have`: bytes that are there, from its start."""
 
-    work: Path = Path()
-    have: dict[str, int] = field(default_factory=dict)
+    file: Path = Path()
+    have: int = 0
 
 
 @dataclass
@@ -80,7 +76,7 @@ class PendingRead:
     """A request for a piece that is not here so far; `told`: when the reader has heard that last."""
 
     peer: bytes
-    request: ReadFile
+    request: ReadBytes
     told: float
 
 
@@ -128,7 +124,7 @@ class VersionServer:
                 self._answer(waiting.peer, waiting.request, waiting.told)
             self._release(time.monotonic() - UNUSED_S, HELD)
 
-    def _answer(self, peer: bytes, message: OpenVersion | ReadFile, told: float) -> None:
+    def _answer(self, peer: bytes, message: OpenVersion | ReadBytes, told: float) -> None:
         try:
             if isinstance(message, OpenVersion):
                 self._hub.send(peer, self._opened(message))
@@ -142,13 +138,8 @@ class VersionServer:
 
     def _opened(self, message: OpenVersion) -> OpenedVersion:
         here = self._hold(message.version)
-        files = tuple(
-            VersionFile(name, (here / name).stat().st_size)
-            for name in get_args(FileName)
-            if (here / name).exists()
-        )
-        source = self._source(message)
-        return OpenedVersion(message.version, (here / disk.MANIFEST).read_bytes(), files, *source)
+        manifest, size = (here / disk.MANIFEST).read_bytes(), disk.payload(here).stat().st_size
+        return OpenedVersion(message.version, manifest, size, *self._source(message))
 
     def _source(self, message: OpenVersion) -> tuple[str, str]:
         """The end of the chain, which the asker is from now on; but the root for who is in it already, so
@@ -165,27 +156,27 @@ class VersionServer:
 
     # -- pieces ----------------------------------------------------------------------------------------
 
-    def _read(self, peer: bytes, request: ReadFile, told: float) -> None:
+    def _read(self, peer: bytes, request: ReadBytes, told: float) -> None:
         """Send a piece, or keep the request until it is there."""
         data = self._bytes(request)
         if data is not None:
-            self._hub.send(peer, FileBytes(request.name, request.offset), (data,))
+            self._hub.send(peer, VersionBytes(request.offset), (data,))
             self.sent += len(data)
             return
         if time.monotonic() - told > PENDING_S:
-            self._hub.send(peer, FileBytes(request.name, request.offset))
+            self._hub.send(peer, VersionBytes(request.offset))
             told = time.monotonic()
         self._waiting.append(PendingRead(peer, request, told))
 
-    def _bytes(self, request: ReadFile) -> bytes | None:
+    def _bytes(self, request: ReadBytes) -> bytes | None:
         """None: they have not come yet. WeightsError, or OSError: they never will."""
         arriving = self._arriving.get(request.version)
         if arriving is not None:
-            if arriving.have.get(request.name, 0) < request.offset + request.size:
+            if arriving.have < request.offset + request.size:
                 return None
             with suppress(FileNotFoundError):  # it is complete, and was renamed just now
-                return _read_at(arriving.work / request.name, request)
-        return _read_at(self._hold(request.version) / request.name, request)
+                return _read_at(arriving.file, request)
+        return _read_at(disk.payload(self._hold(request.version)), request)
 
     def _hold(self, version: PolicyVersion) -> Path:
         """Its directory, which stays for as long as it is asked for. WeightsError when it is gone."""
@@ -234,7 +225,7 @@ def travels(config: RunConfig) -> bool:
     return config.weights.transport == "disk" and config.weights.directory in OWN
 
 
-def _read_at(path: Path, request: ReadFile) -> bytes:
+def _read_at(path: Path, request: ReadBytes) -> bytes:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         data = os.pread(descriptor, request.size, request.offset)

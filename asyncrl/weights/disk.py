@@ -80,6 +80,12 @@ def ref_to(directory: Path, version: PolicyVersion) -> WeightsRef:
     return WeightsRef(version, str(directory / f"e{version.epoch:04d}-v{version.step:08d}"))
 
 
+def payload(directory: Path) -> Path:
+    """The file of a version beside its manifest."""
+    delta = directory / DELTA
+    return delta if delta.exists() else directory / PAYLOAD
+
+
 def read_manifest(ref: WeightsRef) -> Manifest:
     """What a version holds, without its tensors. Raises WeightsError."""
     path = Path(ref.path) / MANIFEST

@@ -20,7 +20,7 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
-from asyncrl.wire.messages.versions import FileBytes, OpenedVersion, OpenVersion, ReadFile, VersionGone
+from asyncrl.wire.messages.versions import OpenedVersion, OpenVersion, ReadBytes, VersionBytes, VersionGone
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, Leave, WorkerHello
 
@@ -40,8 +40,8 @@ ToCoordinatorControl = {
     "token": Enrol,
 }
 ToCoordinatorBulk = {"rollout": Record, "trainer": FromTrainerBulk}
-ToVersionServer = {"rollout": OpenVersion | ReadFile, "engine": OpenVersion | ReadFile}
-ToVersionReader = OpenedVersion | FileBytes | VersionGone
+ToVersionServer = {"rollout": OpenVersion | ReadBytes, "engine": OpenVersion | ReadBytes}
+ToVersionReader = OpenedVersion | VersionBytes | VersionGone
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
 ToKeeper = Welcome | Prefetch | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced

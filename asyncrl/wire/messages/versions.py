@@ -1,11 +1,12 @@
 """Versions of the weights on their way to machines that do not see the trainer's files.
 
-A machine opens a version at the coordinator, is told from whom to read it, and reads its files there.
+A machine opens a version at the coordinator, is told from whom to read it, and reads its bytes there: those of
+the one file beside the manifest.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -13,7 +14,6 @@ from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.shared import Count, WireMessage
 
 PIECE = 1 << 20  # bytes that one request is for, at most
-FileName = Literal["model.safetensors", "delta.bin"]  # any other name could be a path to elsewhere
 Short = Annotated[str, Meta(max_length=300)]
 
 
@@ -27,37 +27,28 @@ class OpenVersion(WireMessage, frozen=True):
     anew: bool = False
 
 
-class VersionFile(WireMessage, frozen=True):
-    """A file of a version, and its size in bytes."""
-
-    name: FileName
-    size: Count
-
-
 class OpenedVersion(WireMessage, frozen=True):
-    """Answer to OpenVersion: what the version consists of, and where to read all but the manifest."""
+    """Answer to OpenVersion: its manifest, how many bytes there are beside it, and where to read them."""
 
     version: PolicyVersion
     manifest: bytes
-    files: tuple[VersionFile, ...]
+    size: Count
     address: str
     key: str
 
 
-class ReadFile(WireMessage, frozen=True):
-    """Asks for bytes of a file."""
+class ReadBytes(WireMessage, frozen=True):
+    """Asks for a range of a version's bytes."""
 
     version: PolicyVersion
-    name: FileName
     offset: Count
     size: Annotated[int, Meta(ge=1, le=PIECE)]
 
 
-class FileBytes(WireMessage, frozen=True):
-    """Answer to ReadFile. One frame: the bytes; none: they are not here so far, and will be sent when they
+class VersionBytes(WireMessage, frozen=True):
+    """Answer to ReadBytes. One frame: the bytes; none: they are not here so far, and will be sent when they
     are."""
 
-    name: FileName
     offset: Count
 
 
