@@ -1,7 +1,7 @@
 """Versions of the weights on their way to machines that do not see the trainer's files.
 
-A machine opens a version at the coordinator, is told from whom to read it, and reads its bytes there: those of
-the one file beside the manifest.
+A machine opens a version at the coordinator, is told from whom to read it, and reads its bytes there: those
+of the one file beside the manifest.
 """
 
 from __future__ import annotations
