@@ -216,8 +216,8 @@ def test_closing_ends_a_fetch_that_gets_no_answer(
 
 def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     ref, mirror = machines.publish(1, numbers=8 << 20), machines.mirror("2")  # 32 pieces
-    write_at = module._write_at
-    monkeypatch.setattr(module, "_write_at", lambda *piece: (write_at(*piece), mirror._closing.set()))
+    piece = module._piece
+    monkeypatch.setattr(module, "_piece", lambda *answer: (piece(*answer), mirror._closing.set())[0])
     with pytest.raises(Unreachable, match="this process ends"):
         brought(mirror, ref)
 
