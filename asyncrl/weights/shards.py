@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -123,14 +124,7 @@ class HostShards:
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
         """A collector: the copy just made as a version."""
-        copied = self._buffers.copies
-
-        @contextmanager
-        def pin() -> Iterator[Copied]:
-            with self._buffers.reading(index, copied, wait=0) as memory:
-                yield Copied(self, (index, copied), memory)
-
-        return Snapshot(version, self.layout, seconds, pin)
+        return Snapshot(version, self.layout, seconds, partial(self._pinned, (index, self._buffers.copies)))
 
     def close(self, timeout: float) -> None:
         """On all ranks: collectors end the threads of the others, and each waits for its own; `timeout`
@@ -148,6 +142,11 @@ class HostShards:
             thread.join(max(0.0, end - time.monotonic()))
 
     # -- a collector -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _pinned(self, copy: tuple[int, int]) -> Iterator[Copied]:
+        with self._buffers.reading(*copy, wait=0) as memory:
+            yield Copied(self, copy, memory)
 
     def shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangeShare]]:
         """What all ranks have of each of the tensors; `memory`, `base`: of this rank."""
