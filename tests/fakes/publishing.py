@@ -69,7 +69,10 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
     for _ in range(4):
         state = trainer.publish()
         if world.rank == 0:
-            manifest, read = disk.read(trainer.told().ref)
+            told = trainer.told()
+            assert told == trainer.publishing.announced and told.ref.version == (EPOCH, trainer.step)
+            assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
+            manifest, read = disk.read(told.ref)
             assert read.keys() == state.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
             sums = [(entry.name, entry.xxh3) for entry in manifest.tensors]

@@ -17,7 +17,6 @@ import torch
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.trainer.model import Policy, score
 from asyncrl.trainer.world import World
-from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
 from tests.fakes.group_server import FakeServer, ServerRank, described
 from tests.fakes.publishing import DEADLINE, EPOCH, Trainer
@@ -27,19 +26,6 @@ pytestmark = pytest.mark.slow
 
 Entries = dict[str, TensorEntry]
 Found = tuple[Manifest, Entries]
-
-
-class Files:
-    """Reads what is published as files."""
-
-    weights: ClassVar = {"full_every": 16}
-
-    def read(self, ref: WeightsRef) -> Found:
-        manifest, tensors = disk.read(ref)
-        return manifest, _described(tensors)
-
-    def close(self) -> None:
-        pass
 
 
 class Broadcasts:
@@ -68,8 +54,8 @@ class Broadcasts:
 
 
 def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> Any:
-    trainer, found = Trainer(world, folder, **(Broadcasts if server else Files).weights), []
-    with nullcontext() if world.rank else closing(Broadcasts(server, 1) if server else Files()) as reading:
+    trainer, found = Trainer(world, folder, **Broadcasts.weights), []
+    with nullcontext() if world.rank else closing(Broadcasts(server, 1)) as reading:
         for step in range(1, 4):
             forwards = count_forwards(trainer.policy)
             state = trainer.publish()
@@ -79,9 +65,9 @@ def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> A
             told = trainer.told()
             assert told == trainer.publishing.announced and told.ref.version == (EPOCH, step)
             assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
-            manifest, entries = reading.read(told.ref)
+            _, entries = reading.read(told.ref)
             trainer.publishing.check()
-            found.append((_described(state), entries, manifest.delta is not None))
+            found.append((_described(state), entries))
     world.gather(0, int)  # what every rank sends has arrived
     trainer.publishing.drain()
     return found
@@ -123,16 +109,12 @@ def server() -> Iterator[list[ServerRank]]:
     server.end()
 
 
-@pytest.mark.parametrize("transport", ["files", "broadcasts"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_versions_are_published_and_announced(
-    request: pytest.FixtureRequest, tmp_path: Path, transport: str, ranks: int
-) -> None:
-    server = request.getfixturevalue("server") if transport == "broadcasts" else []
+def test_versions_are_broadcast_and_announced(server: list[ServerRank], tmp_path: Path, ranks: int) -> None:
+    """Those in files: test_version_conformance.py."""
     found = run_ranks(ranks, partial(publish_three, server), tmp_path)
-    assert [is_delta for *_, is_delta in found] == [False, *[not server] * 2]
-    versions = [entries for _, entries, _ in found]
-    assert versions == [state for state, *_ in found]
+    versions = [entries for _, entries in found]
+    assert versions == [state for state, _ in found]
     assert all(versions.count(entries) == 1 for entries in versions)
 
 
