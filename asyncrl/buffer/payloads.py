@@ -97,7 +97,7 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
         versions = [span.version for span in turn.spans]
         oldest, newest = min(versions, default=0), max(versions, default=0)
         tokens = len(turn.context) + len(turn.ids)
-        buffer.turn(episode, tokens, len(turn.ids), oldest, newest, row=turn.row)
+        episode.extend(tokens, len(turn.ids), oldest, newest, row=turn.row)
     episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
     group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
     group.baseline = tuple(member for member in group.baseline if member != episode.member)

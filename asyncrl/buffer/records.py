@@ -86,11 +86,30 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
         alike = self.reason == FilterReason.ZERO_VARIANCE
         return f"{self.state} ({'all of its episodes earned the same' if alike else self.reason})"
 
-    def may_retry(self, reason: FailReason, retries: int) -> bool:
-        """Count an attempt that failed. False: the episode is given up."""
+    def retry(self, reason: FailReason, retries: int) -> bool:
+        """An attempt failed: prepare the next one, which may go on from the durable turns. False: there is
+        none, as it would fail again, or `retries` are used up."""
         self.losses += reason in LOSSES
         self.failures += reason not in LOSSES
-        return reason not in FINAL_FAILURES and self.failures <= retries and self.losses <= MAX_LOSSES
+        if reason in FINAL_FAILURES or self.failures > retries or self.losses > MAX_LOSSES:
+            return False
+        if reason not in RESUMABLE:
+            self.restart()
+        self.attempt += 1
+        self.worker, self.reason = "", reason
+        return True
+
+    def extend(
+        self, tokens: int, model_tokens: int, oldest: int, newest: int, *, seconds: float = 0.0, row: int = 0
+    ) -> None:
+        """A turn became durable, `seconds` after the episode began."""
+        self.turns += 1
+        self.rows = max(self.rows, row + 1)
+        self.seconds = max(self.seconds, seconds)
+        self.tokens += tokens
+        if model_tokens:
+            self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
+            self.newest = max(self.newest, newest)
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.lifetimes import Deadlines, Lifetimes
 from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import IN_FLIGHT, OVER, RESUMABLE, EpisodeRecord, Flow, GroupRecord, State
+from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.tally import Tally
 from asyncrl.buffer.zero_variance import ComparedParts, all_equal, solved
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
 USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
+
+
+def current(episodes: Mapping[str, EpisodeRecord], uid: str, attempt: int) -> EpisodeRecord | None:
+    """The running episode of an attempt. None when the attempt is not current: it is to be fenced."""
+    episode = episodes.get(uid)
+    if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
+        return None
+    return episode
 
 
 class ReplayBuffer:
@@ -154,33 +162,6 @@ class ReplayBuffer:
             self.lives.begin(group.id, now)
             self._dirty_groups[group.id] = group
 
-    def current(self, uid: str, attempt: int) -> EpisodeRecord | None:
-        """The running episode of an attempt. None when the attempt is not current: it is to be fenced."""
-        episode = self.episodes.get(uid)
-        if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
-            return None
-        return episode
-
-    def turn(
-        self,
-        episode: EpisodeRecord,
-        tokens: int,
-        model_tokens: int,
-        oldest: int,
-        newest: int,
-        seconds: float = 0.0,
-        row: int = 0,
-    ) -> None:
-        """A turn became durable, `seconds` after the episode began."""
-        episode.turns += 1
-        episode.rows = max(episode.rows, row + 1)
-        episode.seconds = max(episode.seconds, seconds)
-        episode.tokens += tokens
-        if model_tokens:
-            episode.oldest = oldest if episode.oldest < 0 else min(episode.oldest, oldest)
-            episode.newest = max(episode.newest, newest)
-        self.touch(episode)
-
     def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
         """The episode landed; its group may settle."""
         group = self.live[episode.group]
@@ -201,7 +182,7 @@ class ReplayBuffer:
     def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
         """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
         running and is dropped with it."""
-        if not episode.may_retry(reason, self.retries):
+        if not episode.retry(reason, self.retries):
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
             running = [e for e in self.members(group) if e.state is State.RUNNING]
@@ -209,11 +190,8 @@ class ReplayBuffer:
             self._settle(group, now)
             self._forget_if_over(group)
             return [e for e in running if e.state is State.DROPPED]
-        if reason not in RESUMABLE:
+        if not episode.turns:
             self.waiting_tokens.forget(episode.uid)
-            episode.restart()
-        episode.attempt += 1
-        episode.worker, episode.reason = "", reason
         self.move(episode, State.PENDING)
         return []
 

@@ -92,15 +92,13 @@ class Coordinator:
         self._versions = root(config, endpoints, self._gate, lambda: self.state.versions.ref)
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
-        self.workers = WorkerHandler(
-            self.state, self.engines, is_current_eval=lambda attempt: self.validation.is_current(attempt)
-        )
+        self.workers = WorkerHandler(self.state, self.engines)
         self.trainer = TrainerHandler(self.state, self._committed)
         self.peers = self.engines.keepers, self.workers.peers, self.trainer.ranks.peers
         test = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
         self.validation = Validation(self.state, self.workers, self.engines, test)
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
-        self.records = RecordHandler(self.state, self.workers, self.validation, self.reporter)
+        self.records = RecordHandler(self.state, self.workers, self.reporter)
         self.lifecycle = Lifecycle(
             self.state, self.workers, self.engines, self.trainer, self.validation, self.reporter, now
         )

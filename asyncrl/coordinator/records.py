@@ -12,13 +12,12 @@ from typing import assert_never
 
 from asyncrl.buffer.payloads import check_logprobs, check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.buffer.replay import current
 from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.held_out import EVAL
 from asyncrl.types import FailReason, Turn
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Record, Replied
 
@@ -26,10 +25,8 @@ from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Gen
 class RecordHandler:
     """Takes in what workers report of episodes, in the order of their sequence numbers."""
 
-    def __init__(
-        self, state: RunState, workers: WorkerHandler, validation: Validation, reporter: Reporter
-    ) -> None:
-        self.state, self.workers, self.validation, self.reporter = state, workers, validation, reporter
+    def __init__(self, state: RunState, workers: WorkerHandler, reporter: Reporter) -> None:
+        self.state, self.workers, self.reporter = state, workers, reporter
         self._acks: set[bytes] = set()
         began = (episode.tokens for episode in state.buffer.episodes.values())  # under another configuration?
         limit = state.config.rollout.rows * state.config.rollout.max_tokens
@@ -48,10 +45,8 @@ class RecordHandler:
         worker.seq = message.seq
         (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
         message = _checked(message, self._most_tokens)
-        if message.attempt.uid.startswith(EVAL):
-            self.validation.record(worker, message, frames)
-            return
-        episode = self.state.buffer.current(message.attempt.uid, message.attempt.attempt)
+        uid, attempt = message.attempt.uid, message.attempt.attempt
+        episode = current(self.state.flow_of(uid).episodes, uid, attempt)
         if episode is None or episode.worker != worker.hello.incarnation:
             self.state.outbox.to_bulk(peer, Fenced(message.attempt))
             return
@@ -81,6 +76,9 @@ class RecordHandler:
                     known = f"{episode.turns} turns of {episode.tokens} tokens are durable"
                     raise ProtocolError(f"episode {episode.uid}: ends after {end[0]}, with {end[1]}: {known}")
                 del worker.running[episode.uid]
+                if episode.uid in state.held_out.episodes:
+                    state.held_out.finish(episode, message)
+                    return
                 self._keep_text(episode, message)
                 state.buffer.finish(episode, message.result, message.stats, now)
                 self.reporter.on_landed(episode)
@@ -125,7 +123,8 @@ class RecordHandler:
         if not (0 <= message.oldest <= message.newest and 0 <= message.seconds < math.inf):
             named = f"v{message.oldest} to v{message.newest}, after {message.seconds:g} s"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} of {named}")
-        if message.newest > self.state.versions.newest.step:
+        trained = episode.uid in self.state.buffer.episodes
+        if trained and message.newest > self.state.versions.newest.step:
             trouble = f"{worker.name} names v{message.newest}, which was never pushed"
             log.error(trouble)
             self.workers.engines.quarantine(worker.peer, now)
@@ -139,13 +138,12 @@ class RecordHandler:
             limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
-        self.reporter.on_turn(message.model_tokens)
-        self.state.buffer.waiting_tokens.begin(episode.uid, now, message.model_tokens)
-        self.state.buffer.turn(
-            *(episode, message.tokens, message.model_tokens, message.oldest, message.newest),
-            seconds=message.seconds,
-            row=turn.row,
-        )
+        numbers = message.tokens, message.model_tokens, message.oldest, message.newest
+        episode.extend(*numbers, seconds=message.seconds, row=turn.row)
+        self.state.flow_of(episode.uid).touch(episode)
+        if trained:
+            self.reporter.on_turn(message.model_tokens)
+            self.state.buffer.waiting_tokens.begin(episode.uid, now, message.model_tokens)
 
     def queue_acks(self) -> None:
         """One cumulative ack per worker that sent records in this turn of the loop."""

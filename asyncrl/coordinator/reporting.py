@@ -286,7 +286,8 @@ class Reporter:
         agree = all(counts[one] == store.get(one, 0) for one in State)
         planned = state.store.read.trained_in_plans() == flow.trained
         counted = self.trainer.checkpoint_trained in (None, flow.trained)
-        return flow, flow.conserved and agree and planned and counted
+        held_out = state.held_out.audit()
+        return flow, flow.conserved and agree and planned and counted and held_out
 
     def write_summary(self, outcome: str, error: str) -> None:
         """The last row, and the summary of the run, which is over. Raises StoreError and OSError."""
@@ -296,6 +297,7 @@ class Reporter:
         flow, conserved = self.audit()
         summary = summarize(read_rows(state.run_dir), msgspec.structs.asdict(flow), conserved)
         ending = {"outcome": outcome, "error": error, "reasons": dict(state.buffer.reasons)}
+        ending["held_out"] = msgspec.structs.asdict(state.held_out.flow())
         ending |= {"attempts_failed": state.failed.counts, "newest_failure": state.failed.newest}
         ending["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
         threshold = {"success_threshold": state.config.validation.success}

@@ -21,11 +21,13 @@ from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.first_attempts import FirstAttempts
+from asyncrl.coordinator.held_out import HeldOutEpisodes
 from asyncrl.coordinator.live_limit import LiveLimit
 from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.held_out import EVAL
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store import launches
@@ -98,6 +100,8 @@ class RunState:
     waits: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        evaluates = not self.config.total_steps
+        self.held_out = HeldOutEpisodes(self.store, self.config.rollout.retries, keeps=evaluates)
         self.liveness = Liveness(self.config, time.monotonic())
         self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
         self.failed = FailedAttempts.stored(self.store)
@@ -128,6 +132,15 @@ class RunState:
             )
         return ""
 
+    def flow_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
+        """The owner of an episode: what is trained, or a validation."""
+        return self.held_out if uid.startswith(EVAL) else self.buffer
+
+    @property
+    def all_episodes(self) -> list[EpisodeRecord]:
+        """Those in memory, of training and of a validation."""
+        return [*self.buffer.episodes.values(), *self.held_out.episodes.values()]
+
     @property
     def steps(self) -> int:
         """Batches of the run: `total_steps`, or fewer where the data end before."""
@@ -156,6 +169,7 @@ class RunState:
         self.store.put_groups(groups, self.buffer.live)
         self.store.put_episodes(episodes)
         self.store.put_batches(self.batches.changes())
+        self.held_out.put_changes()
         for episode in episodes:
             if episode.state in OVER and episode.state is not State.TRAINED:
                 self.store.release_frames(episode.uid)
@@ -187,6 +201,11 @@ class RunState:
                 frames += payloads
         except (StoreError, ProtocolError) as error:
             log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
+            if uid in self.held_out.episodes:
+                episode.restart()  # it starts over
+                self.held_out.touch(episode)
+                self.store.forget_frames(uid)
+                return []
             if episode.state in UNTAKEN:
                 cut_back(self.buffer, episode, turns)
                 self.store.forget_frames(uid, len(turns))
@@ -207,6 +226,7 @@ class RunState:
             self.failed = FailedAttempts.stored(self.store)
             self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
             restore(self.config, self.store, self.buffer, self.batches)
+            self.held_out.restore()
         except StoreError as error:
             log.error("%s", error)
 

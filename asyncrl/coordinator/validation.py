@@ -11,20 +11,21 @@ unblocks: the end of the run (the last validation)
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord, sampling_key
+from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.observe.held_out import (
+    EVAL,
     GREEDY,
     SAMPLED,
     SCORED,
@@ -39,63 +40,30 @@ from asyncrl.observe.held_out import (
     uid_prefix,
 )
 from asyncrl.observe.metrics import HIGHEST
-from asyncrl.types import Sample
+from asyncrl.types import FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.wire.messages.shared import Attempt, Loaded
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
-from asyncrl.wire.messages.worker_control import Assign, Cancel
+from asyncrl.wire.messages.shared import Loaded
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
 
 MID_RUN_SHARE = 0.5  # of a worker's slots
 NOTHING = "null"  # is under way, but something has been
 
 
 class SessionStart(msgspec.Struct, frozen=True):
-    """What is kept in the store of a session under way, beside the episodes that are over. `final`: at the
-    start or the end of training. `settings`: under which it samples. `versions`: that sampled so far."""
+    """What is kept in the store of a session under way, beside its episodes. `final`: at the start or the end
+    of training. `settings`: under which it samples."""
 
     step: int
     final: bool
     ref: WeightsRef
     settings: str = ""
-    versions: tuple[int, ...] = ()
 
     def goes_on(self, other: SessionStart) -> bool:
         """The episodes of `other` are as good as its own: of the same weights, under the same settings. Those
         of step 0 are the model's own, whoever has published them."""
         same = self.ref.version == other.ref.version or self.step == 0
         return same and (self.step, self.settings) == (other.step, other.settings)
-
-
-class Given(NamedTuple):
-    """An episode that a worker was sent, with Assign.seq, at that time."""
-
-    worker: WorkerRecord
-    seq: int
-    at: float
-
-
-@dataclass
-class ValidationSession:
-    """One validation. `start`: as it is stored."""
-
-    start: SessionStart
-    queue: list[str]
-    deadline: float
-    running: dict[str, Given] = field(default_factory=dict)  # by uid
-    attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    scores: dict[str, Finished] = field(default_factory=dict)  # without texts, which are in the store
-    fresh: dict[str, str] = field(default_factory=dict)  # texts of this turn, which are not yet
-    failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # why, each time
-    failed: list[str] = field(default_factory=list)  # given up
-
-    @property
-    def step(self) -> int:
-        return self.start.step
-
-    @property
-    def ref(self) -> WeightsRef:
-        return self.start.ref
 
 
 class Validation:
@@ -105,7 +73,9 @@ class Validation:
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: Sequence[Sample]
     ) -> None:
         self.state, self.workers, self.engines, self.samples = state, workers, engines, samples
-        self.session: ValidationSession | None = None
+        self.episodes = state.held_out
+        self.session: SessionStart | None = None
+        self.deadline = math.inf
         self.results: list[tuple[int, dict[str, float]]] = []
         self._held = ExitStack()
 
@@ -164,26 +134,15 @@ class Validation:
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
             return False
-        start, scores = self._continued(start)
-        queue = [uid for row in range(self._count) for uid in self._episodes(start.step, row)]
-        queue = [uid for uid in reversed(queue) if uid not in scores]
+        before, step = self._stored(), start.step
+        uids = [uid for row in range(self._count) for uid in self._episodes(step, row)]
+        again = before is not None and before.goes_on(start)
+        self.episodes.begin(uid_prefix(step), uids, again)
         seconds = self.state.config.rollout.episode_timeout * (2 if start.final else 1)
-        self.session = ValidationSession(start, queue, math.inf if self._alone else now + seconds)
-        self.session.scores = scores
-        self._held.enter_context(self.state.timeline.span("validation", step=start.step))
+        self.session, self.deadline = start, math.inf if self._alone else now + seconds
+        self._held.enter_context(self.state.timeline.span("validation", step=step))
         self._keep(start)
         return True
-
-    def _continued(self, start: SessionStart) -> tuple[SessionStart, dict[str, Finished]]:
-        """With the episodes that are over of the same session before: they are not sampled again."""
-        store, before = self.state.store, self._stored()
-        if before is None or not before.goes_on(start):
-            store.forget_held_out(uid_prefix(start.step))
-            return replace(start, versions=()), {}
-        decode = msgspec.msgpack.Decoder(Finished | Failed).decode
-        kept = ((uid, decode(one)) for uid, one in store.read.held_out(uid_prefix(start.step)))
-        scores = {uid: replace(one, text="") for uid, one in kept if isinstance(one, Finished)}
-        return replace(start, versions=before.versions), scores
 
     def _keep(self, start: SessionStart | None) -> None:
         self.state.store.put_meta("validation", msgspec.json.encode(start).decode())
@@ -193,98 +152,46 @@ class Validation:
         session = self.session
         if session is None:
             return
-        if not session.queue and not session.running:
-            self._end(session)
-            return
-        if now > session.deadline:
+        if now > self.deadline:
             log.error("validation of step %d abandoned: not done by its deadline", session.step)
+        if now > self.deadline or not self._in_flight:
             self._end(session)
             return
-        session.fresh.clear()
         remote = self.engines.remote
         pinned = remote and self._pinned(session, exclusive, now)
+        waiting = iter(self.episodes.waiting)
         for worker in self.workers.peers:
             if not (pinned if remote else self._loaded(session, worker, now)):
                 continue
-            share = 1.0 if exclusive else MID_RUN_SHARE
-            while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
-                self._assign(session, worker, now)
-        self._recover(session)
-        over = len(session.scores) + len(session.failed)
-        total = over + len(session.queue) + len(session.running)
+            share = math.ceil((1.0 if exclusive else MID_RUN_SHARE) * worker.hello.slots)
+            room = min(worker.free, share - sum(uid.startswith(EVAL) for uid in worker.running))
+            for episode in islice(waiting, max(0, room)):
+                row = HeldOut.of(episode.uid).row
+                self.workers.give(worker, episode, self.samples[row], 0, row in self._transcribed, now)
+        total = len(self.episodes.episodes)
+        over = total - self._in_flight
         self.state.waits.append(f"the validation of step {session.step}: {over} of {total} episodes are over")
 
-    def record(self, worker: WorkerRecord, message: Record, frames: Sequence[bytes] = ()) -> None:
-        """A record of a validation episode. Its turns are stored only where nothing is trained."""
-        session, uid = self.session, message.attempt.uid
-        if session is None or uid not in session.running:
-            return
-        if session.running[uid].worker is not worker or message.attempt.attempt != session.attempts[uid]:
-            return
-        if isinstance(message, Finished):
-            session.scores[uid], session.fresh[uid] = replace(message, text=""), message.text
-            self._store(uid, message)
-        elif isinstance(message, Failed):
-            log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
-            session.failures[uid].append(f"{message.reason}: {message.detail}")
-            self._retry(session, uid, message)
-        else:
-            self._turn(session, message, frames)
-            return
-        del session.running[uid]
-        worker.eval_running -= 1
-
-    def _turn(
-        self, session: ValidationSession, message: Generated | Replied, frames: Sequence[bytes]
-    ) -> None:
-        """A turn of an episode under way, or what answered it."""
-        sampled = isinstance(message, Generated)
-        if isinstance(message, Generated) and message.model_tokens:
-            seen = {*session.start.versions, message.oldest, message.newest}
-            if len(seen) > len(session.start.versions):
-                session.start = replace(session.start, versions=tuple(sorted(seen)))
-                self._keep(session.start)
-        for frame in frames if self._alone else ():
-            kind = "generated" if sampled else "replied"
-            self.state.store.put_frame(message.attempt.uid, message.turn, kind, frame)
-
-    def _store(self, uid: str, over: Finished | Failed) -> None:
-        self.state.store.put_held_out(uid, msgspec.msgpack.encode(over))
-
-    def _retry(self, session: ValidationSession, uid: str, message: Failed) -> None:
-        """An attempt failed: try again as often as in training."""
-        if len(session.failures[uid]) > self.state.config.rollout.retries:
-            session.failed.append(uid)
-            self._store(uid, message)
-        else:
-            session.attempts[uid] += 1
-            session.queue.append(uid)
+    @property
+    def _in_flight(self) -> int:
+        return self.episodes.flow().in_flight
 
     @property
     def busy(self) -> bool:
         return self.session is not None
-
-    def is_current(self, attempt: Attempt) -> bool:
-        """True for an attempt of the session under way."""
-        session = self.session
-        return (
-            session is not None
-            and attempt.uid in session.running
-            and session.attempts[attempt.uid] == attempt.attempt
-        )
 
     def _hold(self, ref: WeightsRef) -> None:
         """Workers load the version themselves, some of them late: it is not pruned during the session."""
         if not self.engines.remote:
             self._held.enter_context(disk.lock_version(ref))
 
-    def _pinned(self, session: ValidationSession, exclusive: bool, now: float) -> bool:
+    def _pinned(self, session: SessionStart, exclusive: bool, now: float) -> bool:
         """Servers with the version are set aside, as the workers know."""
         pinned = self.engines.pin(session.ref.version, all_servers=exclusive)
         self.engines.send_table([worker.peer for worker in self.workers.peers], now)  # ahead of the episodes
         return pinned
 
-    def _loaded(self, session: ValidationSession, worker: WorkerRecord, now: float) -> bool:
+    def _loaded(self, session: SessionStart, worker: WorkerRecord, now: float) -> bool:
         """The worker's own engine has the version. It is sent it; again after a refusal or a long silence."""
         if worker.eval_version == session.ref.version:
             return True
@@ -304,106 +211,63 @@ class Validation:
             self.engines.record_probe(message)
             worker.eval_version = message.ref.version
 
-    def _assign(self, session: ValidationSession, worker: WorkerRecord, now: float) -> None:
-        uid = session.queue.pop()
-        _, mode, row, _ = HeldOut.of(uid)
-        attempt = session.attempts[uid]
-        worker.eval_running += 1
-        self.workers.assign_seq += 1
-        session.running[uid] = Given(worker, self.workers.assign_seq, now)
-        if self._alone:
-            self.state.store.forget_frames(uid)  # of an attempt that did not come to its end
-        temperature = self.state.config.rollout.temperature if mode == SAMPLED else 0.0
-        self.state.outbox.to_control(
-            worker.peer,
-            Assign(
-                seq=self.workers.assign_seq,
-                attempt=Attempt(uid, attempt),
-                sample=self.samples[row],
-                lane="eval",
-                temperature=temperature,
-                key=sampling_key(self.state.config.seed, uid, attempt),
-                transcript=row in self._transcribed,
-            ),
-        )
-
-    def _recover(self, session: ValidationSession) -> None:
-        """Episodes of workers that are gone, hold them no more, or never got them are issued again."""
-        lease = self.state.config.launch.lease
-        for uid, (worker, seq, at) in list(session.running.items()):
-            lost = self.workers.peers.get(worker.peer) is not worker  # it may have joined again since
-            beat = worker.beat
-            dropped = (
-                beat is not None
-                and (beat.assigned >= seq or worker.seen - at > lease)
-                and Attempt(uid, session.attempts[uid]) not in beat.held
-            )
-            if lost or dropped:
-                worker.eval_running -= 1
-                del session.running[uid]
-                session.attempts[uid] += 1
-                session.queue.append(uid)
-
-    def _end(self, session: ValidationSession) -> None:
+    def _end(self, session: SessionStart) -> None:
         self.session = None
         self._keep(None)
-        for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
-            session.queue.remove(uid)
-            session.failed.append(uid)
-        for uid, given in session.running.items():  # an abandoned session's
-            given.worker.eval_running -= 1
-            self.state.outbox.to_control(given.worker.peer, Cancel(Attempt(uid, session.attempts[uid])))
+        for episode in self.episodes.waiting:
+            if episode.failures:  # no time to try it again
+                self.episodes.give_up(episode, FailReason(episode.reason))
+        found, unfinished = list(self.episodes.episodes.values()), self._in_flight
+        self.workers.cancel(self.episodes.end())
         for worker in self.workers.peers:
             worker.eval_asked = 0.0
-        self.results.append((session.step, self._metrics(session)))
+        self.results.append((session.step, self._metrics(session, found, unfinished)))
         self._save(session)
         self._held.close()
         if self.engines.remote:
             self.engines.release()
 
-    def _metrics(self, session: ValidationSession) -> dict[str, float]:
+    def _metrics(
+        self, session: SessionStart, episodes: Sequence[EpisodeRecord], unfinished: int
+    ) -> dict[str, float]:
         """See observe/held_out.py. Of a session that was not over in time there are no scores."""
-        played = [done.result for uid, done in session.scores.items() if not HeldOut.of(uid).scored]
+        over = [self._judged(uid) for uid in self.episodes.over]
+        scored = [one.result for one in over if one.result is not None]
+        played = [one.result for one in over if one.result is not None and not one.which.scored]
         found: dict[str, float] = {}
-        unfinished = len(session.running) + len(session.queue)
         if not unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
-            over = [self._judged(session, uid) for uid in (*session.scores, *session.failed)]
             found = means(per_sample(over, self.state.config.validation.success)) | sizes(over) | losses(over)
             found |= {HIGHEST: max(result.judged for result in played)} if played else {}
+        step, sampled = session.ref.version.step, [one for one in episodes if one.oldest >= 0]
         return found | {
-            "val-aux/episodes": float(len(session.scores)),
-            "val-aux/failed": float(len(session.failed) + unfinished),
-            "val-aux/policy_version": float(max(session.start.versions, default=session.ref.version.step)),
-            "val-aux/policy_version_min": float(
-                min(session.start.versions, default=session.ref.version.step)
-            ),
+            "val-aux/episodes": float(len(scored)),
+            "val-aux/failed": float(len(over) - len(scored)),
+            "val-aux/policy_version": float(max((one.newest for one in sampled), default=step)),
+            "val-aux/policy_version_min": float(min((one.oldest for one in sampled), default=step)),
         }
 
-    def _judged(self, session: ValidationSession, uid: str) -> Judged:
-        which, done = HeldOut.of(uid), session.scores.get(uid)
+    def _judged(self, uid: str) -> Judged:
+        which, done = HeldOut.of(uid), self.episodes.over[uid]
         source = self.samples[which.row].data_source
-        if done is None:
+        if isinstance(done, Failed):
             return Judged(which, source, None)
         return Judged(which, source, done.result, done.stats, answer_of(done.result, done.notes))
 
-    def _save(self, session: ValidationSession) -> None:
+    def _save(self, session: SessionStart) -> None:
         """The transcripts: the same questions at each validation, whatever became of them."""
         uids = ((row, uid) for row in sorted(self._transcribed) for uid in self._episodes(session.step, row))
-        entries = (
-            transcripts.entry(uid, self.samples[row], **self._became(session, uid)) for row, uid in uids
-        )
+        entries = (transcripts.entry(uid, self.samples[row], **self._became(uid)) for row, uid in uids)
         transcripts.save(self.state.run_dir, "validation", session.step, entries, anew=True)
 
-    def _became(self, session: ValidationSession, uid: str) -> dict[str, Any]:
-        done, mode = session.scores.get(uid), HeldOut.of(uid).mode
-        if done is None:
-            failed = session.failures[uid][-1] if uid in session.failed else "not over in time"
-            return {"mode": mode, "failed": failed}
+    def _became(self, uid: str) -> dict[str, Any]:
+        done, mode = self.episodes.over[uid], HeldOut.of(uid).mode
+        if isinstance(done, Failed):
+            return {"mode": mode, "failed": f"{done.reason}: {done.detail}"}
         judged: dict[str, Any] = {"components": done.result.components}
         if mode != SCORED:
             success = succeeds(done.result, self.state.config.validation.success)
             judged = {"success": success, **transcripts.earned(done.result)}
-        text = session.fresh.get(uid)
+        text = self.episodes.texts.get(uid)
         if text is None:
             text = msgspec.msgpack.decode(self.state.store.read.became(uid), type=Finished).text
         return {"mode": mode} | judged | {"turns": done.stats.turns, "notes": done.notes, "text": text}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.freshness import pending
@@ -18,9 +17,8 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
-from asyncrl.observe.held_out import EVAL
 from asyncrl.observe.transcripts import is_kept
-from asyncrl.types import FailReason, PolicyVersion
+from asyncrl.types import FailReason, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker_bulk import Fenced
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
@@ -42,25 +40,22 @@ class WorkerRecord:
     beat_at: float = 0.0
     eval_version: PolicyVersion | None = None
     eval_asked: float = 0.0  # when its eval lane was last sent a version
-    eval_running: int = 0
 
     @property
     def free(self) -> int:
-        return max(0, self.hello.slots - len(self.running) - self.eval_running)
+        return max(0, self.hello.slots - len(self.running))
 
 
 class WorkerHandler:
-    """Leases and assignments. `is_current_eval` says whether an attempt of validation is current."""
+    """Leases and assignments, of episodes to be trained and of a validation alike."""
 
-    def __init__(
-        self, state: RunState, engines: EngineHandler, is_current_eval: Callable[[Attempt], bool]
-    ) -> None:
-        self.state, self.engines, self.is_current_eval = state, engines, is_current_eval
+    def __init__(self, state: RunState, engines: EngineHandler) -> None:
+        self.state, self.engines = state, engines
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._lost)
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.more = False  # the last tick left episodes that may be assigned now
         self._restored: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)  # that ran, by incarnation
-        for episode in state.buffer.episodes.values():
+        for episode in state.all_episodes:
             if episode.state is State.RUNNING:
                 self._restored[episode.worker].append(episode)
 
@@ -98,12 +93,10 @@ class WorkerHandler:
         self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
         worker.beat, worker.beat_at = message, now
         worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
-        episodes, name = self.state.buffer.episodes, worker.hello.incarnation
+        flow_of, name = self.state.flow_of, worker.hello.incarnation
         for attempt in message.held:  # in a large run 100,000 a second
-            episode = episodes.get(attempt.uid)
-            if episode is not None and episode.attempt == attempt.attempt and episode.worker == name:
-                continue
-            if not (attempt.uid.startswith(EVAL) and self.is_current_eval(attempt)):
+            episode = flow_of(attempt.uid).episodes.get(attempt.uid)
+            if episode is None or episode.attempt != attempt.attempt or episode.worker != name:
                 # it was given to another worker, or given up, while this one was silent
                 self.state.outbox.to_control(peer, Cancel(attempt))
 
@@ -137,14 +130,14 @@ class WorkerHandler:
     def reissue_orphans(self, now: float) -> None:
         """Issue the episodes again whose worker is not connected (after a restart of the coordinator)."""
         here = {worker.hello.incarnation for worker in self.peers}
-        for episode in list(self.state.buffer.episodes.values()):
+        for episode in self.state.all_episodes:
             if episode.state is State.RUNNING and episode.worker not in here:
                 self._reissue(episode, FailReason.WORKER_LOST, now)  # a stop of the run is no failed attempt
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
-        episode = self.state.buffer.episodes.get(uid)
+        episode = self.state.flow_of(uid).episodes.get(uid)
         if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
             self.fail(episode, FailReason.WORKER_LOST, "", now)
 
@@ -157,14 +150,17 @@ class WorkerHandler:
 
     def fail(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
         """An attempt failed; `detail` is the cause in a line, where it is known."""
-        self.state.failed.add(reason, detail, self.state.store)
-        sample = self.state.buffer.live[episode.group].sample
-        self.state.first_attempts.fail(episode.assign_seq, sample, reason)
+        if episode.uid in self.state.held_out.episodes:
+            self.state.held_out.causes[episode.uid] = detail
+        else:
+            self.state.failed.add(reason, detail, self.state.store)
+            sample = self.state.buffer.live[episode.group].sample
+            self.state.first_attempts.fail(episode.assign_seq, sample, reason)
         self._reissue(episode, reason, now)
 
     def _reissue(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue it again, or give it up."""
-        self.cancel(self.state.buffer.fail(episode, reason, now))
+        self.cancel(self.state.flow_of(episode.uid).fail(episode, reason, now))
         if episode.turns == 0:
             self.state.store.forget_frames(episode.uid)
 
@@ -219,19 +215,32 @@ class WorkerHandler:
         return FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
 
     def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, oldest: int, now: float) -> None:
-        frames = self.state.readable(episode)
-        self.assign_seq += 1
-        self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, now)
-        worker.running[episode.uid] = (self.assign_seq, now)
         group = self.state.buffer.live[episode.group]
+        kept = is_kept(group.id, episode.member, self.state.config.buffer.groups_per_batch)
+        self.give(worker, episode, self.state.samples[group.sample], oldest, kept, now)
+
+    def give(
+        self,
+        worker: WorkerRecord,
+        episode: EpisodeRecord,
+        sample: Sample,
+        oldest: int,
+        kept: bool,
+        now: float,
+    ) -> None:
+        """Assign an episode to a worker, with its durable turns. `kept`: its text is wanted."""
+        frames, flow = self.state.readable(episode), self.state.flow_of(episode.uid)
+        self.assign_seq += 1
+        flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, now)
+        worker.running[episode.uid] = (self.assign_seq, now)
         message = Assign(
             seq=self.assign_seq,
             attempt=Attempt(episode.uid, episode.attempt),
-            sample=self.state.samples[group.sample],
-            lane="train",
+            sample=sample,
+            lane="train" if flow is self.state.buffer else "eval",
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
             key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),
-            transcript=is_kept(group.id, episode.member, self.state.config.buffer.groups_per_batch),
+            transcript=kept,
             oldest=oldest,
             seconds=episode.seconds,
         )

@@ -90,6 +90,14 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
     return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"
 
 
+def held_out_line(flow: Mapping[str, int]) -> str:
+    """The account of held-out episodes; '' where none was issued."""
+    parts = " + ".join(
+        f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in ("scored", "failed", "in_flight")
+    )
+    return f"held out: {flow['issued']} issued = {parts}" if flow.get("issued") else ""
+
+
 def flow_of(metrics: Row) -> Flow:
     """The counters of episodes, as `flow/NAME` metrics report them."""
     return Flow(*(int(metrics.get(metric.FLOW + name, 0)) for name in Flow.__struct_fields__))

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.observe.metrics import shown
-from asyncrl.observe.summary import failures_line, identity_line, success_line
+from asyncrl.observe.summary import failures_line, held_out_line, identity_line, success_line
 
 NUMBERS = (  # label, key of the summary, format
     ("steps", "steps", "d"),
@@ -68,6 +68,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     for line in (
         success_line(summary.get("validation_score_max"), summary.get("success_threshold")),
         failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")),
+        held_out_line(summary.get("held_out", {})),
     ):
         if line:
             terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)

@@ -141,6 +141,11 @@ class RunReader:
         for (uid,) in self._rows("SELECT uid FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix):
             yield uid, self.became(uid)
 
+    def count_held_out(self, prefix: str) -> int:
+        """The number of validation episodes whose uid begins so."""
+        query = "SELECT count(*) FROM held_out WHERE substr(uid, 1, ?)=?"
+        return int(self._rows(query, len(prefix), prefix)[0][0])
+
     def became(self, uid: str) -> bytes:
         return self._rows("SELECT record FROM held_out WHERE uid=?", uid)[0][0]
 

@@ -127,6 +127,7 @@ class PlayedWorker:
                     if other != message.attempt:
                         del self.held[other]
                 if message.attempt not in self.held:
+                    self.world.continued += message.lane == "eval" and bool(frames)
                     self.held[message.attempt] = Running(message, len(frames) // 2, self.world.now)
             case Cancel() | Fenced():
                 self.held.pop(message.attempt, None)

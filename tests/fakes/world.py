@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,13 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import loop, reporting, state
+from asyncrl.coordinator.held_out import RECORD
 from asyncrl.coordinator.loop import Coordinator
+from asyncrl.observe.files import read_rows
+from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
 from asyncrl.store import checkpoints, retention, runstore, schema, segments
 from asyncrl.store.copies import restore
+from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StorePaused, SupersededError
 from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.listening import Listeners
@@ -88,6 +93,7 @@ class World:
         self.full_until = 0.0  # the disk is full, or the store is locked
         self.arriving: tuple[Mail, Mail] = defaultdict(deque), defaultdict(deque)  # control, bulk
         self.launches = self.starts = self.spikes = self.restored = 0
+        self.continued = 0  # held-out episodes that were given to a worker with their durable turns
         self.asleep_until = 0.0  # the coordinator, stopped
         self.power_goes = False  # with the coordinator's end
         self.zombie: Coordinator | None = None  # stopped, replaced, and to go on
@@ -363,4 +369,18 @@ class World:
         counts = {state.value: count for state, count in again.read.counts().items()}
         assert again.read.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
         assert sum(counts.values()) == flow["issued"]
+        if self.config.data.test:
+            self._check_validations(summary["held_out"], again.read)
         again.close()
+
+    def _check_validations(self, flow: dict[str, int], read: RunReader) -> None:
+        """Each episode of the last validation is over, once; each that was begun has an account."""
+        last = [HeldOut.of(uid) for uid, _ in read.held_out(uid_prefix(4))]
+        assert Counter((one.row, one.mode) for one in last) == Counter(product(range(2), (SAMPLED, GREEDY)))
+        assert not [*read.held_out(RECORD)] and not flow["in_flight"], flow
+        assert flow["issued"] == flow["scored"] + flow["failed"], flow
+        rows = [row for row in read_rows(self.run_dir) if "val-aux/episodes" in row]
+        assert all(row["val-aux/episodes"] + row["val-aux/failed"] == len(last) for row in rows), rows
+        assert rows and rows[-1]["training/step"] == 4
+        left = read._rows("SELECT count(*) FROM frames WHERE uid LIKE 'val%'")
+        assert left == [(0,)], "payloads of held-out episodes are forgotten"

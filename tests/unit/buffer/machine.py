@@ -57,7 +57,8 @@ def land(
     episode = buffer.episodes[uid]
     if episode.state is State.PENDING:
         buffer.assign(episode, "w", 1, version, 0.0)
-    buffer.turn(episode, tokens=tokens + 10, model_tokens=tokens, oldest=version, newest=version)
+    episode.extend(tokens=tokens + 10, model_tokens=tokens, oldest=version, newest=version)
+    buffer.touch(episode)
     result = EpisodeResult(reward, tokens, (reward,), **earned)
     buffer.finish(episode, result, EpisodeStats(1), now)
     return episode

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.freshness import Places, drop_overdue, pending, places_of
 from asyncrl.buffer.records import NEVER
+from asyncrl.buffer.replay import current
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, land_group, make
 
@@ -78,7 +79,7 @@ class HeldRun:
 
     def begun(self, uid: str, attempt: int, left: int) -> bool:
         """Whether the turn has a server, or is wanted no more."""
-        if (episode := self.buffer.current(uid, attempt)) is None:
+        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
             return True
         servers = self.usable(max(episode.bound, self.buffer.committed - self.bound))
         if servers:
@@ -87,14 +88,15 @@ class HeldRun:
         return bool(servers)
 
     def end_turn(self, uid: str, attempt: int, left: int, version: int) -> None:
-        if (episode := self.buffer.current(uid, attempt)) is None:
+        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
             return
         if self.random.random() < 0.05:
             self.buffer.retries += 1
             reason = self.random.choice([FailReason.WORKER_LOST, FailReason.REWARD_ERROR])
             self.buffer.fail(episode, reason, self.now)
             return
-        self.buffer.turn(episode, 20, 10, version, version)
+        episode.extend(20, 10, version, version)
+        self.buffer.touch(episode)
         if left > 0:
             self.turns.append((uid, attempt, left - 1))
         else:  # some groups are of zero variance

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import MAX_LOSSES, State
+from asyncrl.buffer.replay import current
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, land, make, run, train
 
@@ -46,10 +47,11 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     admit(buffer, 1)
     episode = buffer.episodes["0.0"]
     buffer.assign(episode, "w", 1, 0, 0.0)
-    buffer.turn(episode, 20, 10, 0, 0)
+    episode.extend(20, 10, 0, 0)
+    buffer.touch(episode)
     buffer.fail(episode, FailReason.WORKER_LOST, 0.0)
     assert (episode.state, episode.attempt, episode.turns) == (State.PENDING, 1, 1)
-    assert buffer.current("0.0", 0) is None  # the old attempt is fenced
+    assert current(buffer.episodes, "0.0", 0) is None  # the old attempt is fenced
 
 
 @pytest.mark.parametrize("reason", [FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED])
@@ -170,7 +172,8 @@ class FlowMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, reward: float, turns: int) -> None:
         episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
         for _ in range(turns):
-            self.buffer.turn(episode, 5, 3, self.batches.committed, self.batches.committed)
+            episode.extend(5, 3, self.batches.committed, self.batches.committed)
+            self.buffer.touch(episode)
         self.buffer.finish(episode, EpisodeResult(reward), EpisodeStats(1), self.now)
 
     @precondition(lambda self: self.running())

@@ -32,7 +32,8 @@ def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
         run(state.buffer, uid)
     for _ in range(turns):
         state.store.put_frame(uid, episode.turns, "generated", turn_payload(episode.turns, episode.turns))
-        state.buffer.turn(episode, 20, 10, episode.turns, episode.turns)
+        episode.extend(20, 10, episode.turns, episode.turns)
+        state.buffer.touch(episode)
     if end:
         result, stats = EpisodeResult(1.0, 10 * episode.turns), EpisodeStats(episode.turns)
         state.buffer.finish(episode, result, stats, 0.0)

@@ -37,14 +37,14 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
     setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
     samples = [Sample(row, "s", (Message("user", "?"),), f'"truth {row}"') for row in range(64)]
     setup.join(A, slots=128)
-    (worker,) = setup.handler.workers.values()
+    (worker,) = setup.handler.peers
     worker.eval_version = training.ref(0).version
     validation = Validation(setup.state, setup.handler, setup.engines, samples)
     assert validation.begin(step=2, final=False, now=0.0)
     while validation.busy:
         validation.tick(0.0, exclusive=True)
         setup.state.persist()
-        assert validation.session is None or not validation.session.fresh
+        assert not setup.state.held_out.texts
         for _, message in reversed(setup.sent.take(Assign)):  # in another order than they were asked
             row = int(message.attempt.uid.split("/")[2])
             assert message.transcript == (row % 8 == 0)
@@ -53,9 +53,9 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
             good = Finished(0, message.attempt, result, EpisodeStats(3), text, {"pred": "7"})
             failed = Failed(0, message.attempt, FailReason.TOOL_ERROR, "KeyError: 'b' (bad.py:41)")
             slow = row == 56 and message.attempt.attempt < 2
-            validation.record(worker, failed if row == 8 or slow else good)
-            if session := validation.session:  # of a large evaluation texts are gigabytes
-                assert not any(done.text for done in session.scores.values())
+            setup.play(message.attempt, failed if row == 8 or slow else good)
+            found = setup.state.held_out.over.values()  # of a large evaluation texts are gigabytes
+            assert not any(isinstance(done, Finished) and done.text for done in found)
     kept = entries(tmp_path, "validation/step-2.jsonl")
     order = [(row, mode) for row in range(0, 64, 8) for mode in ("sampled", "greedy")]
     assert [(entry["sample"], entry["mode"]) for entry in kept] == order

@@ -8,14 +8,16 @@ import msgspec
 import pytest
 
 from asyncrl.config import ValidationConfig
+from asyncrl.coordinator.held_out import HeldOutFlow
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.wire.messages.shared import Loaded, LoadWeights
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
+from asyncrl.wire.messages.worker_bulk import Failed, Fenced, Finished, Generated
 from asyncrl.wire.messages.worker_control import Assign, Heartbeat
-from tests.unit.coordinator.test_workers import SAMPLE, A, WorkerSetup
+from tests.unit.buffer.machine import turn_payload
+from tests.unit.coordinator.test_workers import SAMPLE, A, B, WorkerSetup
 from tests.unit.weights.test_delta import Training
 
 
@@ -29,8 +31,7 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
     training.publish(6)  # the fifth is whole again, the ninth, too
     disk.prune(training.directory, keep=1)
     training.check(training.ref(1))
-    assert validation.session is not None
-    validation.tick(validation.session.deadline + 1, exclusive=True)
+    validation.tick(validation.deadline + 1, exclusive=True)
     assert not validation.busy
     disk.prune(training.directory, keep=1)
     assert disk.published(training.directory) == [training.ref(8)]
@@ -69,17 +70,19 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
         for _, message in setup.sent.take(Assign):
             mode = message.attempt.uid.split("/")[1]
             tries[mode] += 1
-            record = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
+            record: Failed | Finished = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
             if mode == "greedy":
                 record = Finished(0, message.attempt, EpisodeResult(1.0), EpisodeStats(1))
-            validation.record(worker, record)
+            setup.play(message.attempt, record)
     assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.waits
     assert tries == {"sampled": 1 + setup.state.config.rollout.retries, "greedy": 1}
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/sampled/mean@1"] == 0.0
     assert metrics["val-core/all/greedy/success"] == metrics["val-core/all/greedy/mean@1"] == 1.0
     assert metrics["val-aux/failed"] == 1.0
-    assert worker.eval_running == 0
+    assert not worker.running and setup.state.held_out.audit()
+    assert setup.state.held_out.flow() == HeldOutFlow(issued=2, scored=1, failed=1)
+    assert setup.state.failed.counts == {} and setup.state.first_attempts.landed is False, "no training"
 
 
 @pytest.mark.parametrize(
@@ -97,12 +100,12 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
 def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
     threshold: float, result: EpisodeResult, success: float, tmp_path: Path
 ) -> None:
-    setup, worker, validation = validating(tmp_path)
+    setup, _, validation = validating(tmp_path)
     limits = ValidationConfig(success=threshold)
     setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
     validation.tick(0.0, exclusive=True)
     for _, message in setup.sent.take(Assign):
-        validation.record(worker, Finished(0, message.attempt, result, EpisodeStats(1)))
+        setup.play(message.attempt, Finished(0, message.attempt, result, EpisodeStats(1)))
     validation.tick(0.0, exclusive=True)
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/greedy/success"] == success
@@ -115,8 +118,8 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
 def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path: Path) -> None:
     """Beside prompts, which are sampled as ever. Where one could not be scored there is no loss."""
     shown = [msgspec.structs.replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
-    setup, worker, validation = validating(tmp_path, *shown, SAMPLE)
-    losses = {"0": (1.0, 30), "1": (4.0, 10), "2": (2.0, 10)}
+    setup, _, validation = validating(tmp_path, *shown, SAMPLE)
+    losses = {"0": (1.0, 15), "1": (4.0, 5), "2": (2.0, 5)}
     modes: list[str] = []
     while validation.busy:
         validation.tick(0.0, exclusive=True)
@@ -128,10 +131,10 @@ def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path
             result = EpisodeResult(0.0, tokens, components={"nll": nll} if tokens else {})
             end = Finished(0, message.attempt, result, EpisodeStats(1))
             failed = Failed(0, message.attempt, FailReason.ENGINE_ERROR, "lost")
-            validation.record(worker, failed if row == "3" else end)
+            setup.play(message.attempt, failed if row == "3" else end)
     ((_, metrics),) = validation.results
     assert sorted(set(modes)) == ["greedy", "sampled", "scored"] and modes.count("greedy") == 1
-    assert metrics["val-core/x/nll"] == pytest.approx((30 + 40) / 40)
+    assert metrics["val-core/x/nll"] == pytest.approx((15 + 20) / 20)
     assert not metrics.keys() & {"val-core/y/nll", "val-core/all/nll"}
     assert metrics["val-core/all/greedy/success"] == 0.0 and metrics["val-aux/failed"] == 1.0
     assert not [name for name in metrics if "scored" in name]
@@ -144,7 +147,7 @@ def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Pat
     setup, _, validation = validating(tmp_path)
     validation.tick(0.0, exclusive=True)
     lost = {message.attempt.uid for _, message in setup.sent.take(Assign)}
-    for now, again in ((1.0, set[str]()), (31.0, lost)):
+    for now, again in ((1.0, set[str]()), (31.0, set()), (32.0, lost)):
         setup.beat(A, Heartbeat(0, (), 0, 0, 0), now)
         for _ in range(2):
             validation.tick(now, exclusive=True)
@@ -154,7 +157,7 @@ def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Pat
 
 def test_who_fails_does_not_score_above_who_answers(tmp_path: Path) -> None:
     """Where rewards are negative, 0 would be a prize."""
-    setup, worker, validation = validating(tmp_path)
+    setup, _, validation = validating(tmp_path)
     while validation.busy:
         validation.tick(0.0, exclusive=True)
         setup.state.persist()
@@ -162,38 +165,40 @@ def test_who_fails_does_not_score_above_who_answers(tmp_path: Path) -> None:
             failed = message.attempt.uid.split("/")[1] == "sampled"
             good = Finished(0, message.attempt, EpisodeResult(-1.0), EpisodeStats(1))
             bad = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
-            validation.record(worker, bad if failed else good)
+            setup.play(message.attempt, bad if failed else good)
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/sampled/mean@1"] == metrics["val-core/all/greedy/mean@1"] == -1.0
 
 
-def test_a_worker_that_was_lost_and_is_back_at_once_starts_anew(tmp_path: Path) -> None:
-    """What it was given before is issued again, and takes none of its slots."""
+def test_episodes_of_a_lost_worker_go_on_from_their_durable_turns(tmp_path: Path) -> None:
+    """It is back at once: what it was given before is fenced, and takes none of its slots."""
     setup, worker, validation = validating(tmp_path)
     validation.tick(0.0, exclusive=True)
     before = [message.attempt for _, message in setup.sent.take(Assign)]
+    setup.turn(A, 1, before[0])
     setup.handler.peers.lose(A, "silent", 0.0)
     setup.join(A)
     (again,) = setup.handler.peers
-    for attempt in before:
-        validation.record(again, Finished(0, attempt, EpisodeResult(1.0), EpisodeStats(1)))
+    for seq, attempt in enumerate(before, 1):
+        setup.finish(A, seq, attempt)
+    assert [message.attempt for _, message in setup.sent.take(Fenced)] == before
     validation.tick(0.0, exclusive=True)
     again.eval_version = worker.eval_version
     validation.tick(0.0, exclusive=True)
     after = [message.attempt for _, message in setup.sent.take(Assign)]
     assert {(a.uid, a.attempt + 1) for a in before} == {(a.uid, a.attempt) for a in after}
-    assert again.eval_running == len(after) and again.free == again.hello.slots - len(after)
+    assert [episode.turns for episode in setup.state.held_out.episodes.values()] == [1, 0]
+    assert len(again.running) == len(after) and again.free == again.hello.slots - len(after)
 
 
 def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path: Path) -> None:
     """One slow failure must not cost the whole report."""
-    setup, worker, validation = validating(tmp_path)
+    setup, _, validation = validating(tmp_path)
     validation.tick(0.0, exclusive=True)
     for _, message in setup.sent.take(Assign):
         record = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
-        validation.record(worker, record)
-    assert validation.session is not None
-    validation.tick(validation.session.deadline + 1, exclusive=True)
+        setup.play(message.attempt, record)
+    validation.tick(validation.deadline + 1, exclusive=True)
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/greedy/mean@1"] == 0.0 and metrics["val-aux/failed"] == 2.0
 
@@ -206,8 +211,9 @@ def test_a_session_that_a_restart_cut_short_begins_again(tmp_path: Path) -> None
     after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
     after.resume(0.0, over=False)
     assert after.session is not None and before.session is not None
-    assert (after.session.step, after.session.ref, after.session.queue) == (1, ref, before.session.queue)
-    after.tick(after.session.deadline + 1, exclusive=True)  # ended, however
+    assert (after.session.step, after.session.ref) == (1, ref) and after.session == before.session
+    assert [episode.uid for episode in after.episodes.waiting] == ["val1/sampled/0", "val1/greedy/0"]
+    after.tick(after.deadline + 1, exclusive=True)  # ended, however
     setup.state.persist()
     again = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
     again.resume(0.0, over=False)
@@ -254,33 +260,44 @@ def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> No
 def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) -> None:
     """By a coordinator that is started again; under other settings it begins anew."""
     setup, worker, validation = validating(tmp_path, SAMPLE, SAMPLE, SAMPLE)
+    first_version = worker.eval_version
     validation.tick(0.0, exclusive=True)
     first = {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
     assert len(first) == 6
-    for uid in ("val1/sampled/0", "val1/greedy/2"):
-        turn = Generated(0, first[uid].attempt, 0, tokens=3, model_tokens=2, oldest=4, newest=5)
-        validation.record(worker, turn)
-        validation.record(worker, Finished(0, first[uid].attempt, EpisodeResult(1.0), EpisodeStats(1)))
+    over = {"val1/sampled/0": 4, "val1/greedy/2": 5}
+    for seq, (uid, version) in enumerate(over.items()):
+        turn = Generated(2 * seq + 1, first[uid].attempt, 0, 20, 10, version, version)
+        setup.records.record(A, turn, [turn_payload(0, version)], 0.0)
+        setup.finish(A, 2 * seq + 2, first[uid].attempt)
+    setup.turn(A, 5, first["val1/sampled/1"].attempt)
     setup.state.persist()
 
-    def again() -> tuple[Validation, dict[str, Assign]]:
+    def again(peer: bytes) -> tuple[Validation, dict[str, Assign]]:
+        setup.join(peer)
+        setup.state.held_out.restore()
+        setup.handler.reissue_orphans(0.0)
         other = Validation(setup.state, setup.handler, setup.engines, [SAMPLE] * 3)
-        worker.eval_running = 0
         other.resume(now=0.0, over=False)
+        (worker,) = setup.handler.peers
+        worker.eval_version = first_version
         other.tick(0.0, exclusive=True)
         return other, {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
 
-    resumed, left = again()
-    assert left.keys() == first.keys() - {"val1/sampled/0", "val1/greedy/2"}
-    assert all(message.key == first[uid].key for uid, message in left.items())
+    resumed, left = again(B)
+    assert left.keys() == first.keys() - over.keys()
+    episodes, seq = setup.state.held_out.episodes, 0
+    assert episodes["val1/sampled/1"].turns == 1
     for message in left.values():
-        resumed.record(worker, Finished(0, message.attempt, EpisodeResult(0.0), EpisodeStats(1)))
+        if not episodes[message.attempt.uid].turns:
+            setup.turn(B, seq := seq + 1, message.attempt)
+        end = Finished(seq := seq + 1, message.attempt, EpisodeResult(0.0), EpisodeStats(1))
+        setup.records.record(B, end, [], 0.0)
     resumed.tick(0.0, exclusive=True)
     ((_, metrics),) = resumed.results
     assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/greedy/success"] == 1 / 3
-    assert (metrics["val-aux/policy_version_min"], metrics["val-aux/policy_version"]) == (4.0, 5.0)
+    assert (metrics["val-aux/policy_version_min"], metrics["val-aux/policy_version"]) == (0.0, 5.0)
 
     setup.state.store.rollback()  # the end was not written
     limits = ValidationConfig(success=0.5)
     setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
-    assert again()[1].keys() == first.keys()
+    assert again(b"rollout/0/c")[1].keys() == first.keys()

@@ -61,12 +61,12 @@ class WorkerSetup:
         )
         self.landed: list[EpisodeRecord] = []
         self.engines = EngineHandler(self.state, 0.0)
-        self.handler = WorkerHandler(self.state, self.engines, lambda _: False)
+        self.handler = WorkerHandler(self.state, self.engines)
         self.resume()
 
     def resume(self) -> None:
         reports = SimpleNamespace(on_turn=lambda tokens: None, on_landed=self.landed.append)
-        self.records = RecordHandler(self.state, self.handler, SimpleNamespace(), reports)  # type: ignore[arg-type]
+        self.records = RecordHandler(self.state, self.handler, reports)  # type: ignore[arg-type]
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
         incarnation = peer.decode().rpartition("/")[2]
@@ -87,6 +87,15 @@ class WorkerSetup:
 
     def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
         end = Finished(seq, attempt, EpisodeResult(1.0), EpisodeStats(turns))
+        self.records.record(peer, end, [], 0.0)
+
+    def play(self, attempt: Attempt, end: Finished | Failed, peer: bytes = A) -> None:
+        """Its turns, where it has finished, and its end, as the next records of the worker."""
+        worker = self.handler.peers.get(peer)
+        assert worker is not None
+        for turn in range(end.stats.turns if isinstance(end, Finished) else 0):
+            self.turn(peer, worker.seq + 1, attempt, turn)
+        end = msgspec.structs.replace(end, seq=worker.seq + 1, attempt=attempt)
         self.records.record(peer, end, [], 0.0)
 
     def acks(self) -> list[int]:

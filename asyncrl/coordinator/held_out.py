@@ -1,0 +1,164 @@
+"""The episodes of the validation under way. They are leased, fenced, retried and continued as those that are
+trained, but are never live, taken or filtered: they have an account of their own.
+
+The store has a record of each until the session ends, and in its place the result of each that is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.buffer.replay import RUNS
+from asyncrl.observe.held_out import SAMPLED, HeldOut
+from asyncrl.store.runstore import RunStore
+from asyncrl.types import FailReason
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
+
+META = "held_out"
+RECORD = "record:"  # before the uid, in the store
+
+
+class HeldOutFlow(msgspec.Struct, frozen=True):
+    """The account of held-out episodes: `issued` is the sum of the others."""
+
+    issued: int = 0
+    scored: int = 0
+    failed: int = 0
+    in_flight: int = 0
+
+    @property
+    def conserved(self) -> bool:
+        return self.issued == self.scored + self.failed + self.in_flight
+
+
+class HeldOutEpisodes:
+    """At most one session's, which `begin` issues. `keeps`: the turns of those that are over are kept."""
+
+    def __init__(self, store: RunStore, retries: int, keeps: bool) -> None:
+        self._store, self._retries, self._keeps = store, retries, keeps
+        self.restore()
+
+    def restore(self) -> None:
+        """Take over what the store holds."""
+        read, decode = self._store.read, msgspec.msgpack.Decoder(EpisodeRecord).decode
+        records = (decode(record) for _, record in read.held_out(RECORD))
+        self.episodes = {episode.uid: episode for episode in records}
+        self.over: dict[str, Finished | Failed] = {}  # results without texts, which are in the store,
+        self.texts: dict[str, str] = {}  # but for those of this turn
+        self.causes: dict[str, str] = {}  # of the newest failure, by uid
+        self._dirty: dict[str, EpisodeRecord] = {}
+        self._before = msgspec.json.decode(read.meta(META, "{}"), type=HeldOutFlow)  # of earlier sessions
+        self._issued, self._prefix = len(self.episodes), ""
+
+    # -- a session -----------------------------------------------------------------------------------
+
+    def begin(self, prefix: str, uids: list[str], again: bool) -> None:
+        """Issue the episodes of a session, whose uids begin with `prefix`. `again`: it goes on with what the
+        store has of it; else nothing of it stays."""
+        known = self.episodes
+        if not again:
+            self.end()  # one that was cut short, and cannot go on
+            self._store.forget_held_out(prefix)
+            for uid in known:
+                self._store.forget_frames(uid)
+        self._issued, self._prefix, self.over = len(uids), prefix, {}
+        self.episodes = {uid: _issue(uid, known.get(uid), again) for uid in uids}
+        self._dirty = dict(self.episodes)
+        decode = msgspec.msgpack.Decoder(Finished | Failed).decode
+        for uid, record in self._store.read.held_out(prefix) if again else ():
+            done = self.over[uid] = _without_text(decode(record))
+            self.episodes[uid].state = State.LANDED if isinstance(done, Finished) else State.FAILED
+
+    def end(self) -> list[EpisodeRecord]:
+        """The session is over: what is in flight has failed. Returns what was running."""
+        left = [episode for episode in self.episodes.values() if episode.state in RUNS]
+        running = [episode for episode in left if episode.state is State.RUNNING]
+        for episode in left:
+            self.give_up(episode, FailReason.DEADLINE, "not over in time")
+        self._before, self._issued = self.flow(), 0
+        self._store.put_meta(META, msgspec.json.encode(self._before).decode())
+        self._store.forget_held_out(RECORD)
+        self.episodes, self._dirty = {}, {}
+        return running
+
+    @property
+    def waiting(self) -> list[EpisodeRecord]:
+        """Those that are to be assigned, in their order."""
+        return [episode for episode in self.episodes.values() if episode.state is State.PENDING]
+
+    # -- running: see ReplayBuffer -------------------------------------------------------------------
+
+    def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
+        episode.worker, episode.assign_seq, episode.bound = worker, seq, acked
+        self._move(episode, State.RUNNING)
+
+    def touch(self, episode: EpisodeRecord) -> None:
+        self._dirty[episode.uid] = episode
+
+    def finish(self, episode: EpisodeRecord, message: Finished) -> None:
+        self._end(episode, State.LANDED, message)
+
+    def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
+        """An attempt ended without a result: issue the episode again, or give it up."""
+        if episode.retry(reason, self._retries):
+            self._move(episode, State.PENDING)
+        else:
+            self.give_up(episode, reason)
+        return []
+
+    def give_up(self, episode: EpisodeRecord, reason: FailReason, cause: str = "") -> None:
+        cause = cause or self.causes.get(episode.uid, "")
+        self._end(episode, State.FAILED, Failed(0, Attempt(episode.uid, episode.attempt), reason, cause))
+
+    def _end(self, episode: EpisodeRecord, state: State, result: Finished | Failed) -> None:
+        self._move(episode, state)
+        self.over[episode.uid] = _without_text(result)
+        if isinstance(result, Finished):
+            self.texts[episode.uid] = result.text
+        self._store.put_held_out(episode.uid, msgspec.msgpack.encode(result))
+        if not self._keeps:
+            self._store.forget_frames(episode.uid)
+
+    def _move(self, episode: EpisodeRecord, state: State) -> None:
+        episode.state = state
+        self.touch(episode)
+
+    def put_changes(self) -> None:
+        """Let the store write what has changed."""
+        for uid, episode in self._dirty.items():
+            self._store.put_held_out(RECORD + uid, msgspec.msgpack.encode(episode))
+        self._dirty, self.texts = {}, {}
+
+    # -- numbers -------------------------------------------------------------------------------------
+
+    def flow(self) -> HeldOutFlow:
+        counts, before = Counter(episode.state for episode in self.episodes.values()), self._before
+        return HeldOutFlow(
+            issued=before.issued + self._issued,
+            scored=before.scored + counts[State.LANDED],
+            failed=before.failed + counts[State.FAILED],
+            in_flight=counts[State.PENDING] + counts[State.RUNNING],
+        )
+
+    def audit(self) -> bool:
+        """The account is exact, and the store has as many results of the session as are counted here."""
+        stored = self._store.read.count_held_out(self._prefix) if self._prefix else len(self.over)
+        return self.flow().conserved and stored == len(self.over)
+
+
+def _without_text(result: Finished | Failed) -> Finished | Failed:
+    return replace(result, text="") if isinstance(result, Finished) else result
+
+
+def _issue(uid: str, known: EpisodeRecord | None, again: bool) -> EpisodeRecord:
+    """An attempt of the same number may still run somewhere: that of a session that begins anew is higher."""
+    if known is not None and again:
+        return known
+    which = HeldOut.of(uid)
+    attempt = known.attempt + 1 if known is not None else 0
+    return EpisodeRecord(uid, which.row, which.draw, attempt, greedy=which.mode != SAMPLED)
