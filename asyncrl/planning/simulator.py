@@ -182,7 +182,8 @@ class Simulation:
         play.turns.append((play.turn_began, self.now, play.tokens))
         self.buffer.waiting_tokens.begin(episode.uid, self.now, play.tokens)
         computed = max(tokens, round(tokens * self.w.computed))
-        self.buffer.turn(episode, computed, tokens, play.version, len(self._published))
+        episode.extend(computed, tokens, play.version, len(self._published))
+        self.buffer.touch(episode)
         wait = min(play.recorded[-play.left].wait, self.w.limit - (self.now - play.began))
         play.left -= 1
         goes_on = self._sample if play.left and wait >= 0 else self._landed
