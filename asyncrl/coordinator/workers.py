@@ -232,14 +232,17 @@ class WorkerHandler:
         frames, flow = self.state.readable(episode), self.state.flow_of(episode.uid)
         self.assign_seq += 1
         flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, now)
+        trained = flow is self.state.buffer
+        # A held-out episode that goes on samples what it would have: an evaluation that is killed ends alike.
+        drawn = episode.attempt if trained else episode.failures
         worker.running[episode.uid] = (self.assign_seq, now)
         message = Assign(
             seq=self.assign_seq,
             attempt=Attempt(episode.uid, episode.attempt),
             sample=sample,
-            lane="train" if flow is self.state.buffer else "eval",
+            lane="train" if trained else "eval",
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
-            key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),
+            key=sampling_key(self.state.config.seed, episode.uid, drawn),
             transcript=kept,
             oldest=oldest,
             seconds=episode.seconds,

@@ -285,6 +285,7 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
 
     resumed, left = again(B)
     assert left.keys() == first.keys() - over.keys()
+    assert all(message.key == first[uid].key for uid, message in left.items())
     episodes, seq = setup.state.held_out.episodes, 0
     assert episodes["val1/sampled/1"].turns == 1
     for message in left.values():
