@@ -12,7 +12,6 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.buffer.records import EpisodeRecord, State
-from asyncrl.buffer.replay import RUNS
 from asyncrl.observe.held_out import SAMPLED, HeldOut
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import FailReason
@@ -76,7 +75,9 @@ class HeldOutEpisodes:
 
     def end(self) -> list[EpisodeRecord]:
         """The session is over: what is in flight has failed. Returns what was running."""
-        left = [episode for episode in self.episodes.values() if episode.state in RUNS]
+        left = [
+            episode for episode in self.episodes.values() if episode.state in (State.PENDING, State.RUNNING)
+        ]
         running = [episode for episode in left if episode.state is State.RUNNING]
         for episode in left:
             self.give_up(episode, FailReason.DEADLINE, "not over in time")
