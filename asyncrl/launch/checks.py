@@ -7,21 +7,13 @@ nothing, there or elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
-from asyncrl.launch import machine, preflight
-from asyncrl.launch.data import Inputs, Note
-
-
-class Check(NamedTuple):
-    """`needs`: names of checks without which it says nothing new."""
-
-    name: str
-    run: Callable[[Inputs], Iterable[Note]]
-    needs: tuple[str, ...] = ()
+from asyncrl.launch import gpus, machine, preflight
+from asyncrl.launch.data import Inputs
+from asyncrl.launch.notes import Check, Note
 
 
 def check(config: RunConfig) -> tuple[Inputs, list[str]]:
@@ -49,43 +41,39 @@ def examine(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
 
 def _notes(each: Check, inputs: Inputs) -> Iterator[Note]:
     try:
-        yield from each.run(inputs)
+        yield from each(inputs)
     except OSError as error:  # of a path that no check has foreseen
         raise ConfigError(one_line(error)) from error
 
 
-LIBRARIES = Check("libraries", machine.check_libraries)
 RUN = (
-    Check("run directory", preflight.check_directory),  # before a model is fetched
-    LIBRARIES,
-    Check("launch", preflight.check_launch),
-    Check("model", preflight.check_models, ("libraries",)),
-    Check("plug-ins", preflight.check_plugins, ("libraries",)),
-    Check("data", preflight.load_data, ("model", "plug-ins")),
-    Check("device", preflight.check_device, ("libraries",)),
-    Check("memory", preflight.check_room, ("model",)),
-    Check("weights", preflight.check_weights_directory, ("model",)),
-    Check("checkpoints", preflight.check_checkpoint_directory),
-    Check("servers", preflight.check_remote),
-    Check("settings", preflight.check_settings, ("model",)),
-    Check("template", preflight.check_template, ("data",)),
+    preflight.check_directory,  # before a model is fetched
+    machine.check_libraries,
+    preflight.check_launch,
+    preflight.check_models,
+    preflight.check_plugins,
+    preflight.load_data,
+    preflight.check_device,
+    preflight.check_room,
+    preflight.check_weights_directory,
+    preflight.check_checkpoint_directory,
+    preflight.check_remote,
+    preflight.check_settings,
+    preflight.check_template,
 )
 MACHINE = (
-    Check("Python", machine.check_python),
-    LIBRARIES,
-    Check("GPUs", machine.check_gpus, ("libraries",)),
-    Check("NCCL", machine.check_nccl, ("libraries",)),
-    Check("network", machine.check_network, ("libraries",)),
-    Check("SGLang", machine.check_sglang),
-    Check("ports", machine.check_ports),
-    Check("open files", machine.check_files),
-    Check("/dev/shm", machine.check_shared_memory),
-    Check("file locks", machine.check_locks),
-    Check("disk", machine.check_disk),
-    Check("sandbox", machine.check_sandbox),
+    machine.check_python,
+    machine.check_libraries,
+    gpus.check_gpus,
+    gpus.check_nccl,
+    gpus.check_network,
+    machine.check_sglang,
+    machine.check_ports,
+    machine.check_files,
+    machine.check_shared_memory,
+    machine.check_locks,
+    machine.check_disk,
+    machine.check_sandbox,
 )
-CLUSTER = Check("cluster", preflight.describe_cluster, ("launch",))
-CHAT = Check("chat", preflight.describe_chat, ("template",))
-SAMPLE = Check("sample", preflight.check_sample, ("template",))
-ESTIMATE = Check("estimate", preflight.estimate, ("data", "memory"))
-ALL = tuple(dict.fromkeys((*MACHINE, *RUN, CHAT, CLUSTER, SAMPLE, ESTIMATE)))
+PLAN = (preflight.describe_cluster, preflight.check_sample, preflight.estimate)  # a dry run prints these
+ALL = tuple(dict.fromkeys((*MACHINE, *RUN, preflight.describe_chat, *PLAN)))

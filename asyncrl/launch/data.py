@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -236,9 +236,6 @@ def load_rooms(parts: EpisodeParts) -> dict[bool, Room]:
     return {True: conversations} | ({} if rollout.agent else {False: prompts})
 
 
-Level = Literal["ok", "warning", "error", "skipped"]
-
-
 @dataclass
 class Inputs:
     """What checks read, each made once, when a check first asks for it; no check changes any of it.
@@ -292,19 +289,3 @@ class Inputs:
             return tuple(self.parts.rules.chat.prompt_ids(sample.prompt, schemas))
         turns = demonstrated(self.parts.rules, sample, schemas)
         return () if isinstance(turns, Fail) else tuple(turns[0].context)
-
-
-class Note(NamedTuple):
-    """One thing that a check has found."""
-
-    level: Level
-    text: str
-    check: str = ""  # by which one, once it is collected
-
-
-def ok(text: str) -> Note:
-    return Note("ok", text)
-
-
-def warning(text: str) -> Note:
-    return Note("warning", text)

@@ -24,9 +24,9 @@ import psutil
 
 from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig, leaves
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.estimates import EXPORTED, own_critic, sized
 from asyncrl.launch.model_directory import weight_shapes
+from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.runtime.memory import main_memory
 from asyncrl.weights.model_files import read_json
 

@@ -19,9 +19,10 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch import estimates, memory, placement
-from asyncrl.launch.data import Inputs, Note, ok, warning
+from asyncrl.launch.data import Inputs
 from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
 from asyncrl.launch.model_directory import chat_template, check_model
+from asyncrl.launch.notes import Note, check, ok, warning
 from asyncrl.launch.run_directory import (
     check_resumed,
     check_run_directory,
@@ -43,12 +44,14 @@ OWN_NAME = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # nothing else is removed
 SHOWN = 80  # characters of a reply
 
 
+@check("run directory")
 def check_directory(inputs: Inputs) -> Iterator[Note]:
     check_run_directory(inputs.config)
     check_schema(run_directory(inputs.config))
     yield ok(str(run_directory(inputs.config)))
 
 
+@check("model", needs=("libraries",))
 def check_models(inputs: Inputs) -> Iterator[Note]:
     """The models are found, and those of the hub fetched. Later checks read the resolved configuration."""
     check_resumed(inputs.resolved)
@@ -56,6 +59,7 @@ def check_models(inputs: Inputs) -> Iterator[Note]:
     yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
 
 
+@check("launch")
 def check_launch(inputs: Inputs) -> Iterator[Note]:
     """Ray and trackers are installed, where they are asked for."""
     config = inputs.config
@@ -73,6 +77,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     yield ok(f"{len(placement.plan(config))} processes")
 
 
+@check("data", needs=("model", "plug-ins"))
 def load_data(inputs: Inputs) -> Iterator[Note]:
     with _quiet():
         data = inputs.samples
@@ -81,6 +86,7 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     yield from map(warning, data.warnings)
 
 
+@check("plug-ins", needs=("libraries",))
 def check_plugins(inputs: Inputs) -> Iterator[Note]:
     """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit."""
     from asyncrl.algorithms.recipe import compose
@@ -95,6 +101,7 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 
 
+@check("template", needs=("data",))
 def check_template(inputs: Inputs) -> Iterator[Note]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
     what answers a turn; or the conversations that are to be learned."""
@@ -111,6 +118,7 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
             check_demonstrations(parts, "data.test", data.test)
 
 
+@check("chat", needs=("template",))
 def describe_chat(inputs: Inputs) -> Iterator[Note]:
     """Show how turns end, and the first prompt exactly as the model reads it."""
     with _quiet():
@@ -123,6 +131,7 @@ def describe_chat(inputs: Inputs) -> Iterator[Note]:
         yield ok(f"{count}:\n{rules.chat.decode(ids)}")
 
 
+@check("sample", needs=("template",))
 def check_sample(inputs: Inputs) -> Iterator[Note]:
     sample = inputs.samples.train[0]
     if not (inputs.config.rollout.agent or sample.demonstration):
@@ -169,6 +178,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@check("device", needs=("libraries",))
 def check_device(inputs: Inputs) -> Iterator[Note]:
     """Check that there is a GPU if one is asked for, and one for each rank, and that servers share theirs."""
     config, count = inputs.config, count_gpus(inputs.config)
@@ -190,12 +200,14 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
     yield ok(f"model.device={inputs.config.model.device}, {inputs.config.model.dtype}")
 
 
+@check("memory", needs=("model",))
 def check_room(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
         memory.check_memory(inputs.config, sees_gpu(inputs.config))
         yield ok("has room for weights, gradients and optimizer state")
 
 
+@check("weights", needs=("model",))
 def check_weights_directory(inputs: Inputs) -> Iterator[Note]:
     """Versions can be written where the configuration says; where it insists on /dev/shm, there is room for
     as many as are kept."""
@@ -210,6 +222,7 @@ def check_weights_directory(inputs: Inputs) -> Iterator[Note]:
     yield ok(f"versions go to {where}, at most {sized(needed)} at once")
 
 
+@check("checkpoints")
 def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     """Checkpoints can be written to a directory; what is elsewhere the trainer finds out. Those that a resume
     needs are there; it may do without."""
@@ -236,6 +249,7 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     yield ok(config.checkpoint.directory or "in the run directory")
 
 
+@check("servers")
 def check_remote(inputs: Inputs) -> Iterator[Note]:
     check_servers(inputs.config)
     yield ok("keys, addresses and commands" if inputs.config.engine.remote else "none")
@@ -266,6 +280,7 @@ def record_place(config: RunConfig) -> None:
         file.write(f"{own_name(run_dir, config.name)}\t{run_dir.resolve()}\n")
 
 
+@check("settings", needs=("model",))
 def check_settings(inputs: Inputs) -> Iterator[Note]:
     """What is valid, but probably a mistake."""
     from asyncrl.conversation.parsers import detect, parsers
@@ -318,6 +333,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         yield from map(warning, estimates.cost_warnings(config, gpu))
 
 
+@check("cluster", needs=("launch",))
 def describe_cluster(inputs: Inputs) -> Iterator[Note]:
     """Who would go where on the Ray cluster that there is, a line for each machine; none without one. Raises
     ConfigError where it cannot have them all."""
@@ -330,6 +346,7 @@ def describe_cluster(inputs: Inputs) -> Iterator[Note]:
             yield from map(ok, planned(inputs.config, here))
 
 
+@check("estimate", needs=("data", "memory"))
 def estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
         config, gpu, prompt = inputs.config, sees_gpu(inputs.config), len(inputs.prompt)

@@ -94,9 +94,10 @@ def _plan(config: RunConfig) -> int:
         print(f"goes on with other keys: {changed}\n")
     units, gpu, count = placement.plan(shown), sees_gpu(shown), count_gpus(shown)
     print(*placement.describe(shown, units, gpu, count), sep="\n")
+    printed = {each.name for each in checks.PLAN}
     for level, text, name in found:
-        if level == "ok" and name in (checks.CLUSTER.name, checks.SAMPLE.name, checks.ESTIMATE.name):
-            print(f"{name:<14}{text}" if name == checks.SAMPLE.name else text)
+        if level == "ok" and name in printed:
+            print(f"{name:<14}{text}" if name == "sample" else text)
     for level, text, _ in found:
         if level == "warning":
             print(f"warning: {text}")

@@ -17,8 +17,9 @@ import torch
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch import machine
-from asyncrl.launch.data import Inputs, Note
+from asyncrl.launch import gpus, machine
+from asyncrl.launch.data import Inputs
+from asyncrl.launch.notes import Note
 
 TABLE = "| NVIDIA-SMI {driver}     Driver Version: {driver}     CUDA {name}: {cuda}     |"
 Check = Callable[[Inputs], Iterable[Note]]
@@ -92,19 +93,19 @@ def test_why_torch_cannot_use_the_gpus_of_the_driver(
     monkeypatch.setattr(torch.version, "cuda", built)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    text = found(machine.check_gpus, config())["warning"]
+    text = found(gpus.check_gpus, config())["warning"]
     assert "nvidia-smi lists 2 GPUs" in text and all(word in text for word in words), text
     needing = (config(model={"device": "cuda"}), config(engine={"name": "sglang"}))
-    assert [found(machine.check_gpus, one) for one in needing] == [{"error": text}] * 2
+    assert [found(gpus.check_gpus, one) for one in needing] == [{"error": text}] * 2
     elsewhere = config(engine={"name": "sglang", "server_command": ["python"]})  # has a torch of its own
-    assert found(machine.check_gpus, elsewhere) == {"warning": text}
+    assert found(gpus.check_gpus, elsewhere) == {"warning": text}
 
 
 def test_newer_drivers_call_the_version_otherwise(programs: Path) -> None:
     nvidia_smi(programs, "600.1", "13.2", name="UMD Version")
-    assert machine.gpu_driver() == ("600.1", "13.2")
+    assert gpus.gpu_driver() == ("600.1", "13.2")
     (programs / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert machine.gpu_driver() == ("", "")
+    assert gpus.gpu_driver() == ("", "")
 
 
 def test_a_driver_that_does_not_tell_its_version_is_not_quoted(
@@ -113,7 +114,7 @@ def test_a_driver_that_does_not_tell_its_version_is_not_quoted(
     (programs / "nvidia-smi").write_text("#!/bin/sh\n[ $# = 0 ] || echo NVIDIA L4\n")
     (programs / "nvidia-smi").chmod(0o755)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    text = found(machine.check_gpus, config())["warning"]
+    text = found(gpus.check_gpus, config())["warning"]
     assert "built for CUDA 12.8 (" in text and "at most" not in text
 
 
@@ -157,7 +158,7 @@ def test_gpus_without_access_to_each_other(
     words: str,
 ) -> None:
     gpus_of_torch(monkeypatch, count, apart)
-    notes = found(machine.check_gpus, config(**keys))
+    notes = found(gpus.check_gpus, config(**keys))
     assert list(notes) == list(dict.fromkeys(["ok", level]))
     assert re.search(words, notes[level]), notes
 
@@ -346,7 +347,7 @@ def test_the_network_interface_of_groups(
         for name, up in interfaces.items()
     }
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
-    notes = found(machine.check_network, config(**keys))
+    notes = found(gpus.check_network, config(**keys))
     assert list(notes) == [level] and re.search(words, notes[level]), notes
 
 
@@ -365,7 +366,7 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch, workers: int, 
 def test_without_gpus_nccl_has_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus_of_torch(monkeypatch, 0)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth9")
-    assert list(found(machine.check_network, config(**RANKS))) == ["ok"]
+    assert list(found(gpus.check_network, config(**RANKS))) == ["ok"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, servers
-from asyncrl.launch.data import Inputs, RunData, ok
+from asyncrl.launch.data import Inputs, RunData
+from asyncrl.launch.notes import ok
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 

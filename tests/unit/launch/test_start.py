@@ -17,7 +17,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import checks, preflight, run_directory, start
 from asyncrl.launch.console import Console
 from asyncrl.launch.console_view import ConsoleState
-from asyncrl.launch.data import Inputs, RunData, ok, warning
+from asyncrl.launch.data import Inputs, RunData
+from asyncrl.launch.notes import ok, warning
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize
@@ -173,9 +174,9 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
 ) -> None:
     """After the keys that are not the defaults."""
     found = (
-        checks.Check("settings", lambda inputs: [warning("far too fast")]),
+        checks.Check("settings", (), lambda inputs: [warning("far too fast")]),
         checks.Check(
-            "estimate", lambda inputs: [ok("model  7"), ok("memory  9"), warning("too much memory")]
+            "estimate", (), lambda inputs: [ok("model  7"), ok("memory  9"), warning("too much memory")]
         ),
     )
     monkeypatch.setattr(checks, "ALL", found)
