@@ -65,7 +65,9 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     typed = _is_typed(function)
     if not typed:
         check_call(function, where, CALL)
-    place = _place(function if inspect.isclass(found) else found, getattr(found, "runs", "processes"))
+    subject = function if inspect.isclass(found) else found
+    waits = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
+    place: Place = "loop" if waits else getattr(found, "runs", "processes")
     load = getattr(function, "load", lambda: None)
     own = place == "loop" and bool(getattr(found, "own_deadline", False))
     called = function if typed else from_verl(function)
@@ -115,11 +117,6 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
     options = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in extra]
     made.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return made
-
-
-def _place(function: RewardFunction, if_sync: Place) -> Place:
-    called = (function, type(function).__call__)
-    return "loop" if any(map(inspect.iscoroutinefunction, called)) else if_sync
 
 
 def _is_typed(function: RewardFunction) -> bool:

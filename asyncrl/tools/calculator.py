@@ -54,7 +54,8 @@ def expression_calculator(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip(), mode="eval") if len(expression) <= LONGEST else None
         if tree is not None:
-            return _shown(_value(tree.body))
+            value = _value(tree.body)
+            return str(int(value)) if value == int(value) else f"{value:.10g}"
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ToolError(f"cannot compute {expression[:LONGEST]!r}: {error}") from None
     raise ToolError(f"the expression is longer than {LONGEST} characters")
@@ -76,8 +77,3 @@ def _value(node: ast.expr) -> int | float:
                 raise ValueError("the result is no number, or too large")
             return result  # type: ignore[no-any-return]
     raise ValueError("only numbers, brackets and + - * / // % ** are allowed")
-
-
-def _shown(value: int | float) -> str:
-    """Whole numbers without a decimal point."""
-    return str(int(value)) if value == int(value) else f"{value:.10g}"

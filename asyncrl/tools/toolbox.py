@@ -169,7 +169,8 @@ class ToolSession:
         try:
             keywords = tool.decode(call.arguments)
         except Exception as problem:
-            return _bad_arguments(call, tool, problem)
+            error = f"bad arguments for {tool.name}: {reason(problem)}; it takes {outline(tool.schema)}"
+            return ToolReply(call, f"error: {error}", error, refused=True)
         started = time.monotonic()
         try:
             content, reward = await self._run(tool, call.arguments, keywords)
@@ -240,11 +241,6 @@ async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]
 def unknown_tool(call: ToolCall, known: Iterable[str]) -> ToolReply:
     """The reply to a call of a tool that does not exist."""
     error = f"unknown tool {call.name!r}; there are: {names(known)}"
-    return ToolReply(call, f"error: {error}", error, refused=True)
-
-
-def _bad_arguments(call: ToolCall, tool: Tool, problem: Exception) -> ToolReply:
-    error = f"bad arguments for {tool.name}: {reason(problem)}; it takes {outline(tool.schema)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
 

@@ -62,7 +62,7 @@ class Dumb:
 
 def short(answer): return 1.0
 def twice(a, b): return 1.0
-def vague(given: Nowhere, *, option: int = 1): return 1.0
+def vague(given, *, option: Nowhere = 1): return 1.0
 number = 3
 """
 
