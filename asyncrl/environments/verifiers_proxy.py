@@ -85,7 +85,7 @@ class AgentInteraction:
     ) -> None:
         self.trace = trace
         self._task, self._tools, self._ask, self._max_turns = task, tools, ask, max_turns
-        self._stops = [hook for hook in task.hooks("stop") if _of_traces(hook)]
+        self._stops = task.hooks("stop")
         self._over = False
 
     async def turn(self, message: str | Messages | None = None) -> Segment:
@@ -163,7 +163,9 @@ class AgentProxy:
         if given := [name for name, value in others.items() if value]:
             raise Unsupported(f"agent {self._name!r} is given {', '.join(given)}")
         check(task)
-        trace = self._trace(task)
+        record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = vf.AgentInfo(config=self._config, name=self._name, trainable=self.trainable)
+        trace = vf.Trace(task=record, agent=agent, state=state_cls(type(task))())
         async with provision_runtime(vf.SubprocessConfig()) as runtime, AsyncExitStack() as opened:
             await invoke(task.setup, {"trace": trace, "runtime": runtime})
             tools = self._tools or TaskTools()
@@ -179,11 +181,6 @@ class AgentProxy:
         trace.ok = True
         self._traces.append(trace)
 
-    def _trace(self, task: vf.Task) -> vf.Trace:
-        record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        agent = vf.AgentInfo(config=self._config, name=self._name, trainable=self.trainable)
-        return vf.Trace(task=record, agent=agent, state=state_cls(type(task))())
-
 
 def check(task: vf.Task) -> None:
     """Raises Unsupported, with what the task needs."""
@@ -191,12 +188,9 @@ def check(task: vf.Task) -> None:
         raise Unsupported("the task runs in a container")
     if discover_decorated(task, "intercept"):
         raise Unsupported("the task intercepts requests")
-
-
-def _of_traces(hook: Callable[..., Any]) -> bool:
-    if hook_boundary(hook, allow_trace=True) is not vf.Trace:
-        raise Unsupported(f"the task's stop {hook.__name__!r} reads requests or responses")
-    return True
+    for hook in task.hooks("stop"):
+        if hook_boundary(hook, allow_trace=True) is not vf.Trace:
+            raise Unsupported(f"the task's stop {hook.__name__!r} reads requests or responses")
 
 
 def _messages(message: str | Sequence[Any] | None) -> Messages:

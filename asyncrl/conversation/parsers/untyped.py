@@ -1,4 +1,4 @@
-"""Arguments in formats that do not write types (Qwen3-Coder, GLM): the tool's schema says what a text is.
+"""Reads arguments in formats that do not write types (Qwen3-Coder, GLM), by the tool's schema.
 
 the tools' schemas ──_kinds──► the JSON types that an argument may have ─┐
                                what the model wrote ─────────────────────┴─value_of──► the value
