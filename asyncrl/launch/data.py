@@ -85,7 +85,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     truth = f"rollout.reward {needing[0]}" if needing else ""
     demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
-    samples, warnings = prepare(config, split, layout, load_rooms(parts))
+    samples, warnings = prepare(config, split, layout, prompt_budgets(parts))
     if complaint := _no_numbers(parts, samples):
         warnings.append(f"data.{split}: {complaint}")
     if not config.rollout.agent:  # which reads what its data says about tools by itself
@@ -99,22 +99,22 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
 
 
 def prepare(
-    config: RunConfig, split: str, layout: RowLayout, rooms: Mapping[bool, Room]
+    config: RunConfig, split: str, layout: RowLayout, budgets: Mapping[bool, PromptBudget]
 ) -> tuple[Samples, list[str]]:
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
-    wrong with them. `rooms`: of prompts, and (True) of demonstrations; what has none is not measured."""
-    key, everything, asked = f"data.{split}", not config.data.filter_overlong, IgnoredSettings()
+    wrong with them. `budgets`: of prompts, and (True) of demonstrations; what has none is not measured."""
+    key, filtered, asked = f"data.{split}", config.data.filter_overlong, IgnoredSettings()
 
     def fits(sample: Sample) -> bool:
-        room = rooms.get(sample.demonstration)
-        return room is None or room.keeps(sample, everything)
+        budget = budgets.get(sample.demonstration)
+        return budget is None or budget.keeps(sample, filtered)
 
     read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config.data, split))
     fitting = (filter(fits, samples) for samples in read)
     try:
         with tempfile.TemporaryFile() as file:
             samples = Samples.write(file, fitting)
-        complaints = [line for room in rooms.values() for line in room.complaints(not everything)]
+        complaints = [line for budget in budgets.values() for line in budget.complaints(filtered)]
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except OSError as error:
@@ -137,8 +137,8 @@ def _no_numbers(parts: EpisodeParts, samples: Samples) -> str:
 
 
 @dataclass
-class Room:
-    """Whether samples of one kind have at most `limit` tokens.
+class PromptBudget:
+    """Counts which samples of one kind have at most `limit` tokens.
 
     `tokens`: of a sample as the model reads it, with its tools. `fixed`: more than template and tools add to
     the text of any sample, found by one of them. `meaning`: of the limit; `fate`: of what is longer.
@@ -172,16 +172,16 @@ class Room:
         self.longest = max(self.longest, found)
         return fits
 
-    def keeps(self, sample: Sample, everything: bool) -> bool:
-        """True if it fits, or if `everything` is kept, of which at most MEASURED are measured. An answer
-        without content teaches the model to end its turn at once: it is left out in any case."""
+    def keeps(self, sample: Sample, filtered: bool) -> bool:
+        """Return True if it fits, or if samples are not `filtered`; at most MEASURED are measured then. An
+        answer without content teaches the model to end its turn at once: it is left out in any case."""
         if sample.demonstration and any(map(_says_nothing, sample.prompt[sample.given :])):
             self.empty += 1
             return False
-        if everything and self.measured >= MEASURED:
+        if not filtered and self.measured >= MEASURED:
             self.unmeasured += 1
             return True
-        return self.fits(sample) or everything
+        return self.fits(sample) or not filtered
 
     def complaints(self, filtered: bool) -> list[str]:
         """What was found, in lines. ConfigError if no sample is kept that fits."""
@@ -204,7 +204,7 @@ def _says_nothing(message: Message) -> bool:
     return message.role == "assistant" and not said
 
 
-def load_rooms(parts: EpisodeParts) -> dict[bool, Room]:
+def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
     """What measures prompts, and (True) demonstrations, as the model reads them. Agents write their own
     prompts."""
     rules, box, rollout = parts.rules, parts.toolbox, parts.config.rollout
@@ -231,8 +231,8 @@ def load_rooms(parts: EpisodeParts) -> dict[bool, Room]:
     longest = rollout.longest_prompt
     short = f", which leaves a turn less than {rollout.max_tokens - longest} tokens (rollout.max_new_tokens)"
     fate = "their episodes are cut short or fail"
-    prompts = Room("prompts", longest, tokens, shown, short, fate)
-    conversations = Room("conversations", rollout.max_tokens, whole, shown)
+    prompts = PromptBudget("prompts", longest, tokens, shown, short, fate)
+    conversations = PromptBudget("conversations", rollout.max_tokens, whole, shown)
     return {True: conversations} | ({} if rollout.agent else {False: prompts})
 
 

@@ -56,8 +56,8 @@ class Placing:
                 raise ConfigError(self._lack(place, nodes))
 
     def choose(self, place: RolePlace, nodes: Sequence[Node]) -> Node | None:
-        """The machine of a process that starts: the one that it had, or else another, that has room now; None
-        when none has. One that must stay where it was waits for room there."""
+        """Choose a machine for a starting process: its previous one if it has room, else any other; None if
+        none has room. A process that must stay where it was waits for room there."""
         had = self._at.pop(place.name, "")
         for node in nodes:
             self._free.setdefault(node.id, min(node.gpus, node.free + self._held(node)))

@@ -45,8 +45,8 @@ class Unit:
         return self.places[0].name if len(self.places) == 1 else f"{self.role} (all ranks)"
 
 
-def plan(config: RunConfig) -> tuple[Unit, ...]:
-    """The units of a run, the coordinator first."""
+def processes_of(config: RunConfig) -> tuple[Unit, ...]:
+    """Return the units of a run, the coordinator first."""
     threads, gpus = config.launch.threads, 0 if config.engine.urls else config.engine.tp
     engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
     workers = [Unit(ROLLOUT, (_place(ROLLOUT, i, threads),)) for i in range(config.rollout.workers)]

@@ -74,7 +74,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
     check_trackers(config)
-    yield ok(f"{len(placement.plan(config))} processes")
+    yield ok(f"{len(placement.processes_of(config))} processes")
 
 
 @check("data", needs=("model", "plug-ins"))

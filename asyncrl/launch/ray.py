@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, Failure, one_line, recorded
 from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets
-from asyncrl.launch.placement import RolePlace, Unit, environment, plan
+from asyncrl.launch.placement import RolePlace, Unit, environment, processes_of
 from asyncrl.launch.process import BAD_INPUT, ProcessSpec, log_path
 from asyncrl.launch.role import execute, set_up_logging
 from asyncrl.launch.run_directory import run_directory
@@ -286,7 +286,7 @@ class RaySpawner:
         """Connect to `launch.ray_address`, or start a cluster of this machine for as long as this lives."""
         with cluster(config) as here:
             nodes, dialled = machines(), urlsplit(endpoints.control).hostname or ""
-            placing = Placing(config, plan(config), nodes, here)
+            placing = Placing(config, processes_of(config), nodes, here)
             check_shared(config, nodes, here, dialled, placing)
             started = (run_dir / "started").read_bytes()
             launch = Launch(secrets.token_hex(6), here, os.getcwd(), started, named_secrets(config))
@@ -360,7 +360,7 @@ def planned(config: RunConfig, host: str) -> list[str]:
     """Who would go where on the cluster now, a line for each machine. Raises ConfigError."""
     with cluster(config) as here:
         nodes = machines()
-        placing = Placing(config, plan(config), nodes, here)
+        placing = Placing(config, processes_of(config), nodes, here)
         check_shared(config, nodes, here, host, placing)
         return placing.describe(nodes)
 

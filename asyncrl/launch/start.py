@@ -38,12 +38,12 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
     """Check everything, then launch and watch the run; the exit code. `summary`: print it at the end. Raises
     ConfigError for bad input, while nothing is started."""
     if dry_run:
-        return _plan(config)
+        return _dry_run(config)
     defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
     inputs, warnings = checks.check(config)
     config, data = inputs.config, inputs.samples
     del inputs  # its tokenizer is needed no more
-    run_dir, units, changed = run_directory(config), placement.plan(config), resumed_with(config)
+    run_dir, units, changed = run_directory(config), placement.processes_of(config), resumed_with(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     with ExitStack() as stack:
         stack.enter_context(locked(config))
@@ -79,7 +79,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
     return conclude(config, run_dir, ending.code, ending.error, console, summary)
 
 
-def _plan(config: RunConfig) -> int:
+def _dry_run(config: RunConfig) -> int:
     """Run all checks and print the plan, what is to be read most last; or all errors."""
     inputs = Inputs(config)
     found = list(checks.examine(checks.ALL, inputs))
@@ -92,7 +92,7 @@ def _plan(config: RunConfig) -> int:
     print(f"run directory: {run_directory(shown)}\n")
     if changed := resumed_with(inputs.config):
         print(f"goes on with other keys: {changed}\n")
-    units, gpu, count = placement.plan(shown), sees_gpu(shown), count_gpus(shown)
+    units, gpu, count = placement.processes_of(shown), sees_gpu(shown), count_gpus(shown)
     print(*placement.describe(shown, units, gpu, count), sep="\n")
     printed = {each.name for each in checks.PLAN}
     for level, text, name in found:

@@ -20,10 +20,10 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.torch.plan import Chunk, DecodePlan, SlotSampling, build, reordered
 from asyncrl.engines.torch.recorded import RecordedStep
 from asyncrl.engines.torch.sessions import Prefixes, Slot, Slots, Source
 from asyncrl.engines.torch.slots import KVCache
+from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build, reordered
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 
@@ -72,7 +72,7 @@ class Batcher:
         self._decoding: dict[int, Run] = {}  # by slot
         self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
         self._sampling = SlotSampling(slots)
-        self._steady: DecodePlan | None = None  # the last plan, while it only needs to be advanced
+        self._steady: StepLayout | None = None  # the last plan, while it only needs to be advanced
 
     def add(self, request: Request) -> Run:
         limit = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
-from asyncrl.engines.torch.plan import DecodePlan
 from asyncrl.engines.torch.sampler import Params, sample
 from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
+from asyncrl.engines.torch.step_layout import StepLayout
 from asyncrl.errors import one_line
 
 log = logging.getLogger("asyncrl.engine")
@@ -45,7 +45,7 @@ class RecordedStep:
         self._made: Counter[Kind] = Counter()
         self._steps: dict[Kind, Callable[..., torch.Tensor]] = {}
 
-    def __call__(self, plan: DecodePlan) -> list[int]:
+    def __call__(self, plan: StepLayout) -> list[int]:
         """Compute a step; returns the slots whose turns ended with it."""
         kind = Kind(len(plan.layout.groups), plan.layout.decoding, plan.params.any_greedy)
         tensors = _tensors(plan)
@@ -81,7 +81,7 @@ class _Step(torch.nn.Module):
         limits: torch.Tensor,
         *groups: torch.Tensor,
     ) -> torch.Tensor:
-        """See DecodePlan and Layout for the arguments; `groups` has three per SlotGroup. Returns [ended] the
+        """See StepLayout and Layout for the arguments; `groups` has three per SlotGroup. Returns [ended] the
         indices of the samples that end their turn."""
         cache, kind = self._cache, self._kind
         split = tuple(SlotGroup(*groups[at : at + 3]) for at in range(0, 3 * kind.groups, 3))
@@ -97,7 +97,7 @@ class _Step(torch.nn.Module):
         return done.nonzero().flatten()
 
 
-def _tensors(plan: DecodePlan) -> tuple[torch.Tensor, ...]:
+def _tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
     layout, params = plan.layout, plan.params
     return (
         *(layout.cells, layout.positions, plan.keep, plan.live),

@@ -27,7 +27,7 @@ from asyncrl.launch.estimates import (
 )
 from asyncrl.launch.memory import Footprint, check_memory, describe_memory
 from asyncrl.launch.model_directory import check_model, parameter_count
-from asyncrl.launch.placement import describe, plan
+from asyncrl.launch.placement import describe, processes_of
 from asyncrl.runtime.memory import MainMemory
 from asyncrl.weights.snapshot import Buffers
 
@@ -218,7 +218,7 @@ def test_the_plan_names_gpus_only_where_there_may_be_some(
     model: Path, engine: dict[str, Any], gpu: bool | None, trainer: str, server: str
 ) -> None:
     run = config(model, engine=engine)
-    lines = describe(run, plan(run), gpu)
+    lines = describe(run, processes_of(run), gpu)
     assert next(line for line in lines if line.startswith("trainer")).endswith(trainer)
     assert next(line for line in lines if line.startswith("engine")).endswith(f" {server}")
 

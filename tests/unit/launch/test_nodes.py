@@ -14,7 +14,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
 from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets
-from asyncrl.launch.placement import plan
+from asyncrl.launch.placement import processes_of
 
 CUDA = ("model.device=cuda", "trainer.ranks=3", "checkpoint.directory=/shared")
 SERVERS = ("engine=sglang", "engine.servers=2", "engine.tp=2")
@@ -44,7 +44,7 @@ def configured(*overrides: str) -> RunConfig:
 
 def placing(nodes: list[Node], *overrides: str) -> Placing:
     config = configured("launch=ray", *overrides)
-    return Placing(config, plan(config), nodes, nodes[0].id)
+    return Placing(config, processes_of(config), nodes, nodes[0].id)
 
 
 def placed(nodes: list[Node], *overrides: str) -> list[str]:
@@ -145,7 +145,9 @@ def test_what_a_pool_has_left_is_named() -> None:
 def test_a_process_returns_to_its_machine_and_leaves_one_that_is_gone() -> None:
     first, second, third = machines(1, 1, 1)
     found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
-    worker = next(place for unit in plan(found._config) for place in unit.places if place.name == "rollout-0")
+    worker = next(
+        place for unit in processes_of(found._config) for place in unit.places if place.name == "rollout-0"
+    )
     assert found.choose(worker, [first, second, third]) == second
     assert found.choose(worker, [first, third]) is None, "the others' GPUs are taken"
     back = Node("4", second.address, 1, 1)
@@ -155,7 +157,7 @@ def test_a_process_returns_to_its_machine_and_leaves_one_that_is_gone() -> None:
 def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
     first, second, third = machines(1, 1, 1)
     found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
-    places = {place.name: place for unit in plan(found._config) for place in unit.places}
+    places = {place.name: place for unit in processes_of(found._config) for place in unit.places}
     assert found.choose(places["rollout-0"], [first, third]) is None  # its machine is gone
     found.put(places["rollout-0"], third.id)  # where rollout-1 has just died
     assert found.choose(places["rollout-1"], [first, third]) is None

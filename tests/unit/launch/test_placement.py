@@ -12,7 +12,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.process import arguments
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs
-from asyncrl.launch.placement import dealt, describe, environment, plan
+from asyncrl.launch.placement import dealt, describe, environment, processes_of
 from asyncrl.launch.preflight import check_device
 from asyncrl.trainer import world
 
@@ -22,7 +22,7 @@ def config(**keys: dict) -> RunConfig:
 
 
 def test_workers_stand_alone_and_ranks_stand_together() -> None:
-    units = plan(config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2}))
+    units = processes_of(config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2}))
     assert [unit.name for unit in units] == [
         *("coordinator-0", "rollout-0", "rollout-1", "rollout-2", "trainer (all ranks)")
     ]
@@ -32,18 +32,18 @@ def test_workers_stand_alone_and_ranks_stand_together() -> None:
 
 def test_the_description_adds_up() -> None:
     settings = config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2})
-    total = describe(settings, plan(settings), None)[-1].split()
+    total = describe(settings, processes_of(settings), None)[-1].split()
     assert total[:3] == ["total", "6", "11"]  # 1 + 3 * 2 + 2 * 2 threads
 
 
 def test_threads_are_set_before_anything_numeric_is_imported() -> None:
-    (place,) = plan(config(launch={"threads": 2}))[1].places
+    (place,) = processes_of(config(launch={"threads": 2}))[1].places
     assert environment(place)["OMP_NUM_THREADS"] == "2"
 
 
 def test_every_target_exists() -> None:
     root = Path(__file__).resolve().parents[3]
-    for unit in plan(config()):
+    for unit in processes_of(config()):
         module, _, function = unit.places[0].target.partition(":")
         assert f"def {function}(" in (root / f"{module.replace('.', '/')}.py").read_text()
 
@@ -89,7 +89,7 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
     for index, gpus in enumerate(servers):
         command = arguments(settings, index, "h", 1, count)
         assert command[command.index("--base-gpu-id") + 1] == str(gpus[0])
-    units = plan(settings)
+    units = processes_of(settings)
     for place in (place for unit in units for place in unit.places):
         assert "CUDA_VISIBLE_DEVICES" not in environment(place)  # each picks among all
     rows = {line.split()[0]: line for line in describe(settings, units, True, count)}

@@ -14,7 +14,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.data import RowLayout, Samples, check_same_data
 from asyncrl.errors import ConfigError
 from asyncrl.launch import data as data_module
-from asyncrl.launch.data import Room, prepare
+from asyncrl.launch.data import PromptBudget, prepare
 from asyncrl.types import Sample
 from tests.fakes.data import rows, stored
 
@@ -71,9 +71,11 @@ def letters(sample: Sample) -> int:
     return len(sample.prompt[0].content)
 
 
-def room(config: RunConfig, tokens: Callable[[Sample], int] = letters) -> dict[bool, Room]:
+def room(config: RunConfig, tokens: Callable[[Sample], int] = letters) -> dict[bool, PromptBudget]:
     turn = config.rollout.max_new_tokens
-    return {False: Room("prompts", config.rollout.max_tokens - turn, tokens, tokens, f" (turn {turn})")}
+    return {
+        False: PromptBudget("prompts", config.rollout.max_tokens - turn, tokens, tokens, f" (turn {turn})")
+    }
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -116,11 +118,11 @@ def test_short_prompts_are_not_rendered_and_a_warning_measures_a_thousand_at_mos
         measured.append(sample.prompt[0].content)
         return letters(sample)
 
-    room = Room("prompts", 800, tokens, tokens)
+    room = PromptBudget("prompts", 800, tokens, tokens)
     assert all(map(room.fits, rows(5000))) and len(measured) == 1  # what the template and the tools take
     assert room.longest == 0
-    room = Room("prompts", 8, tokens, tokens)
-    assert all(room.keeps(row, everything=True) for row in rows(5000))
+    room = PromptBudget("prompts", 8, tokens, tokens)
+    assert all(room.keeps(row, filtered=False) for row in rows(5000))
     assert len(measured) == 1002
 
 
@@ -141,13 +143,13 @@ def whole(sample: Sample) -> int:
 def test_conversations_with_an_empty_answer_are_left_out_and_counted(tmp_path: Path) -> None:
     call = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     given = talks(tmp_path, {"content": "x"}, {"content": " \n"}, {}, call, {"reasoning": "hm"})
-    layout, rooms = RowLayout(demonstrations=True), {True: Room("conversations", 100, whole, whole)}
-    samples, (line,) = prepare(given, "train", layout, rooms)
+    layout, budgets = RowLayout(demonstrations=True), {True: PromptBudget("conversations", 100, whole, whole)}
+    samples, (line,) = prepare(given, "train", layout, budgets)
     assert [sample.row for sample in samples] == [0, 1, 2] and not samples[0].prompt[-1].tool_calls
     assert line == "data.train: 2 conversations have an empty message of the assistant; they were left out"
     given = talks(tmp_path, {}, {"content": ""})
     with pytest.raises(ConfigError, match=r"2 conversations have an empty .*and there are no others"):
-        prepare(given, "train", layout, {True: Room("conversations", 100, whole, whole)})
+        prepare(given, "train", layout, {True: PromptBudget("conversations", 100, whole, whole)})
 
 
 @pytest.mark.parametrize(("filtered", "kept"), [(True, 1), (False, 2)])
@@ -155,8 +157,8 @@ def test_conversations_that_are_too_long_are_left_out_by_the_same_filter(
     tmp_path: Path, filtered: bool, kept: int
 ) -> None:
     given = talks(tmp_path, {"content": "x"}, {"content": "x" * 95}, filter_overlong=filtered)
-    rooms = {True: Room("conversations", 100, whole, whole)}
-    samples, (line,) = prepare(given, "train", RowLayout(demonstrations=True), rooms)
+    budgets = {True: PromptBudget("conversations", 100, whole, whole)}
+    samples, (line,) = prepare(given, "train", RowLayout(demonstrations=True), budgets)
     assert len(samples) == kept and "1 conversations have more than 100 tokens (the longest 101); " in line
     assert ("left out (data.filter_overlong)" if filtered else "their episodes fail: set data.fil") in line
 

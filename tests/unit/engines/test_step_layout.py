@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.engines.torch.plan import _decoding, reordered
+from asyncrl.engines.torch.step_layout import _decoding, reordered
 
 
 def lengths(slots: int = 64, idle: int = 8) -> np.ndarray:

@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
     last: bool
 
 
-class DecodePlan(NamedTuple):
+class StepLayout(NamedTuple):
     """One step: the tokens to forward, and how to sample from the logits of some of them."""
 
     layout: Layout
@@ -37,7 +37,7 @@ class DecodePlan(NamedTuple):
     limits: torch.Tensor  # [samples] length at which the slot ends
     further: int  # how many times it can be advanced: 0 with chunks
 
-    def advance(self) -> DecodePlan:
+    def advance(self) -> StepLayout:
         """The same decoding slots one token further."""
         self.layout.cells.add_(self.live)
         self.layout.positions.add_(self.live)  # those of its groups are views of them
@@ -104,7 +104,7 @@ def _behind(values: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(values[::-1])[::-1]
 
 
-def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]) -> DecodePlan:
+def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]) -> StepLayout:
     """One token for every decoding slot, and the chunks. `lengths` [slots] counts the known ids of decoding
     slots, the last of which is the one to forward, and is 0 for others."""
     decoding = _decoding(lengths, cache.scratch)
@@ -121,7 +121,7 @@ def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: l
         ends = [count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
     layout = _layout(cache, spans, len(decoding))
     room = [len(g.columns) - s.longest for g, s in zip(layout.groups, spans, strict=True) if len(s.slots)]
-    return DecodePlan(
+    return StepLayout(
         layout=layout,
         keep=_tensor(np.array([*range(count), *ends], dtype=np.int64), cache.device),
         slots=samples.tolist(),
