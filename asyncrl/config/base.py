@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of."""
+"""Defines what all sections of the configuration are made of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, in order."""
+    """Return the divisors of a positive number, in order."""
     low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})
 
@@ -49,7 +49,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def texts(tree: Any) -> Iterator[str]:
-    """All keys and values of a tree that are texts."""
+    """Yield all keys and values of a tree that are texts."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict | list):

@@ -83,7 +83,7 @@ def _keys_of(overrides: Iterable[str]) -> set[str]:
 
 
 def config_root() -> Path:
-    """Where `configs/` is: the checkout, or what an installation put under its prefix."""
+    """Find `configs/`: the checkout, or what an installation put under its prefix."""
     package = Path(asyncrl.__file__).absolute().parent
     for root in (package.parent, *(prefix / "share" / "asyncrl" for prefix in package.parents)):
         if (root / "configs" / "config.yaml").is_file():
@@ -161,7 +161,7 @@ def _explain(error: Exception, given: Iterable[str]) -> ConfigError:
 
 
 def _unknown(keys: list[str]) -> ConfigError:
-    """What is said of unknown keys: what verl's are here; of others the nearest known ones."""
+    """Describe unknown keys: what verl's are here, and the nearest known ones of others."""
     verl, groups = {key: row for keys, *row in verl_rows() for key in keys.split(", ")}, _groups()
     known = dict.fromkeys([*groups, *(name for name, _ in _keys(defaults(RunConfig)))])
 

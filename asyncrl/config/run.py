@@ -218,7 +218,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """That of a run, from its config.yaml. ConfigError where this version cannot read it."""
+    """Read the configuration of a run from its config.yaml. Raises ConfigError where this version cannot."""
     path = run_dir / "config.yaml"
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
@@ -242,7 +242,7 @@ def parse(mapping: Any) -> RunConfig:
 
 
 def _numbers(path: str, tree: Any) -> Iterator[tuple[str, float]]:
-    """All numbers of a mapping, each with its path."""
+    """Yield all numbers of a mapping, each with its path."""
     if isinstance(tree, float):
         yield path, tree
     elif isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""All checks before a run, by name. `asyncrl train` runs RUN up to the first error; `asyncrl doctor` and
+"""Lists all checks before a run. `asyncrl train` runs RUN up to the first error; `asyncrl doctor` and
 `asyncrl train --dry-run` run all of them, and collect what they find.
 
 A check yields notes, and raises ConfigError for what has to be corrected. It reads `Inputs` and changes
@@ -24,7 +24,7 @@ def check(config: RunConfig) -> tuple[Inputs, list[str]]:
 
 
 def examine(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
-    """What each of them finds, errors included. One that needs another which has failed is skipped."""
+    """Yield what each of them finds, errors included. One that needs another which has failed is skipped."""
     failed: set[str] = set()
     for each in checks:
         if lacking := [name for name in each.needs if name in failed]:

@@ -50,7 +50,7 @@ class RunData(NamedTuple):
     warnings: list[str]
 
     def save(self, run_dir: Path) -> None:
-        """Where the coordinator finds them. ConfigError where they cannot be written."""
+        """Save them where the coordinator finds them. Raises ConfigError where they cannot be written."""
         try:
             self.train.save(samples_path(run_dir, "train"))
             if self.test is not None:
@@ -184,7 +184,7 @@ class PromptBudget:
         return self.fits(sample) or not filtered
 
     def complaints(self, filtered: bool) -> list[str]:
-        """What was found, in lines. ConfigError if no sample is kept that fits."""
+        """Return what was found, in lines. Raises ConfigError if no sample is kept that fits."""
         none = not self.fitting and not self.unmeasured
         some = "all" if none and not self.empty else f"{self.over}" if filtered else f"at least {self.over}"
         size = f"more than {self.limit} tokens (the longest {self.longest})"
@@ -205,8 +205,8 @@ def _says_nothing(message: Message) -> bool:
 
 
 def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
-    """What measures prompts, and (True) demonstrations, as the model reads them. Agents write their own
-    prompts."""
+    """Return the budgets of prompts, and (True) of demonstrations, as the model reads them. Agents write
+    their own prompts."""
     rules, box, rollout = parts.rules, parts.toolbox, parts.config.rollout
 
     def tokens(sample: Sample) -> int:
@@ -238,7 +238,7 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
 
 @dataclass
 class Inputs:
-    """What checks read, each made once, when a check first asks for it; no check changes any of it.
+    """Holds what checks read, each made once, when a check first asks for it; no check changes any of it.
 
     An error while something is made is found by the check that asks first; those that need it are skipped.
     """

@@ -1,4 +1,4 @@
-"""What a run will take of the machine, and settings that are far from what its model and the machine take."""
+"""Estimates what a run will take of the machine, and finds settings far from what model and machine take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 
 
 def sees_gpu(config: RunConfig) -> bool | None:
-    """Whether torch sees a GPU on this machine; None on Ray, whose processes may be on other machines."""
+    """Tell whether torch sees a GPU on this machine; None on Ray, whose processes may be elsewhere."""
     if config.launch.kind == "ray":
         return None
     if not (is_imported("torch") or has_driver()):
@@ -62,7 +62,7 @@ def count_gpus(config: RunConfig) -> int:
 
 
 def multiplies_bfloat16(gpu: bool | None = False) -> bool:
-    """Whether the CPU has instructions for it, by its flags; or the GPU (None: on Ray one is expected)."""
+    """Tell whether the CPU has instructions for it, by its flags; or the GPU (None: expected, on Ray)."""
     if gpu is not False:
         import torch
 
@@ -119,7 +119,7 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
 
 
 def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list[str]:
-    """What a run goes through, of so many samples and a first prompt of so many tokens: lines of the plan."""
+    """Describe what a run goes through, with so many samples and tokens of the first prompt."""
     rollout, held_out, steps = config.rollout, config.validation, config.total_steps
     batch, epochs = config.buffer.groups_per_batch, config.data.epochs
     ends, share, warming = -(-epochs * train // batch), steps * batch / train, config.trainer.warmup_steps
@@ -211,7 +211,7 @@ def _kept(config: RunConfig) -> int:
 
 
 def _place(config: RunConfig) -> str:
-    """Where checkpoints are; '' if that is at a URL."""
+    """Return the directory of checkpoints; '' if they are at a URL."""
     directory = config.checkpoint.directory
     return "" if "://" in directory else directory or config.run_dir
 

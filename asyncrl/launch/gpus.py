@@ -69,7 +69,7 @@ def servers_here(config: RunConfig) -> bool:
 
 
 def grouped(config: RunConfig) -> bool:
-    """Whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or both together."""
+    """Tell whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or both together."""
     from torch.cuda import is_available
 
     tp = config.engine.tp if servers_here(config) else 1
@@ -141,7 +141,7 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
 
 
 def _means(named: str, interface: str) -> bool:
-    """Whether NCCL would use it: by prefixes, `eth,ib`; by name, `=eth0`; all but these, `^docker,lo`."""
+    """Tell whether NCCL would use it: by prefix, `eth,ib`; by name, `=eth0`; all but these, `^docker,lo`."""
     names = named.removeprefix("^").removeprefix("=").split(",")
     whole = named.removeprefix("^").startswith("=")
     found = interface in names if whole else interface.startswith(tuple(names))

@@ -1,4 +1,4 @@
-"""What a model directory holds: whether a run can use it, its chat template, and its size."""
+"""Reads a model directory: whether a run can use it, its chat template, and its size."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}) -> RunConf
 
 
 def _dtype(config: RunConfig, before: str | None) -> Literal["float32", "bfloat16"]:
-    """That of the configuration; for `auto` the one that the run was begun with, or what this machine has."""
+    """Return the configured type; for `auto` the one that the run was begun with, or this machine's."""
     match config.model.dtype, before:
         case ("float32" | "bfloat16") as given, _:
             return given

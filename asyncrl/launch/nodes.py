@@ -92,7 +92,7 @@ class Placing:
         return next((pool for role, pool in self._config.launch.pools.items() if role == place.role), "")
 
     def machines(self, role: str) -> set[str]:
-        """Of all processes of a role."""
+        """Return the machines of all processes of a role."""
         return {self._at[place.name] for place in self._places if place.role == role}
 
     def describe(self, nodes: Sequence[Node]) -> list[str]:
@@ -118,7 +118,7 @@ class Placing:
         return sum(self.gpus(place) for place in self._places if self._at.get(place.name) == node.id)
 
     def _cost(self, place: RolePlace, node: Node) -> tuple[Any, ...]:
-        """Of a machine that fits; the least is chosen."""
+        """Return the cost of a machine that fits; the least is chosen."""
         away, left = node.id != self._here, self._left(node)
         mine = Counter(
             self._at[one.name] for one in self._places if one.role == place.role and one.name in self._at
@@ -134,7 +134,7 @@ class Placing:
         return servers and not beside, mine[node.id], not away, node.address
 
     def _lack(self, place: RolePlace, nodes: Sequence[Node]) -> str:
-        """What the machines have not, and what to do."""
+        """Say what the machines lack, and what to do."""
         wants, pool = self.gpus(place), self.pool(place)
         if stays(place):
             nodes = [node for node in nodes if node.id == self._here]

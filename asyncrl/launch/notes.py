@@ -1,4 +1,4 @@
-"""What a check before a run is, and what it says."""
+"""Defines what a check before a run is, and what it says."""
 
 from __future__ import annotations
 

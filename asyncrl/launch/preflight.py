@@ -168,7 +168,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tool's schema takes: first choices, or 1."""
+    """Make arguments that a tool's schema takes: first choices, or 1."""
     schema = function.get("parameters", {})
     kinds = {"string": "1", "boolean": True, "array": [], "object": {}}
     known = schema.get("properties") or {}
@@ -282,7 +282,7 @@ def record_place(config: RunConfig) -> None:
 
 @check("settings", needs=("model",))
 def check_settings(inputs: Inputs) -> Iterator[Note]:
-    """What is valid, but probably a mistake."""
+    """Warn of what is valid, but probably a mistake."""
     from asyncrl.conversation.parsers import detect, parsers
     from asyncrl.episodes.parts import shown_calls
 
@@ -335,8 +335,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
 
 @check("cluster", needs=("launch",))
 def describe_cluster(inputs: Inputs) -> Iterator[Note]:
-    """Who would go where on the Ray cluster that there is, a line for each machine; none without one. Raises
-    ConfigError where it cannot have them all."""
+    """Say which processes would go where on the Ray cluster, a line for each machine; none without one.
+    Raises ConfigError where it cannot have them all."""
     launch = inputs.config.launch
     if launch.kind == "ray" and launch.ray_address:
         from asyncrl.launch.ray import planned

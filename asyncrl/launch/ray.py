@@ -52,7 +52,7 @@ PLACED_SECONDS = 20.0  # after which it is said that a process waits for a machi
 
 @dataclass(frozen=True)
 class Launch:
-    """What a process on any machine knows of its launch, beside its configuration. `here`: the launcher's
+    """Tells a process on any machine about its launch, beside its configuration. `here`: the launcher's
     machine; `started`: its file of that name, which names the day of the run."""
 
     id: str
@@ -87,7 +87,7 @@ class RoleActor:
 
 
 def at_home(config: RunConfig, launch: Launch) -> RunConfig:
-    """Of a process on the launcher's machine."""
+    """Return the configuration of a process on the launcher's machine."""
     return replace(config, run_dir=str(Path(launch.cwd) / config.run_dir))
 
 
@@ -162,7 +162,7 @@ class RayProcess:
             return BAD_INPUT if refused else KILLED
 
     def _look(self) -> None:
-        """Whether it is placed by now."""
+        """Tell whether it is placed by now."""
         if ray.wait([self._placed], timeout=0)[0]:
             with suppress(RayError):
                 node, address = ray.get(self._placed)
@@ -235,7 +235,7 @@ class FileFetcher:
                 return
 
     def _fetch(self, node: str, files: FetchedFiles, last: bool) -> None:
-        """All that is new there, within a deadline; at the `last` look it is removed there."""
+        """Fetch all that is new there, within a deadline; the `last` time also remove it."""
         if node not in self._agents:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             kind: Any = ray.remote(WrittenFiles)
@@ -357,7 +357,7 @@ def cluster(config: RunConfig) -> Iterator[str]:
 
 
 def planned(config: RunConfig, host: str) -> list[str]:
-    """Who would go where on the cluster now, a line for each machine. Raises ConfigError."""
+    """Say which processes would go where on the cluster now, a line for each machine. Raises ConfigError."""
     with cluster(config) as here:
         nodes = machines()
         placing = Placing(config, processes_of(config), nodes, here)
@@ -366,7 +366,7 @@ def planned(config: RunConfig, host: str) -> list[str]:
 
 
 def machines() -> list[Node]:
-    """Those of the cluster that are there, by address."""
+    """Return the machines of the cluster that are there, by address."""
     free = available_resources_per_node()
     there = [
         Node(

@@ -85,7 +85,7 @@ def execute(
 
 
 def read_endpoints() -> Endpoints:
-    """What the launcher wrote to standard input, which is empty from then on."""
+    """Read what the launcher wrote to standard input, which is empty from then on."""
     with open(os.dup(0), "rb") as given:
         endpoints = msgspec.msgpack.decode(given.read(), type=Endpoints)
     with open(os.devnull, "rb") as nothing:

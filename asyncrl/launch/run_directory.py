@@ -112,7 +112,7 @@ def check_resumed(config: RunConfig) -> None:
 
 
 def changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
-    """What a resumed run changes of them, for a person to read."""
+    """Describe which of them a resumed run changes, for a person to read."""
     return [f"{key}, which was {old!r} and is {new!r}" for key, old, new in _changed(config, keys)]
 
 
@@ -124,12 +124,12 @@ def begun_with(config: RunConfig) -> dict[str, Any]:
 
 
 def stored(config: RunConfig, key: str) -> str:
-    """What the store of the run that is to be continued holds under a key of `meta`; '' for a new run."""
+    """Return what the store of the run to be continued holds under a key of `meta`; '' for a new run."""
     return meta_of(run_directory(config), key) if config.resume != "never" else ""
 
 
 def resumed_with(config: RunConfig) -> str:
-    """What a resumed run changes of all keys, on one line; '' for nothing."""
+    """Describe which keys a resumed run changes, on one line; '' for none."""
     before = begun_with(config)
     return described(before, tree(config)) if before else ""
 
@@ -144,7 +144,7 @@ def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any,
 
 
 def _value(section: Any, key: str) -> Any:
-    """By dotted key; None where there is none."""
+    """Return the value of a dotted key; None where there is none."""
     for name in key.split("."):
         section = section.get(name) if isinstance(section, dict) else None
     return section
@@ -175,7 +175,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _resolved(path: Any) -> Any:
-    """Of a path, or of several, some with weights."""
+    """Return a path as absolute, or several, some with weights."""
     if isinstance(path, dict):
         return path | {"path": _resolved(path.get("path"))}
     return list(map(_resolved, path)) if isinstance(path, list) else Path(str(path)).resolve()

@@ -60,7 +60,7 @@ def check_group_address(config: RunConfig) -> None:
 
 
 def check_urls(config: RunConfig) -> None:
-    """What the keepers check when they attach: keys, version and model. The servers may be in use."""
+    """Check what the keepers check when they attach: keys, version and model. The servers may be in use."""
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import look
 

@@ -46,21 +46,21 @@ def claim(parent: Path, name: str) -> None:
 
 
 def remove(parent: Path, name: str) -> None:
-    """All that a launch has written on this machine, and what its keepers had in shared memory."""
+    """Remove all that a launch has written on this machine, and what its keepers had in shared memory."""
     caches = weights_directory("shm", parent / name, name, needed_bytes=0)
     for directory in (parent, caches):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 class WrittenFiles:
-    """What a launch has written on this machine, below `parent_elsewhere`."""
+    """Reads what a launch has written on this machine, below `parent_elsewhere`."""
 
     def __init__(self, parent: Path, name: str) -> None:
         claim(parent, name)
         self._parent, self._run_dir = parent, parent / name
 
     def after(self, read: Mapping[str, int]) -> dict[str, bytes]:
-        """By name at most PIECE bytes of each file that is there, after those that were read of it."""
+        """Return, by name, at most PIECE bytes of each file, after those that were read of it."""
         found = {}
         for path in (path for pattern in PATTERNS for path in self._run_dir.glob(pattern)):
             name = str(path.relative_to(self._run_dir))
@@ -70,7 +70,7 @@ class WrittenFiles:
         return found
 
     def remove(self) -> None:
-        """All of it, once it was read."""
+        """Remove all of it, once it was read."""
         remove(self._parent, self._run_dir.name)
 
 
@@ -83,7 +83,7 @@ class FetchedFiles:
         self.read: dict[str, int] = {}
 
     def add(self, found: Mapping[str, bytes]) -> None:
-        """Of all files that are there; names that are no files of processes are left out. Raises OSError."""
+        """Add the bytes of all files; names that are no files of processes are left out. Raises OSError."""
         for name, new in found.items():
             if len(Path(name).parts) != 2 or not any(Path(name).match(pattern) for pattern in PATTERNS):
                 continue
