@@ -24,13 +24,13 @@ import msgspec
 from asyncrl.buffer.freshness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
-from asyncrl.coordinator.enrolment import EnrolmentHandler, enrolled_keys
+from asyncrl.coordinator.journal import Journal
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
+from asyncrl.coordinator.peers import EnrolmentHandler, enrolled_keys
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import TransactionalOutbox, load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
-from asyncrl.coordinator.turn_writer import TurnWriter
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import MOST_ASSIGNED, WorkerHandler
 from asyncrl.data import Samples, samples_path
@@ -106,7 +106,7 @@ class Coordinator:
         self.observers: set[bytes] = set()
         self._status_at, self._turned_at = 0.0, now
         self._more = False  # the last turn left what the next one can do at once
-        self.writer = TurnWriter(self.state, self._keep_contact)
+        self.journal = Journal(self.state, self._keep_contact)
         self._replaced = -1, -math.inf  # the trainer epoch whose weights were damaged, and when
         self._silent: list[str] = []  # waits for processes that are not heard of
         self._unread: dict[object, tuple[bytes, Any, list[bytes]]] = {}  # that came while it was not writable
@@ -131,7 +131,7 @@ class Coordinator:
         """Run until the end. An error ends the run with its reason, after what is known is written."""
         both, control = Poller(self.control, self.bulk), Poller(self.control)
         while not self.over:
-            (control if self.writer.paused else both).wait(0.0 if self._more else TICK)
+            (control if self.journal.paused else both).wait(0.0 if self._more else TICK)
             begin = time.monotonic()
             self.turn(begin)
             self.reporter.longest_turn = max(self.reporter.longest_turn, time.monotonic() - begin)
@@ -152,9 +152,9 @@ class Coordinator:
 
     def _turn(self, now: float) -> bool:
         """Whether it is written. While the store cannot be, nothing is taken in, acknowledged or admitted."""
-        if self.writer.paused:
+        if self.journal.paused:
             self._hear_observers(now)
-            if not self.writer.write(now):
+            if not self.journal.commit_pass(now):
                 return False
         self.state.waits = []
         self._extend_leases(now, gap=now - self._turned_at - TICK)
@@ -167,7 +167,7 @@ class Coordinator:
         self._drain(self.bulk, self._on_bulk, now)
         self._tick(now)
         self.records.queue_acks()
-        return self.writer.write(now)
+        return self.journal.commit_pass(now)
 
     def _hear_observers(self, now: float) -> None:
         """Whoever watches a run that cannot write may stop it; what others say waits: once, and of a peer's

@@ -19,8 +19,7 @@ from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
-from asyncrl.coordinator.failures import FailedAttempts
-from asyncrl.coordinator.first_attempts import FirstAttempts
+from asyncrl.coordinator.failures import FailedAttempts, FirstAttempts
 from asyncrl.coordinator.held_out import HeldOutEpisodes
 from asyncrl.coordinator.live_limit import LiveLimit
 from asyncrl.coordinator.micro_budget import MicroBudget

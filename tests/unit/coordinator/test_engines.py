@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import TABLES_PER_SECOND, EngineHandler
-from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import MOST_PROBED, VersionLedger
+from asyncrl.coordinator.workers import FreeSlots
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from asyncrl.coordinator.first_attempts import MIN_ATTEMPTS, MIN_SAMPLES, FirstAttempts
+from asyncrl.coordinator.failures import MIN_ATTEMPTS, MIN_SAMPLES, FirstAttempts
 from asyncrl.types import FailReason
 
 EPISODES = 8  # at one sample before the next one

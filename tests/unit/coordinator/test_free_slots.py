@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.coordinator.free_slots import FreeSlots
+from asyncrl.coordinator.workers import FreeSlots
 
 workers = st.lists(
     st.tuples(st.integers(0, 4), st.lists(st.integers(0, 5), max_size=3).map(sorted)), max_size=6

@@ -1,4 +1,4 @@
-"""Writes the turns of the loop, and waits where the store cannot be written: a full disk, another's lock."""
+"""Commits the passes of the loop, and waits while the store cannot be written: a full disk, a lock."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from asyncrl.store.schema import StoreError, StorePaused
 CONTACT_EVERY = 0.5
 
 
-class TurnWriter:
-    """`write` after each turn, and before the next. `keep_contact` is called now and then during a pause,
-    with its reason: the peers must not give the coordinator up."""
+class Journal:
+    """`commit_pass` is called after each pass of the loop, and again before the next. `keep_contact` is
+    called now and then during a pause, with its reason: the peers must not give the coordinator up."""
 
     def __init__(self, state: RunState, keep_contact: Callable[[str], None]) -> None:
         self._state, self._keep_contact = state, keep_contact
@@ -21,11 +21,11 @@ class TurnWriter:
 
     @property
     def paused(self) -> bool:
-        """The last turn is not written yet."""
+        """The last pass is not written yet."""
         return self._paused_at is not None
 
-    def write(self, now: float) -> bool:
-        """Whether the turn is durable and its messages are sent. Until then the next one must not begin.
+    def commit_pass(self, now: float) -> bool:
+        """True when the pass is durable and its messages are sent. Until then the next one must not begin.
         StoreError after launch.stall_timeout."""
         try:
             self._state.persist()
