@@ -131,7 +131,6 @@ WALL_CLOCK = {
     "observe/ratios.py",
     "observe/timeline.py",
     "runtime/activity.py",
-    "runtime/busy_timer.py",
     "runtime/mirror.py",
     "runtime/weight_loader.py",
 }

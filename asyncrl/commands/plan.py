@@ -185,7 +185,7 @@ def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
 def _sampling(spans: Sequence[Line], config: RunConfig) -> float:
     """Episodes that sampled on an engine at once, as those that sample meet it; validations apart."""
     from asyncrl.planning.forecast import engines
-    from asyncrl.runtime.busy_timer import DECODE
+    from asyncrl.runtime.activity import DECODE
 
     held_out = union((span.start, span.end) for span in spans if span.name == "validation")
     ends = [end for _, end in held_out]

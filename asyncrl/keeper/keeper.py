@@ -28,7 +28,7 @@ from asyncrl.engines.sglang.server import connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import Activity
-from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.signals import at_ending
 from asyncrl.runtime.waits import Waits

@@ -17,8 +17,7 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, EngineRefused, Request, engines
 from asyncrl.errors import EngineError
-from asyncrl.runtime.activity import Recorder
-from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.activity import BusyTimer, Recorder
 from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.waits import FRESHER, Notifier, Waits

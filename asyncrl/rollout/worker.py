@@ -39,9 +39,8 @@ from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
 from asyncrl.rollout.server_pool import Connect, ServerPool, connector
 from asyncrl.rollout.turn_player import TurnPlayer
-from asyncrl.runtime.activity import Activity
-from asyncrl.runtime.busy_timer import BusyTimer
-from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.runtime.activity import Activity, BusyTimer
+from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.signals import at_ending
 from asyncrl.runtime.waits import Waits

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import BUSY, Line, TimelineFile, files
-from asyncrl.runtime.busy_timer import DECODE
+from asyncrl.runtime.activity import DECODE
 from asyncrl.runtime.weight_loader import LOAD
 
 PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS

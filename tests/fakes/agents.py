@@ -19,7 +19,7 @@ from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
-from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.activity import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Turn
 from asyncrl.wire.messages.shared import Attempt

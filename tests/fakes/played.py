@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.buffer.payloads import decode_turn
-from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.rank import is_answer
 from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.engines.base import EngineBusy, EngineLost, Request, Sampling
 from asyncrl.errors import EngineError
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.activity import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse

@@ -17,7 +17,7 @@ from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.activity import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason

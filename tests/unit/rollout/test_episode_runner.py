@@ -19,7 +19,7 @@ from asyncrl.rollout.context import EpisodeContext, generated
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.turn_player import TurnPlayer
-from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.activity import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply

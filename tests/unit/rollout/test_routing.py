@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from asyncrl.rollout.server_pool import PooledServer, ServerPool, choose
-from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.activity import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals, in_loop
