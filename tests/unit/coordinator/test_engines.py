@@ -242,12 +242,6 @@ def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup
     assert setup.pushed(0.1) == {b"engine/0/c": 3}
 
 
-def test_a_coordinator_that_was_away_does_not_blame_the_keepers(setup: EngineSetup) -> None:
-    setup.handler.keepers.extend(60.0, 60.0)
-    setup.handler.tick(60.0)
-    assert len(setup.handler.keepers) == 2
-
-
 class Tables:
     """What workers know of the servers."""
 
