@@ -135,6 +135,7 @@ def test_the_demo_is_found_wherever_one_stands(tmp_path: Path, monkeypatch: pyte
     assert Path(config.model.path).is_absolute()
 
 
+@pytest.mark.slow
 def test_every_choice_composes() -> None:
     for path in (ROOT / "configs").glob("*/*.yaml"):
         composition.compose([*NAMED, f"{path.parent.name}={path.stem}"])

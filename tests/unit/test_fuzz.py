@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2] / "asyncrl"
 TARGETS = targets()
 
 
+@pytest.mark.slow
 def test_nothing_but_the_documented_errors() -> None:
     took = fuzz(18_000, seed=20260101)
     assert len(took) == len(TARGETS) + 2

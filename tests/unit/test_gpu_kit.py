@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 KIT = Path(__file__).parents[2] / "tools" / "gpu_kit"
 # The other modules there are shared by several parts.
 PARTS = sorted(file.stem for file in (KIT / "parts").glob("*.py") if "\ndef run(" in file.read_text())

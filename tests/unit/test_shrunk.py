@@ -18,6 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.shrunk import narrowed, remembered, unknown
 from asyncrl.trainer.model import findings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

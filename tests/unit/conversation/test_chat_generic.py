@@ -116,6 +116,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[Message, ...]]:
     return pieces
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(templates, conversations(), st.booleans())
 def test_what_is_appended_is_what_the_template_writes(

@@ -404,6 +404,7 @@ PROMISES = (
 )
 
 
+@pytest.mark.slow
 def test_promises() -> None:
     """Of drawn episodes, which end in every way. Time and engines are not drawn."""
     seen: collections.Counter[object] = collections.Counter()

@@ -24,6 +24,8 @@ from tests.fakes.families import FAMILIES, TEMPLATES, Family
 from tests.fakes.fetched import FETCHED, fetched_tokenizer, missing
 from tests.unit.conversation.test_chat import TODAY, TOOL
 
+pytestmark = pytest.mark.slow
+
 SAID = (
     *(
         *TEXTS,

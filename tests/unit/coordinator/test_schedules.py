@@ -160,6 +160,7 @@ def test_without_faults(root: Path) -> None:
     world.check()
 
 
+@pytest.mark.slow
 def test_faults_at_sampled_moments(root: Path) -> None:
     """Held-out episodes go on from their durable turns, too, when their worker is lost."""
     assert sum(play(root, seed, RUNNING_ON).continued for seed in range(100)) > 5
@@ -185,6 +186,7 @@ def restored(root: Path, seed: int, faults: list[str]) -> int:
     return world.restored
 
 
+@pytest.mark.slow
 def test_a_damaged_store_is_made_anew_from_a_copy(root: Path) -> None:
     """At sampled moments: the account is exact, and nothing is trained twice."""
     faults = ["crash", "kill_trainer", "damage_segment"]
@@ -204,6 +206,7 @@ def test_faults_at_many_sampled_moments(root: Path) -> None:
         play(root, seed, RUNNING_ON, most=10)
 
 
+@pytest.mark.slow
 def test_power_cuts_at_sampled_moments(root: Path) -> None:
     """Of each file any of what was not yet fsynced is left."""
     for seed in range(45):

@@ -16,6 +16,8 @@ from tests.fakes import weights as fake_weights
 
 from .tiny import ask, assert_logprobs, prompt, serve, tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:

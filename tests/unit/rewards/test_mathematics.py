@@ -14,6 +14,8 @@ from asyncrl.rewards import RewardInput, load_rewards
 from asyncrl.rewards.process import RewardPool
 from asyncrl.types import RewardResult, Sample
 
+pytestmark = pytest.mark.slow
+
 TABLE: list[tuple[str, Any, float]] = [
     (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
     (r"so \boxed{1/2}", r"\frac{1}{2}", 1.0),

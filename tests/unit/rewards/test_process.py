@@ -17,6 +17,8 @@ from asyncrl.rewards.process import RewardPool
 from asyncrl.types import Message, RewardResult, Sample, ToolCall
 from tests.fakes.processes import gone, until
 
+pytestmark = pytest.mark.slow
+
 FILE = """
 import asyncio, os, signal, subprocess, sys, threading, time
 

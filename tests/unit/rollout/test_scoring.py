@@ -157,6 +157,7 @@ def test_sums_that_make_no_sense_are_a_reward_error() -> None:
         verdict(parts)
 
 
+@pytest.mark.slow
 def test_sync_functions_run_in_a_process_which_the_deadline_kills(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

@@ -36,6 +36,8 @@ from asyncrl.wire.sockets import COORDINATOR, Gate, choose_endpoints
 from tests.fakes.launching import config
 from tests.fakes.weights import publish, snapshot_of
 
+pytestmark = pytest.mark.slow
+
 FETCHER = """
 import asyncio, sys
 from pathlib import Path

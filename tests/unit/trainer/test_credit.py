@@ -66,6 +66,7 @@ def exchange(world: World, folder: Path) -> tuple[object, object]:
     return [of(packed) for packed in share(world, mine, [told(e) for e in mine])], plain
 
 
+@pytest.mark.slow
 def test_all_ranks_see_all_episodes_exactly_as_one_rank_does(world: World, tmp_path: Path) -> None:
     alone, together = exchange(world, tmp_path), run_ranks(2, exchange, tmp_path / "two")
     assert alone == together

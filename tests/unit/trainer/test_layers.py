@@ -34,6 +34,8 @@ from tests.fakes.training import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.slow
+
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
 
 

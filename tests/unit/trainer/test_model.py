@@ -19,6 +19,8 @@ from asyncrl.trainer.world import World
 from tests.fakes.models import save_small, small_model
 from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["gpt2", "qwen2 tied", "qwen2"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -27,6 +27,8 @@ from tests.fakes.training import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_steps_as_torchs_adamw_does(dtype: torch.dtype) -> None:

@@ -28,6 +28,8 @@ from tests.fakes.training import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.slow
+
 SECTIONS: dict[str, dict[str, Any]] = {
     "streamed": {},
     "barrier": {"algorithm": {"loss": "ppo", "steps_per_batch": 2}},

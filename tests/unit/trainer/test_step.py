@@ -35,6 +35,8 @@ from tests.fakes.training import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.slow
+
 STEP = 6
 VERSIONS = (0, 1, 2, 3, 5, 6)  # at V = 6 and a bound of 4, versions 0 and 1 are stale
 TOLERANCE = 1e-10
