@@ -22,6 +22,8 @@ from tests.fakes.ranks import run_ranks
 from tests.fakes.traced import LiveBytes, traced, traced_with
 from tests.fakes.training import Episode, make_row, tiny_config
 
+pytestmark = pytest.mark.slow
+
 SMOLLM2 = Path(__file__).parents[3] / ".models" / "smollm2-135m-instruct"
 ROWS, LENGTH = 4, 128
 
@@ -126,7 +128,11 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "family",
-    [*[*FAMILIES][:2], *(pytest.param(name, marks=pytest.mark.long) for name in [*FAMILIES][2:])],
+    [
+        next(iter(FAMILIES)),
+        pytest.param([*FAMILIES][1], marks=pytest.mark.full),
+        *(pytest.param(name, marks=pytest.mark.long) for name in [*FAMILIES][2:]),
+    ],
 )
 def test_the_closed_form_is_near_the_trace_or_above(tmp_path: Path, family: str) -> None:
     path = save_small(tmp_path / "model", family, **SIZES | HEADS | FAMILIES[family])
