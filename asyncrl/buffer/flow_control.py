@@ -27,17 +27,20 @@ class Crossings:
 
     def __init__(self, waiting: Lifetimes, bound: int) -> None:
         self._waiting = waiting
-        self._commits: deque[float] = deque(maxlen=bound + 1)  # times of the newest
-        self._overdue = 0.0  # tokens that were over the bound after the last commit, and waited
+        self._commits = deque([-math.inf] * (bound + 1), bound + 1)  # times of the newest
+        self._counted = 0.0  # tokens that are ready, and were counted while they waited
 
     def committed(self, masked: float, tokens: float, now: float) -> float:
         """The share of a batch that went over the bound since the last commit. It has so many model tokens,
         of which the share `masked` was masked. The newest version of bound + 1 is that of this commit: what
         was sampled before the first of these is over the bound from now on."""
+        last, before = self._commits[-1], self._commits[0]
         self._commits.append(now)
-        full, before = len(self._commits) == self._commits.maxlen, self._overdue
-        self._overdue = self._waiting.older(self._commits[0]) if full else 0.0
-        return masked + (self._overdue - before) / max(1.0, tokens)
+        self._counted += self._waiting.ended(last, before)
+        crossed = self._waiting.older(self._commits[0]) - self._waiting.older(before)
+        again = min(self._counted, masked * tokens)
+        self._counted = (self._counted - again) / 2  # some of them are dropped, and no batch masks these
+        return (masked * tokens - again + crossed) / max(1.0, tokens)
 
 
 class FlowControl:

@@ -55,6 +55,11 @@ class Lifetimes:
         begun = takewhile(lambda lives: lives[0][0] < than, self._running.values())
         return sum(weight for lives in begun for began, weight in lives if began < than)
 
+    def ended(self, since: float, than: float) -> float:
+        """Weight that ended after `since` and began before `than`, of the window."""
+        newest = takewhile(lambda life: life[2] > since, reversed(self._ended))
+        return sum(weight for began, weight, _ in newest if began < than)
+
     def quantile(self, q: float, now: float) -> float:
         """The duration that a share q of the weight does not exceed; inf where too much runs to know it."""
         ages, survival = self._survival(now)

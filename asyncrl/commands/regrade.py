@@ -98,7 +98,8 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     from asyncrl.episodes.recorded import kept_turns, regrade
     from asyncrl.store.reader import RunReader
 
-    recipe, parts = compose(config), EpisodeParts(config).load()
+    recipe, parts = compose(config), EpisodeParts(config)
+    _ = parts.rules, parts.toolbox, parts.scorer  # no environment or agent: they need not be there any more
     samples, reader = Samples.open(samples_path(run_dir, "train")), RunReader.open(run_dir)
     room, rows, problems = asyncio.Semaphore(AT_ONCE), list[Row](), list[str]()
 

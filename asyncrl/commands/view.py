@@ -46,10 +46,13 @@ def main(argv: list[str]) -> int:
 
 
 def export(paths: list[Path], file: Path) -> int:
-    """Write the page of runs to a file, and print its path. Return 1 if the account of one is not exact."""
+    """Write the page of runs to a file, and print its path. Return 1 if the account of one is not exact.
+    Raises ConfigError for a file of another kind."""
     from asyncrl.viewer.page import write
     from asyncrl.viewer.views import Views
 
+    if file.suffix != ".html" or file.is_dir():
+        raise ConfigError(f"{file}: give a name that ends with .html")
     exact = write(file, Views(paths, ending))
     print(file)
     return 0 if exact else 1

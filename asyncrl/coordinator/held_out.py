@@ -53,6 +53,7 @@ class HeldOutEpisodes:
         self._dirty: dict[str, EpisodeRecord] = {}
         self._before = msgspec.json.decode(read.meta(META, "{}"), type=HeldOutFlow)  # of earlier sessions
         self._issued, self._prefix = len(self.episodes), ""
+        self._count()
 
     # -- a session -----------------------------------------------------------------------------------
 
@@ -65,13 +66,19 @@ class HeldOutEpisodes:
             self._store.forget_held_out(prefix)
             for uid in known:
                 self._store.forget_frames(uid)
-        self._issued, self._prefix, self.over = len(uids), prefix, {}
+            self.over = {}  # else it has what ended in this turn, which the store does not show yet
+        self._issued, self._prefix = len(uids), prefix
         self.episodes = {uid: _issue(uid, known.get(uid), again) for uid in uids}
         self._dirty = dict(self.episodes)
         decode = msgspec.msgpack.Decoder(Finished | Failed).decode
         for uid, record in self._store.read.held_out(prefix) if again else ():
             done = self.over[uid] = _without_text(decode(record))
             self.episodes[uid].state = State.LANDED if isinstance(done, Finished) else State.FAILED
+        self._count()
+
+    def _count(self) -> None:
+        self._counts = Counter(episode.state for episode in self.episodes.values())
+        self._pending = {uid: e for uid, e in self.episodes.items() if e.state is State.PENDING}
 
     def end(self) -> list[EpisodeRecord]:
         """The session is over: what is in flight has failed. Returns what was running."""
@@ -85,12 +92,13 @@ class HeldOutEpisodes:
         self._store.put_meta(META, msgspec.json.encode(self._before).decode())
         self._store.forget_held_out(RECORD)
         self.episodes, self._dirty = {}, {}
+        self._count()
         return running
 
     @property
     def waiting(self) -> list[EpisodeRecord]:
         """Those that are to be assigned, in their order."""
-        return [episode for episode in self.episodes.values() if episode.state is State.PENDING]
+        return list(self._pending.values())
 
     # -- running: see ReplayBuffer -------------------------------------------------------------------
 
@@ -126,7 +134,13 @@ class HeldOutEpisodes:
             self._store.forget_frames(episode.uid)
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
+        self._counts[episode.state] -= 1
+        self._counts[state] += 1
         episode.state = state
+        if state is State.PENDING:
+            self._pending[episode.uid] = episode
+        else:
+            self._pending.pop(episode.uid, None)
         self.touch(episode)
 
     def put_changes(self) -> None:
@@ -138,7 +152,7 @@ class HeldOutEpisodes:
     # -- numbers -------------------------------------------------------------------------------------
 
     def flow(self) -> HeldOutFlow:
-        counts, before = Counter(episode.state for episode in self.episodes.values()), self._before
+        counts, before = self._counts, self._before
         return HeldOutFlow(
             issued=before.issued + self._issued,
             scored=before.scored + counts[State.LANDED],

@@ -27,6 +27,7 @@ class LiveLimit:
         self.control = FlowControl(section.groups_per_batch, section.max_staleness)
         self.kv, self._servers = KvCap(section.groups_per_batch, section.max_staleness), config.engine.remote
         self.crossings = Crossings(buffer.waiting_tokens, section.max_staleness)
+        self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
         self._idle = 0.0  # share of a step that the trainer waited, as last known
         self._engines: frozenset[str] = frozenset()
         self._measures = False  # a step was committed, and the gauges are older
@@ -43,11 +44,12 @@ class LiveLimit:
         self.kv.update(live, plain)
         self._idle, self._measures = row.get(TRAINER_IDLE, self._idle), True  # it comes with heartbeats
         masked, tokens = row.get("staleness/masked_token_frac", 0.0), row.get("trainer/model_tokens", 0.0)
-        crossed = self.crossings.committed(masked, tokens, now)
+        self._crossed += self.crossings.committed(masked, tokens, now)
         if self.adapts:
             if plain:
                 grows = self._idle >= BUSY and live >= self.control.limit
-                self.control.update([(crossed, self.budget)], grows)
+                self.control.update([(self._crossed, self.budget)], grows)
+                self._crossed = 0.0
             self.buffer.live_limit = min(self.control.limit, self.kv.limit)
 
     def tick(self, now: float) -> None:

@@ -64,8 +64,7 @@ STATUS_EVERY = 0.5
 
 
 def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """Run the coordinator until the run is over. `incarnation` names this launch of the run: the same
-    after a restart of this process alone, another after a resume. Returns the exit code."""
+    """Run the coordinator of the launch `incarnation` until the run is over, and return the exit code."""
     coordinator = Coordinator(config, endpoints, incarnation)
     gc.freeze()  # a collection need not look at modules
     try:
@@ -270,7 +269,8 @@ class Coordinator:
         if gap > self.config.launch.lease / 4:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now, gap)
-            self.engines.keepers.extend(now, gap)
+            for peers in (self.engines.keepers, self.trainer.ranks.peers):
+                peers.extend(now, gap)
 
     def _tick(self, now: float) -> None:
         state = self.state

@@ -140,8 +140,7 @@ class TrainerHandler:
             self.state.liveness.alive(now)  # no progress: on a full disk the same bytes are written again
 
     def hangs(self, now: float) -> bool:
-        """True where some rank is silent; asked when nothing has moved for long. Ranks that wait,
-        whatever for, send beats."""
+        """True where some rank is silent; asked when nothing has moved for long. Who waits sends beats."""
         peers = self.ranks.peers
         return len(peers) < max(1, self.ranks.size) or bool(peers.silent(now))
 
@@ -302,9 +301,8 @@ class TrainerHandler:
     def unsaved(self, why: str) -> str:
         """What a stop without a checkpoint means."""
         step, saved = self.state.batches.committed, self.checkpoint_step
-        why = "; ".join(
-            [why, *(rank.beat.waiting for rank in self.ranks.peers if rank.beat and rank.beat.waiting)]
-        )
+        waits = (rank.beat.waiting for rank in self.ranks.peers if rank.beat)
+        why = "; ".join(filter(None, (why, *waits)))
         since = f"the one of step {saved}" if saved >= 0 else "the start"
         return (
             f"stopped without a checkpoint of step {step}: {why}; resume=auto repeats the steps since {since}"

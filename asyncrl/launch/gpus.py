@@ -127,9 +127,9 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
     usable = [name for name, its in stats.items() if its.isup and _means(named or UNSET, name)]
     problem = ""
     if named and not usable:
-        problem = f"{INTERFACES}={named} matches none that is up of {seen}; correct it, or unset it"
+        problem = f"{INTERFACES}={named} matches none that is up ({seen}); correct it, or unset it"
     elif (ray or far) and all("loopback" in stats[name].flags for name in usable):
-        problem = f"only loopback is left of {seen}: other machines cannot be reached; see {INTERFACES}"
+        problem = f"only loopback is left ({seen}): other machines cannot be reached; see {INTERFACES}"
     elif far and not named and len(usable) > 1:
         problem = f"NCCL may take any of {seen}; export {INTERFACES}=NAME here and for the servers"
     if not problem or not (ray or grouped(config)):

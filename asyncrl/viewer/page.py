@@ -53,8 +53,8 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
 def write(path: Path, views: Views) -> bool:
     """Write a page that opens without a server: the curves of all runs, and the newest episodes of each. The
     page says what cannot be read. Returns whether the accounts of all runs are exact."""
-    found = {"runs": _answer(views, "runs")}
-    for number in range(len(found["runs"].get("runs", []))):
+    found = {"runs": msgspec.to_builtins(views.answer("runs", {}))}
+    for number in range(len(found["runs"]["runs"])):
         for name in ("rows", "episodes", "lanes", "summary"):
             found[address(name, run=number)] = _answer(views, name, run=number)
         listed = found[address("episodes", run=number)].get("episodes", [])

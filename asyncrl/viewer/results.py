@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -103,11 +104,14 @@ def _transcripts(run_dir: Path) -> Iterator[dict[str, Any]]:
     paths = (run_dir / "transcripts" / "validation").glob("step-*.jsonl")
     steps = {int(path.stem.partition("-")[2]): path for path in paths}
     chosen = sorted({min(steps), max(steps)}) if steps else []
-    kept: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
+    kept: dict[tuple[str, str, int], list[tuple[int, Mapping[str, Any]]]] = {}
     for step in chosen:
+        seen = Counter[tuple[str, str]]()  # several episodes of a sample are followed one by one
         for entry in read_lines(steps[step]):
-            kept.setdefault((str(entry.get("sample")), str(entry.get("mode"))), []).append((step, entry))
-    for (sample, mode), entries in kept.items():
+            which = str(entry.get("sample")), str(entry.get("mode"))
+            kept.setdefault((*which, seen[which]), []).append((step, entry))
+            seen[which] += 1
+    for (sample, mode, _), entries in kept.items():
         yield {
             "title": f"sample {sample}, {mode}: " + " → ".join(_outcome(entry) for _, entry in entries),
             "texts": [

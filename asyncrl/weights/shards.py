@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec, tensorfile
-from asyncrl.weights.manifest import ITEM_BYTES, Layout, Superseded, TensorSpec, WeightsError
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorSpec, WeightsError
 from asyncrl.weights.names import FilePiece
 from asyncrl.weights.ranges import NOTHING, RangeShare, share
 from asyncrl.weights.snapshot import Buffers, Snapshot
@@ -199,8 +199,8 @@ class HostShards:
                     return
                 if ask.start < ask.stop:
                     self._give(collector, ask)
-        except (RuntimeError, Superseded) as error:  # one rank cannot go on: the supervisor restarts all
-            log.error("rank %d delivers no more weights: %s", self.rank, error)
+        except Exception:  # one rank cannot go on: the supervisor restarts all
+            log.exception("rank %d delivers no more weights", self.rank)
 
     def _give(self, collector: int, ask: Ask) -> None:
         with ExitStack() as reading:

@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.buffer.flow_control import FIRST_GAIN, GAIN, MOST, FlowControl
+from asyncrl.buffer.flow_control import FIRST_GAIN, GAIN, MOST, Crossings, FlowControl
+from asyncrl.buffer.lifetimes import Lifetimes
 from asyncrl.planning.forecast import slower
 from asyncrl.planning.simulator import SimulatedStep, Simulation, Workload
 from tests.fakes.scripts import bench_script
@@ -85,6 +86,23 @@ def run(name: str, target: float | None = None, change: str = "") -> list[Simula
 def mean(steps: list[SimulatedStep], figure: str) -> float:
     """Over the second half."""
     return statistics.mean(getattr(step, figure) for step in steps[len(steps) // 2 :])
+
+
+def test_each_token_that_goes_over_the_bound_counts_once() -> None:
+    """Bound 1: two tokens of 10 wait over the bound; one of them gets ready and is masked, one is dropped."""
+    waiting = Lifetimes(100)
+    for uid in ("masked", "dropped"):
+        waiting.begin(uid, 0.5)
+    crossings = Crossings(waiting, bound=1)
+    assert [crossings.committed(0.0, 10, now) for now in (1.0, 2.0, 3.0)] == [0.0, 0.2, 0.0]
+    waiting.end("masked", 3.5)
+    waiting.forget("dropped")
+    assert crossings.committed(0.0, 10, 4.0) == 0.0  # they are in no batch yet
+    waiting.begin("late", 4.5)
+    waiting.end("late", 4.6)
+    assert crossings.committed(0.05, 10, 5.0) == 0.0
+    shares = [crossings.committed(share, 10, now) for share, now in ((0.0, 6.0), (0.0, 7.0), (0.1, 8.0))]
+    assert shares == pytest.approx([0.0, 0.0, 0.1])  # it was ready before it crossed
 
 
 @pytest.mark.parametrize(

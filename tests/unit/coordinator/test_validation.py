@@ -8,12 +8,14 @@ import msgspec
 import pytest
 
 from asyncrl.config import ValidationConfig
-from asyncrl.coordinator.held_out import HeldOutFlow
+from asyncrl.coordinator.held_out import HeldOutEpisodes, HeldOutFlow
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
+from asyncrl.observe.held_out import SAMPLED, HeldOut, uid_prefix
+from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
-from asyncrl.wire.messages.shared import Loaded, LoadWeights
+from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights
 from asyncrl.wire.messages.worker_bulk import Failed, Fenced, Finished, Generated
 from asyncrl.wire.messages.worker_control import Assign, Heartbeat
 from tests.unit.buffer.machine import turn_payload
@@ -45,6 +47,27 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     disk.prune(training.directory, keep=1)
     assert not validation.begin(step=1, final=False, now=0.0)
     assert not validation.busy
+
+
+def test_a_result_in_the_turn_in_which_a_session_goes_on_counts(tmp_path: Path) -> None:
+    """After a restart of the coordinator a worker's result may come ahead of the session."""
+    uids = [HeldOut(3, SAMPLED, row, 0).uid for row in range(2)]
+    before = HeldOutEpisodes(RunStore(tmp_path), retries=2, keeps=False)
+    before.begin(uid_prefix(3), uids, again=False)
+    for uid in uids:
+        before.assign(before.episodes[uid], "worker", seq=1, acked=0, now=0.0)
+    before.put_changes()
+    before._store.commit()
+    before._store.close()
+    after = HeldOutEpisodes(RunStore(tmp_path), retries=2, keeps=False)
+    after.finish(
+        after.episodes[uids[0]], Finished(1, Attempt(uids[0], 0), EpisodeResult(1.0), EpisodeStats(1))
+    )
+    after.begin(uid_prefix(3), uids, again=True)
+    after.put_changes()
+    after._store.commit()
+    assert after.flow() == HeldOutFlow(issued=2, scored=1, in_flight=1)
+    assert list(after.over) == uids[:1] and after.audit()
 
 
 def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerRecord, Validation]:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from asyncrl.engines.torch import plan, recorded
+from asyncrl.engines.torch import recorded, step_layout
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.types import PolicyVersion
 from tests.fakes import weights as fake_weights
@@ -32,8 +32,8 @@ def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 def test_a_recording_serves_other_batches(family: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan, "_WORTH", 32)
-    monkeypatch.setattr(plan, "_SHORT", 8)
+    monkeypatch.setattr(step_layout, "_WORTH", 32)
+    monkeypatch.setattr(step_layout, "_SHORT", 8)
 
     async def stream(engine: TorchEngine, index: int) -> None:
         ids = prompt(1 + 5 * index % 30, index)
