@@ -12,6 +12,7 @@ import pytest
 from asyncrl.commands.report import main
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import transcripts
+from asyncrl.errors import ConfigError
 from asyncrl.observe.files import write_summary
 from asyncrl.observe.machine import record_machine, recorded_machine
 from asyncrl.observe.metrics import REWARD, SAMPLED, SAMPLED_SCORE
@@ -142,5 +143,7 @@ def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
     assert main([str(run_dir)]) == 0
     assert "cannot be read by this version" in tables(run_dir)["config.yaml"]
     (run_dir / "summary.json").write_text("{")
-    assert main([str(run_dir)]) == 0
-    assert "summary.json: cannot be read" in recorded(run_dir / "report.html")["runs"]["error"]
+    with pytest.raises(ConfigError, match=r"summary\.json: cannot be read"):
+        main([str(run_dir)])
+    with pytest.raises(ConfigError, match=r"a\.md: give a name that ends with \.html"):
+        main([str(run_dir), "--out", str(tmp_path / "a.md")])

@@ -309,7 +309,7 @@ RAY = {"launch": {"kind": "ray", "ray_address": "auto"}}
         (TWO, "eth9", {}, "ok", r"eth0, ib0, eth1 \(down\)"),  # one rank
         (TWO, "", RANKS, "ok", "eth0"),  # on one machine any will do
         (TWO, "eth", RANKS, "ok", "eth0"),  # a beginning of a name
-        (TWO, "eth9", RANKS, "error", r"NCCL_SOCKET_IFNAME=eth9 .* of eth0, ib0, eth1 \(down\); correct"),
+        (TWO, "eth9", RANKS, "error", r"NCCL_SOCKET_IFNAME=eth9 .* \(eth0, ib0, eth1 \(down\)\); correct"),
         (TWO, "=eth", RANKS, "error", "NCCL_SOCKET_IFNAME==eth "),
         (TWO, "=eth0,ib7", RANKS, "ok", "eth0"),
         (TWO, "eth1", RANKS, "error", "NCCL_SOCKET_IFNAME=eth1 matches none that is up"),
@@ -328,7 +328,7 @@ RAY = {"launch": {"kind": "ray", "ray_address": "auto"}}
         (TWO, "", RAY, "ok", "ib0"),  # each process takes that of its machine's address
         (TWO, "eth9", RAY, "warning", "NCCL_SOCKET_IFNAME=eth9 matches none"),
         (TWO, "lo", RAY, "warning", "only loopback is left .* see NCCL_SOCKET_IFNAME"),
-        ({"lo": True, "eth0": False}, "", RAY, "warning", r"only loopback .*of eth0 \(down\)"),
+        ({"lo": True, "eth0": False}, "", RAY, "warning", r"only loopback .*\(eth0 \(down\)\)"),
         ({"lo": True}, "", RANKS, "ok", "loopback only"),
     ],
 )
