@@ -199,8 +199,8 @@ class HostShards:
                     return
                 if ask.start < ask.stop:
                     self._give(collector, ask)
-        except Exception:  # one rank cannot go on: the supervisor restarts all
-            log.exception("rank %d delivers no more weights", self.rank)
+        except Exception as error:  # one rank cannot go on: the supervisor restarts all
+            log.exception("rank %d delivers no more weights: %s", self.rank, error)
 
     def _give(self, collector: int, ask: Ask) -> None:
         with ExitStack() as reading:
