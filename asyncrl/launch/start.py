@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -125,27 +124,27 @@ def _remove_outside_weights(config: RunConfig) -> None:
 def conclude(
     config: RunConfig, run_dir: Path, code: int, error: str, console: Console, printed: bool = True
 ) -> int:
-    """Complete the summary, and draw run.png; after an interrupt neither, to end at once. Print it, unless it
-    is not to be."""
+    """Complete the summary, print it unless it is not to be, and draw run.png. After an interrupt print only,
+    to end at once."""
     summary = read_summary(run_dir)
-    if summary and code != INTERRUPTED:
+    completes = bool(summary) and code != INTERRUPTED
+    if completes:
         with recorded() as failure:
-            _complete(config, run_dir, summary)
+            summary["busy_at_once"] = overlap(run_dir)
+            write_summary(run_dir, summary)
         if failure:
-            console.fail(f"summary.json and run.png are not complete: {failure.line}")
+            console.fail(f"summary.json is not complete: {failure.line}")
     if summary and config.total_steps and printed:
         print_summary(summary, run_dir)
+    if completes and config.observe.plot:
+        with recorded() as failure:
+            from asyncrl.observe.plot import draw
+
+            draw(run_dir)
+        if failure:
+            console.fail(f"run.png is not drawn: {failure.line}")
     if error:
         console.fail(error)
     if not summary:
         console.fail(f"no summary was written; logs: {run_dir / 'logs'}")
     return code
-
-
-def _complete(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
-    summary["busy_at_once"] = overlap(run_dir)
-    write_summary(run_dir, summary)
-    if config.observe.plot:
-        from asyncrl.observe.plot import draw
-
-        draw(run_dir)
