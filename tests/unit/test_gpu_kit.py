@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,28 @@ def test_a_part_says_what_it_asks_and_how_long_it_may_take(name: str) -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {"SECONDS", "GOAL"} <= constants and "run" in functions and ast.get_docstring(tree)
     assert not {f"parts.{other}" for other in PARTS} & imported
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PARTS if "mock.patch" in (KIT / "parts" / f"{name}.py").read_text()]
+)
+def test_what_a_part_replaces_in_the_package_is_there(name: str) -> None:
+    tree = ast.parse((KIT / "parts" / f"{name}.py").read_text())
+    modules = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("mock"), "patch"), [ast.Constant(str(path)), *_]):
+                assert pkgutil.resolve_name(path)
+            case ast.Call(
+                ast.Attribute(ast.Attribute(ast.Name("mock"), "patch"), "object"),
+                [ast.Name(owner), ast.Constant(str(attribute)), *_],
+            ):
+                assert pkgutil.resolve_name(f"{modules[owner]}.{attribute}")
 
 
 def test_the_order_has_every_part() -> None:

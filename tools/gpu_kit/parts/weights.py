@@ -71,7 +71,7 @@ class _Published:
         self.snapshots: list[Snapshot] = []
         self.place: Path | None = None
         nobody: Any = None
-        with mock.patch.object(Publishing, "_announcer", return_value=self._announce):
+        with mock.patch.object(Publishing, "_announce", self._announce):
             self.publishing = Publishing(config, nobody, run_dir, world, self.policy)
         publisher: Any = self.publishing._publisher
         self._submit, publisher.submit = publisher.submit, self._keep
