@@ -45,10 +45,10 @@ from asyncrl.weights import collective_messages
 from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.enrolment import read_token
 from asyncrl.wire.messages import channels
-from asyncrl.wire.messages.keeper import KeeperHello
+from asyncrl.wire.messages.engine import KeeperHello
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.trainer import TrainerHello
-from asyncrl.wire.messages.worker_control import WorkerHello
+from asyncrl.wire.messages.worker import WorkerHello
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
 
 INTEGERS = (0, 1, 2, 3, -1, 127, 1 << 31, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))

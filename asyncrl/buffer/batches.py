@@ -12,10 +12,10 @@ from itertools import chain, takewhile
 
 import msgspec
 
-from asyncrl.buffer.freshness import Places, floor_of, places_of
 from asyncrl.buffer.packing import Piece, RowUnit, deal, units
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.staleness import Places, floor_of, places_of
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult

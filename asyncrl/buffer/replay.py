@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.lifetimes import Deadlines, Lifetimes
-from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, Flow, GroupRecord, State
-from asyncrl.buffer.tally import Tally
-from asyncrl.buffer.zero_variance import ComparedParts, all_equal, solved
+from asyncrl.buffer.prompts import ComparedParts, Prompts, all_equal, solved
+from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, Flow, GroupRecord, State, Tally
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 

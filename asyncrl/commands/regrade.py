@@ -142,7 +142,7 @@ def _rows(
 ) -> Iterator[Row]:
     """Yield a row for each member that was scored. A group is compared if all of its baseline were."""
     from asyncrl.buffer.batches import Baseline
-    from asyncrl.buffer.zero_variance import ComparedParts, all_equal
+    from asyncrl.buffer.prompts import ComparedParts, all_equal
     from asyncrl.trainer.repeat import advantage
 
     scored = {uid for uid in turns if after[uid] is not before[uid]}

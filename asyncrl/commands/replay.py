@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 def _replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) of the steps up to this one."""
-    from asyncrl.coordinator.micro_budget import MicroBudget
+    from asyncrl.coordinator.failures import MicroBudget
     from asyncrl.launch.models import resolve_models
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader

@@ -20,9 +20,9 @@ from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, Prefetch
-from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
+from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
 REFUSALS = 5  # of the newest version by one engine, while none holds it: then its files count as damaged

@@ -1,18 +1,26 @@
-"""Failed attempts at training episodes: their counts since the run began, and whether the first of a launch
-all fail alike (a tool, a reward, an environment or an agent that always raises, long prompts)."""
+"""Counts failures, and draws the conclusions that a restarted coordinator keeps.
+
+Attempts at training episodes: how many failed since the run began, and whether the first of a launch all fail
+alike (a tool, a reward, an environment or an agent that always raises, long prompts). Micro-batches: how many
+tokens one may have, half as many each time a trainer rank ran out of memory.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import msgspec
 
 from asyncrl.buffer.records import LOSSES
+from asyncrl.config import LESS_MEMORY
+from asyncrl.errors import ConfigError
+from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import FailReason
+from asyncrl.wire.messages.trainer import GaveUp
 
-META = "failed_attempts"
 LONGEST = 300  # characters of a cause that are kept
 MIN_ATTEMPTS, MIN_SAMPLES = 128, 64
 
@@ -21,17 +29,18 @@ class FailedAttempts(msgspec.Struct):
     """Kept in the store. An attempt counts whatever became of its episode: the next one may have landed.
     `newest`: the cause of the last one that named it, with file and line where users' code raised."""
 
+    META: ClassVar = "failed_attempts"
     counts: dict[str, int] = {}  # by FailReason
     newest: str = ""
 
     @classmethod
     def stored(cls, store: RunStore) -> FailedAttempts:
-        return msgspec.json.decode(store.read.meta(META, "{}"), type=cls)
+        return msgspec.json.decode(store.read.meta(cls.META, "{}"), type=cls)
 
     def add(self, reason: FailReason, detail: str, store: RunStore) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.newest = " ".join(detail.split())[:LONGEST] or self.newest
-        store.put_meta(META, msgspec.json.encode(self).decode())
+        store.put_meta(self.META, msgspec.json.encode(self).decode())
 
 
 class FirstAttempts:
@@ -71,3 +80,30 @@ class FirstAttempts:
             return ""
         count = f"{len(samples):,} attempts (samples: {len(set(samples))})"
         return f"the first {count} all failed with {self._reason}"
+
+
+class MicroBudget(msgspec.Struct):
+    """`tokens` of a micro-batch, kept in the store; under another `trainer.micro_batch_tokens` than it
+    was learned under (`configured`) it is forgotten."""
+
+    META: ClassVar = "micro_budget"
+    configured: int
+    tokens: int
+
+    @classmethod
+    def stored(cls, reader: RunReader, configured: int) -> MicroBudget:
+        kept = reader.meta(cls.META)
+        found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
+        return found if found.configured == configured else cls(configured, configured)
+
+    def halve(self, message: GaveUp, store: RunStore) -> None:
+        """A rank ran out of memory: allow half the tokens. ConfigError when the micro-batch cannot be cut any
+        more, as it was a single episode over the budget."""
+        if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
+            raise ConfigError(
+                f"trainer rank {message.rank}: one episode of {message.tokens} tokens does not fit: "
+                f"{message.detail}; set {LESS_MEMORY}, then go on with resume=auto"
+            )
+        had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
+        self.tokens = max(1, min(self.tokens, had) // 2)
+        store.put_meta(self.META, msgspec.json.encode(self).decode())

@@ -16,7 +16,7 @@ from asyncrl.observe.held_out import SAMPLED, HeldOut
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker import Failed, Finished
 
 META = "held_out"
 RECORD = "record:"  # before the uid, in the store

@@ -21,15 +21,14 @@ from typing import Any, assert_never
 
 import msgspec
 
-from asyncrl.buffer.freshness import drop_overdue
+from asyncrl.buffer.staleness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
-from asyncrl.coordinator.journal import Journal
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
 from asyncrl.coordinator.peers import EnrolmentHandler, enrolled_keys
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
-from asyncrl.coordinator.state import TransactionalOutbox, load_state, log
+from asyncrl.coordinator.state import Journal, TransactionalOutbox, load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import MOST_ASSIGNED, WorkerHandler
@@ -40,9 +39,18 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
-from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, StepReport
-from asyncrl.wire.messages.shared import Enrol, Invite, Loaded, Stop, WireMessage
+from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.shared import (
+    Enrol,
+    Invite,
+    Loaded,
+    ObserverHello,
+    Replace,
+    RunEnd,
+    StepReport,
+    Stop,
+    WireMessage,
+)
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -54,8 +62,7 @@ from asyncrl.wire.messages.trainer import (
     TrainerBeat,
     TrainerHello,
 )
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
-from asyncrl.wire.messages.worker_control import Heartbeat, Leave, WorkerHello
+from asyncrl.wire.messages.worker import Failed, Finished, Generated, Heartbeat, Leave, Replied, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 TICK = 0.05

@@ -17,8 +17,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.observe.files import read_start
 from asyncrl.store.reader import RunReader
 from asyncrl.wire.addresses import incarnation_of, is_older, launch_of
-from asyncrl.wire.messages.observer import Replace
-from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Stop
+from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Replace, Stop
 from asyncrl.wire.sockets import TOKEN, Gate
 
 

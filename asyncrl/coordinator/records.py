@@ -13,13 +13,12 @@ from typing import assert_never
 from asyncrl.buffer.payloads import check_logprobs, check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.replay import current
-from asyncrl.coordinator import transcripts
-from asyncrl.coordinator.reporting import Reporter
+from asyncrl.coordinator.reporting import Reporter, earned, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
 from asyncrl.types import FailReason, Turn
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Record, Replied
+from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generated, Record, Replied
 
 
 class RecordHandler:
@@ -102,11 +101,11 @@ class RecordHandler:
             return
         state = self.state
         mode = "greedy" if episode.greedy else "sampled"
-        became = {"mode": mode, **transcripts.earned(message.result), "turns": message.stats.turns}
+        became = {"mode": mode, **earned(message.result), "turns": message.stats.turns}
         became |= {"versions": (episode.oldest, episode.newest), "notes": message.notes, "text": message.text}
         sample = state.samples[state.buffer.live[episode.group].sample]
-        found = transcripts.entry(episode.uid, sample, **became)
-        transcripts.save(state.run_dir, "training", state.batches.committed + 1, [found])
+        found = transcript_entry(episode.uid, sample, **became)
+        save_transcripts(state.run_dir, "training", state.batches.committed + 1, [found])
 
     def _generated(
         self,

@@ -1,4 +1,9 @@
-"""Numbers of the run: one metrics row per committed step, gauges for the console, the audit at the end."""
+"""Numbers of the run: one metrics row per committed step, gauges for the console, the audit at the end, and
+the episodes that are kept as text.
+
+`transcripts/<validation|training>/step-<N>.jsonl`: of a validation the same questions each time; of training
+the first episodes of one group for each batch, in the file of the step that was under way when they landed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,11 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -22,8 +30,8 @@ from asyncrl.observe.files import read_rows, write_status, write_summary
 from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, REWARD, STEP_SECONDS
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
-from asyncrl.types import EpisodeEnd, FailReason
-from asyncrl.wire.messages.observer import Status
+from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, Sample
+from asyncrl.wire.messages.shared import Status
 
 SINGLE = ("rollout/score", "rollout/response_length")  # of single episodes, for the histograms of trackers
 MOST_VALUES = 4096  # of each, in a report
@@ -302,3 +310,43 @@ class Reporter:
         ending["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
         threshold = {"success_threshold": state.config.validation.success}
         write_summary(state.run_dir, summary | threshold | ending)
+
+
+# -- transcripts -------------------------------------------------------------------------------------------
+
+
+QUESTIONS = 8  # of a validation, each with its sampled and its greedy episode
+
+
+def kept_questions(count: int) -> frozenset[int]:
+    """Of `count` held-out samples, evenly spread: files are often sorted by source or difficulty."""
+    kept = min(QUESTIONS, count)
+    return frozenset(index * count // kept for index in range(kept))
+
+
+def transcript_entry(uid: str, sample: Sample, **more: Any) -> dict[str, Any]:
+    """What is asked, and `more`: what came of it."""
+    truth = json.loads(sample.ground_truth)
+    asked = {"sample": sample.row, "data_source": sample.data_source, "ground_truth": truth}
+    return {"uid": uid} | asked | more
+
+
+def earned(result: EpisodeResult) -> dict[str, Any]:
+    """The numbers of an entry. `reward`: with what shaping adds."""
+    numbers = {"score": result.score, "components": result.components, "end": result.end}
+    agents = {name: part.score for name, part in result.parts.items()}
+    some = {"agents": agents} if agents else {}
+    return numbers | some | ({"reward": result.reward} if result.shaping else {})
+
+
+def save_transcripts(
+    run_dir: Path, kind: str, step: int, entries: Iterable[dict[str, Any]], anew: bool = False
+) -> None:
+    """Append them to the file of a step, or write it `anew`. A full disk costs no more than them."""
+    path = run_dir / "transcripts" / kind / f"step-{step}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb" if anew else "ab") as file:
+            file.writelines(msgspec.json.encode(entry) + b"\n" for entry in entries)
+    except OSError as error:
+        log.error("%s: no transcripts (%s)", path, error)

@@ -1,11 +1,11 @@
-"""What the coordinator's handlers share: buffer, batches, versions, store and outbox."""
+"""Holds what the coordinator's handlers share: buffer, batches, versions, store, outbox and journal."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,16 +13,14 @@ import msgspec
 
 from asyncrl.algorithms.advantages import credit_of
 from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.flow_control import LiveLimit
 from asyncrl.buffer.payloads import cut_back, sound_turns
-from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.prompts import ComparedParts, Prompts
 from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
-from asyncrl.coordinator.failures import FailedAttempts, FirstAttempts
+from asyncrl.coordinator.failures import FailedAttempts, FirstAttempts, MicroBudget
 from asyncrl.coordinator.held_out import HeldOutEpisodes
-from asyncrl.coordinator.live_limit import LiveLimit
-from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
@@ -31,7 +29,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store import launches
 from asyncrl.store.runstore import RunStore
-from asyncrl.store.schema import StoreError
+from asyncrl.store.schema import StoreError, StorePaused
 from asyncrl.types import MAX_VOCABULARY, Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.model_files import MODEL, identity
@@ -295,3 +293,49 @@ def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
         greedy=credit.greedy,
         reads=ComparedParts(turns=credit.turns, components=credit.components),
     )
+
+
+# -- the journal -------------------------------------------------------------------------------------------
+
+
+CONTACT_EVERY = 0.5
+
+
+class Journal:
+    """`commit_pass` is called after each pass of the loop, and again before the next. `keep_contact` is
+    called now and then during a pause, with its reason: the peers must not give the coordinator up."""
+
+    def __init__(self, state: RunState, keep_contact: Callable[[str], None]) -> None:
+        self._state, self._keep_contact = state, keep_contact
+        self._paused_at: float | None = None
+        self._contact_at = 0.0
+
+    @property
+    def paused(self) -> bool:
+        """The last pass is not written yet."""
+        return self._paused_at is not None
+
+    def commit_pass(self, now: float) -> bool:
+        """True when the pass is durable and its messages are sent. Until then the next one must not begin.
+        StoreError after launch.stall_timeout."""
+        try:
+            self._state.persist()
+        except StorePaused as error:
+            self._pause(error, now)
+            return False
+        if self._paused_at is not None:
+            log.info("the run store can be written again, after %.1f s", now - self._paused_at)
+            self._paused_at = None
+            self._state.liveness.progress(now)
+        return True
+
+    def _pause(self, error: StorePaused, now: float) -> None:
+        if self._paused_at is None:
+            self._paused_at = now
+            log.error("%s", error)
+        limit = self._state.config.launch.stall_timeout
+        if now - self._paused_at > limit:
+            raise StoreError(f"not written within {limit:g} s: {error}")
+        if now >= self._contact_at:
+            self._contact_at = now + CONTACT_EVERY
+            self._keep_contact(str(error))

@@ -20,8 +20,8 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.buffer.records import EpisodeRecord
-from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
+from asyncrl.coordinator.reporting import earned, kept_questions, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.observe.held_out import (
@@ -44,7 +44,7 @@ from asyncrl.types import FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker import Failed, Finished
 
 MID_RUN_SHARE = 0.5  # of a worker's slots
 NOTHING = "null"  # is under way, but something has been
@@ -115,7 +115,7 @@ class Validation:
 
     @property
     def _transcribed(self) -> frozenset[int]:
-        return frozenset(range(self._count)) if self._alone else transcripts.kept_questions(self._count)
+        return frozenset(range(self._count)) if self._alone else kept_questions(self._count)
 
     @property
     def _count(self) -> int:
@@ -256,8 +256,8 @@ class Validation:
     def _save(self, session: SessionStart) -> None:
         """The transcripts: the same questions at each validation, whatever became of them."""
         uids = ((row, uid) for row in sorted(self._transcribed) for uid in self._episodes(session.step, row))
-        entries = (transcripts.entry(uid, self.samples[row], **self._became(uid)) for row, uid in uids)
-        transcripts.save(self.state.run_dir, "validation", session.step, entries, anew=True)
+        entries = (transcript_entry(uid, self.samples[row], **self._became(uid)) for row, uid in uids)
+        save_transcripts(self.state.run_dir, "validation", session.step, entries, anew=True)
 
     def _became(self, uid: str) -> dict[str, Any]:
         done, mode = self.episodes.over[uid], HeldOut.of(uid).mode
@@ -266,7 +266,7 @@ class Validation:
         judged: dict[str, Any] = {"components": done.result.components}
         if mode != SCORED:
             success = succeeds(done.result, self.state.config.validation.success)
-            judged = {"success": success, **transcripts.earned(done.result)}
+            judged = {"success": success, **earned(done.result)}
         text = self.episodes.texts.get(uid)
         if text is None:
             text = msgspec.msgpack.decode(self.state.store.read.became(uid), type=Finished).text

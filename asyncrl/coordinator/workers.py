@@ -15,16 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import NEVER, EpisodeRecord, State
+from asyncrl.buffer.staleness import pending
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Fenced
-from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import Assign, Cancel, Clock, Fenced, Heartbeat, WorkerHello
 
 MOST_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait until thousands are assigned
 

@@ -24,7 +24,7 @@ from asyncrl.observe.held_out import HeldOut, Judged, answer_of, uid_prefix
 from asyncrl.rewards import RewardError, RewardInput
 from asyncrl.store.reader import RunReader
 from asyncrl.types import EpisodeEnd, EpisodeResult, Sample, Turn, TurnReply
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker import Failed, Finished
 
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts

@@ -27,17 +27,16 @@ from asyncrl.engines.sglang.process import ServerProcess, keys
 from asyncrl.engines.sglang.server import connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline
-from asyncrl.runtime.activity import Activity
+from asyncrl.runtime.activity import Activity, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.signals import at_ending
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.process import at_ending
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToKeeper
-from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Stop, Welcome
-from asyncrl.wire.messages.worker_control import Leave
+from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 T = TypeVar("T")

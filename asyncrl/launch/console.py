@@ -25,7 +25,7 @@ from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, REWARD, VALIDATED,
 from asyncrl.observe.summary import success_line
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
-from asyncrl.wire.messages.observer import Status
+from asyncrl.wire.messages.shared import Status
 
 LINE_EVERY = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
 NEARLY = 0.9  # of `validation.success`: a mean score from which on most samples are solved

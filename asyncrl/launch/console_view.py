@@ -31,7 +31,7 @@ from asyncrl.observe.metrics import (
     value_of,
 )
 from asyncrl.observe.transcripts import Transcript
-from asyncrl.wire.messages.observer import Status
+from asyncrl.wire.messages.shared import Status
 
 GAP = 3  # columns between figures
 LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns

@@ -21,9 +21,9 @@ from asyncrl.launch.gpus import grouped, servers_here
 from asyncrl.launch.notes import Note, check, ok, warning
 from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.observe.machine import list_gpus
-from asyncrl.runtime.imports import quick_imports
+from asyncrl.runtime.process import quick_imports
 from asyncrl.weights.model_files import weight_bytes
-from asyncrl.wire.listening import SPARE
+from asyncrl.wire.addresses import SPARE
 from asyncrl.wire.sockets import choose_endpoints
 
 CRASHES = (3, 12, 0), (3, 12, 2)  # freeing a BytesIO crashes from the first of these, up to the second

@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.estimates import EXPORTED, own_critic, sized
 from asyncrl.launch.model_directory import weight_shapes
 from asyncrl.launch.notes import Note, ok, warning
-from asyncrl.runtime.memory import main_memory
+from asyncrl.runtime.process import main_memory
 from asyncrl.weights.model_files import read_json
 
 MASTER = 4  # bytes of a weight, a gradient, and a number of the optimizer's state

@@ -25,8 +25,7 @@ from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
-from asyncrl.runtime.imports import quick_imports
-from asyncrl.runtime.signals import ignore_endings
+from asyncrl.runtime.process import ignore_endings, quick_imports
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")

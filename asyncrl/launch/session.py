@@ -28,11 +28,10 @@ from asyncrl.errors import ConfigError, ProtocolError, one_line
 from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
-from asyncrl.runtime.signals import ENDING
+from asyncrl.runtime.process import ENDING
 from asyncrl.wire.enrolment import invitation
 from asyncrl.wire.messages.channels import ToObserver
-from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
-from asyncrl.wire.messages.shared import Stop, Welcome
+from asyncrl.wire.messages.shared import ObserverHello, Replace, RunEnd, Status, StepReport, Stop, Welcome
 from asyncrl.wire.sockets import OBSERVER, Endpoints, Link, identity
 
 POLL = 0.1

@@ -26,8 +26,8 @@ from asyncrl.observe.machine import record_machine
 from asyncrl.observe.table import print_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
-from asyncrl.runtime.imports import defer
-from asyncrl.wire.messages.observer import StepReport
+from asyncrl.runtime.process import defer
+from asyncrl.wire.messages.shared import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
 Rendezvous = Callable[[placement.Unit, str], str]

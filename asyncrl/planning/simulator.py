@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl
-from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.staleness import pending
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 

@@ -27,7 +27,7 @@ from asyncrl.gateway.openai import AgentReply, OnDelta
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
-from asyncrl.runtime.waits import Notifier, Waits
+from asyncrl.runtime.activity import Notifier, Waits
 from asyncrl.types import EpisodeEnd, FailReason, Turn
 
 

@@ -20,11 +20,10 @@ from asyncrl.engines.base import EngineRefused, Request, Sampling, Watch
 from asyncrl.episodes.scoring import Scorer, shaped, transcript
 from asyncrl.errors import one_line
 from asyncrl.rewards import RewardInput
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.outbox import Outbox
 
 log = logging.getLogger("asyncrl.worker")

@@ -16,7 +16,7 @@ from asyncrl.environments import Environment
 from asyncrl.errors import describe
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.rollout.episode_runner import EnvironmentFailed
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import Waits
 from asyncrl.types import Message, Observation, Sample
 from asyncrl.values import encodable, finite
 

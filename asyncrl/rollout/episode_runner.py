@@ -19,8 +19,7 @@ from asyncrl.rewards import RewardError
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed, Finished
 
 log = logging.getLogger("asyncrl.worker")
 

@@ -17,10 +17,9 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, EngineRefused, Request, engines
 from asyncrl.errors import EngineError
-from asyncrl.runtime.activity import BusyTimer, Recorder
-from asyncrl.runtime.imports import quick_imports
+from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Recorder, Waits
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.waits import FRESHER, Notifier, Waits
+from asyncrl.runtime.process import quick_imports
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation
 from asyncrl.wire.messages.shared import Loaded

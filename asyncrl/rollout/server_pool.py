@@ -29,10 +29,9 @@ from typing import Protocol
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
-from asyncrl.runtime.activity import BusyTimer
-from asyncrl.runtime.waits import FRESHER, Notifier, Waits
+from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Waits
 from asyncrl.types import Generation, PolicyVersion, StopReason
-from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 
 log = logging.getLogger("asyncrl.worker")
 

@@ -39,22 +39,22 @@ from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
 from asyncrl.rollout.server_pool import Connect, ServerPool, connector
 from asyncrl.rollout.turn_player import TurnPlayer
-from asyncrl.runtime.activity import Activity, BusyTimer
+from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.signals import at_ending
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.process import at_ending
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
 from asyncrl.wire.messages.shared import Attempt, LoadWeights, Stop, Welcome
-from asyncrl.wire.messages.worker_bulk import Ack, Fenced
-from asyncrl.wire.messages.worker_control import (
+from asyncrl.wire.messages.worker import (
+    Ack,
     Assign,
     Cancel,
     Clock,
     EngineEntry,
     Engines,
     EngineUse,
+    Fenced,
     Heartbeat,
     Leave,
     WorkerHello,

@@ -35,7 +35,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, Superseded, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
-from asyncrl.wire.messages.versions import (
+from asyncrl.wire.messages.engine import (
     PIECE,
     OpenedVersion,
     OpenVersion,

@@ -30,7 +30,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import ToVersionServer
-from asyncrl.wire.messages.versions import (
+from asyncrl.wire.messages.engine import (
     OpenedVersion,
     OpenVersion,
     ReadBytes,

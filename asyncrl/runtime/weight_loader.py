@@ -15,9 +15,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
 from asyncrl.errors import recorded
-from asyncrl.runtime.activity import Recorder
+from asyncrl.runtime.activity import Notifier, Recorder
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.waits import Notifier
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Manifest, Probe, Superseded, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, DeadlineError, one_line
-from asyncrl.runtime.memory import main_memory
+from asyncrl.runtime.process import main_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.step import Learner

@@ -14,8 +14,8 @@ from asyncrl.algorithms.credit import Scale
 from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
 from asyncrl.algorithms.normalise import Moments, end_factor
 from asyncrl.algorithms.value import explained_variance
+from asyncrl.buffer.prompts import TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
-from asyncrl.buffer.zero_variance import TOLERANCE
 from asyncrl.observe.metrics import LAG_TOKENS
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.objective import Terms

@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Record
+from asyncrl.wire.messages.worker import Record
 from asyncrl.wire.sockets import MAX_BYTES
 
 log = logging.getLogger("asyncrl.worker")

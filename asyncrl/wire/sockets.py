@@ -31,8 +31,7 @@ import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import UNDECODABLE, DeadlineError, ProtocolError, vital_thread
-from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
-from asyncrl.wire.listening import Listeners, free_ports
+from asyncrl.wire.addresses import EVERY_ADDRESS, Listeners, free_ports, own_address
 from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")

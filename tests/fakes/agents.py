@@ -19,12 +19,10 @@ from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
-from asyncrl.runtime.activity import BusyTimer
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.types import Turn
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record
 from asyncrl.wire.outbox import Outbox
 from tests.fakes.chat import FakeChat, rules, sample
 from tests.fakes.engine import ScriptedEngine

@@ -11,8 +11,16 @@ from msgspec.structs import replace
 from asyncrl.types import Sample
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.shared import Attempt, Welcome, WireMessage
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Finished, Generated, Replied
-from asyncrl.wire.messages.worker_control import Assign, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import (
+    Ack,
+    Assign,
+    Failed,
+    Finished,
+    Generated,
+    Heartbeat,
+    Replied,
+    WorkerHello,
+)
 from asyncrl.wire.sockets import Gate, Hub, Poller, choose_endpoints
 
 Record = Generated | Replied | Finished | Failed

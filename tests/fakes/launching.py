@@ -22,8 +22,7 @@ from asyncrl.launch.process import LocalSpawner
 from asyncrl.launch.run_directory import locked
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl
-from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status
-from asyncrl.wire.messages.shared import Stop, Welcome
+from asyncrl.wire.messages.shared import ObserverHello, RunEnd, Status, Stop, Welcome
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0

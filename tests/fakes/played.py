@@ -30,8 +30,18 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated
-from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import (
+    Ack,
+    Assign,
+    Cancel,
+    Clock,
+    Failed,
+    Fenced,
+    Finished,
+    Generated,
+    Heartbeat,
+    WorkerHello,
+)
 from tests.unit.buffer.machine import turn_payload
 
 if TYPE_CHECKING:

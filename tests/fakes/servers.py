@@ -14,10 +14,9 @@ from typing import Any
 from asyncrl.engines.base import EngineBusy, EngineLost, Request, Sampling
 from asyncrl.errors import EngineError
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.runtime.activity import BusyTimer
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, VersionSpan
-from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 
 SECONDS = 0.25  # that each part of a turn says it took

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import parse
-from asyncrl.coordinator import transcripts
+from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
 from asyncrl.observe import ratios
@@ -68,7 +68,7 @@ def save_run(run_dir: Path, **training: float) -> Path:
     metrics[-1]["actor/grad_norm"] = math.nan  # of the skipped step
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     entry = {"sample": 7, "mode": "greedy", "score": 1.0, "text": MARKUP}
-    transcripts.save(run_dir, "validation", 1, [entry])
+    save_transcripts(run_dir, "validation", 1, [entry])
     kept = ratios.TokenRatios("0.0", [math.log(2), None] + [0.0] * 8, [True] + [False] * 9)
     ratios.save(run_dir, 1, 0, [kept])
     timeline = Timeline(run_dir / "timeline" / "trainer-0.jsonl")

@@ -7,7 +7,7 @@ from importlib import import_module
 
 os.environ["OMP_NUM_THREADS"] = "1"  # numpy's library would start threads, which a fork does not have
 
-from asyncrl.runtime.imports import quick_imports
+from asyncrl.runtime.process import quick_imports
 
 IMPORTS = (
     *("pytest", "hydra", "pyarrow.parquet", "rich._emoji_codes"),

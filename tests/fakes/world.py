@@ -24,14 +24,12 @@ from asyncrl.coordinator.held_out import RECORD
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.observe.files import read_rows
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
-from asyncrl.store import checkpoints, retention, runstore, schema, segments
+from asyncrl.store import checkpoints, runstore, schema, segments
 from asyncrl.store.copies import restore
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StorePaused, SupersededError
-from asyncrl.wire.addresses import incarnation_of
-from asyncrl.wire.listening import Listeners
-from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd
-from asyncrl.wire.messages.shared import WireMessage
+from asyncrl.wire.addresses import Listeners, incarnation_of
+from asyncrl.wire.messages.shared import ObserverHello, Replace, RunEnd, WireMessage
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.data import give, rows
 from tests.fakes.played import PlayedRank, PlayedTrainer, PlayedWorker
@@ -140,7 +138,7 @@ class World:
             for module in (loop, state, reporting):
                 patch.setattr(module, "time", clock)
             patch.setattr(schema, "OPEN_DEADLINE", 0.0)
-            patch.setattr(retention, "MOST", 2)
+            patch.setattr(runstore, "MOST_FORGOTTEN", 2)
             patch.setattr(segments, "MOST_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
             patch.setattr(

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.gateway import Agent, Endpoint
 from asyncrl.rewards import RewardInput
 from asyncrl.types import EpisodeStats, Sample
-from asyncrl.wire.messages.worker_bulk import Finished
+from asyncrl.wire.messages.worker import Finished
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
 

@@ -18,7 +18,7 @@ from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.samplers import engine_factory
 from asyncrl.types import EpisodeEnd, FailReason, Sample, StopReason
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker import Failed, Finished
 from tests.fakes.agents import AgentBench, read
 from tests.fakes.chat import call
 

@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import RunConfig
 from asyncrl.data.samples import load_samples
 from asyncrl.rollout.worker import run
-from asyncrl.runtime.signals import ignore_endings
+from asyncrl.runtime.process import ignore_endings
 from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
-from asyncrl.wire.messages.worker_control import Cancel, Clock
+from asyncrl.wire.messages.worker import Ack, Cancel, Clock, Failed, Fenced, Finished, Generated, Replied
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes import worker as fake
 from tests.fakes.chatml import save_tiny_chat_model

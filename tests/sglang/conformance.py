@@ -22,14 +22,13 @@ from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.runtime.activity import BusyTimer
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
-from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes import weights as fake_weights
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config

@@ -17,11 +17,10 @@ from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.runtime.activity import BusyTimer
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason
-from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt

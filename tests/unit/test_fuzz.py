@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver
-from asyncrl.wire.messages.observer import ObserverHello
+from asyncrl.wire.messages.shared import ObserverHello
 from asyncrl.wire.sockets import Gate, Hub, Link, choose_endpoints
 from tools.fuzz import Stopped, Target, feed, fuzz, targets
 

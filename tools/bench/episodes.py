@@ -39,12 +39,11 @@ from asyncrl.rewards import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.turn_player import TurnPlayer
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed
 from asyncrl.wire.outbox import Outbox, Record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -53,8 +53,7 @@ from asyncrl.launch.process import full_pipe
 from asyncrl.observe.files import read_summary
 from asyncrl.types import Message, Sample, StopReason, Turn, VersionSpan
 from asyncrl.types import TurnReply as Replies
-from asyncrl.wire.messages.observer import RunEnd, Status
-from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.shared import Attempt, RunEnd, Status
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
 
 TURNS = "turns.json"  # in the run directory: what `timed` has seen

@@ -12,9 +12,17 @@ import zmq
 from asyncrl.types import EpisodeResult, EpisodeStats
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import channels
-from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status
-from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Welcome, WireMessage
+from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.shared import (
+    Attempt,
+    Loaded,
+    LoadWeights,
+    ObserverHello,
+    RunEnd,
+    Status,
+    Welcome,
+    WireMessage,
+)
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -27,14 +35,18 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
-from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Finished, Generated, Replied
-from asyncrl.wire.messages.worker_control import (
+from asyncrl.wire.messages.worker import (
+    Ack,
     Assign,
     Cancel,
     EngineEntry,
     Engines,
     EngineUse,
+    Fenced,
+    Finished,
+    Generated,
     Heartbeat,
+    Replied,
     WorkerHello,
 )
 from asyncrl.wire.sockets import Codec, encode, identity, introduce

@@ -22,7 +22,7 @@ from asyncrl.engines.sglang.http import ServerApi, ServerGone
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode
 from asyncrl.errors import EngineError
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason
-from asyncrl.wire.messages.worker_control import EngineUse
+from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
 MAX_REQUESTS = 256  # that one worker has open at one server at once; more wait in the worker

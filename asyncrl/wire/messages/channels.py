@@ -3,9 +3,30 @@
 A message is a header (one of these structs, msgpack) and zero or more opaque frames.
 """
 
-from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
-from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Loaded, LoadWeights, Prefetch, Stop, Welcome
+from asyncrl.wire.messages.engine import (
+    KeeperBeat,
+    KeeperHello,
+    OpenedVersion,
+    OpenVersion,
+    ReadBytes,
+    VersionBytes,
+    VersionGone,
+)
+from asyncrl.wire.messages.shared import (
+    Enrol,
+    Enrolled,
+    Invite,
+    Loaded,
+    LoadWeights,
+    ObserverHello,
+    Prefetch,
+    Replace,
+    RunEnd,
+    Status,
+    StepReport,
+    Stop,
+    Welcome,
+)
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -20,9 +41,18 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
-from asyncrl.wire.messages.versions import OpenedVersion, OpenVersion, ReadBytes, VersionBytes, VersionGone
-from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
-from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, Leave, WorkerHello
+from asyncrl.wire.messages.worker import (
+    Ack,
+    Assign,
+    Cancel,
+    Clock,
+    Engines,
+    Fenced,
+    Heartbeat,
+    Leave,
+    Record,
+    WorkerHello,
+)
 
 FromWorker = WorkerHello | Heartbeat | Leave | Loaded
 FromKeeper = KeeperHello | KeeperBeat | Leave | Loaded

@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.freshness import floor_of
-from asyncrl.buffer.prompts import Prompts, shuffled
+from asyncrl.buffer.prompts import ComparedParts, Prompts, shuffled
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.zero_variance import ComparedParts
+from asyncrl.buffer.staleness import floor_of
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, StopReason, Turn, VersionSpan
 

@@ -7,9 +7,9 @@ from itertools import combinations_with_replacement
 import pytest
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.freshness import floor_of
 from asyncrl.buffer.records import Flow, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.staleness import floor_of
 from asyncrl.types import DropReason, FilterReason
 from tests.unit.buffer.machine import admit, give_up, land, land_group, make, run, train
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.freshness import Places, drop_overdue, pending, places_of
 from asyncrl.buffer.records import NEVER
 from asyncrl.buffer.replay import current
+from asyncrl.buffer.staleness import Places, drop_overdue, pending, places_of
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, land_group, make
 

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import MAX_LOSSES, State
 from asyncrl.buffer.replay import current
+from asyncrl.buffer.staleness import pending
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, land, make, run, train
 

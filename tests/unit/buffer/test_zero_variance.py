@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
-from asyncrl.buffer.zero_variance import ComparedParts, all_equal
+from asyncrl.buffer.prompts import ComparedParts, all_equal
 from asyncrl.types import EpisodeResult
 from tests.unit.buffer.machine import admit, land, make
 

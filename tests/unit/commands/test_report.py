@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.commands.report import main
 from asyncrl.config import RunConfig, parse
-from asyncrl.coordinator import transcripts
+from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import write_summary
 from asyncrl.observe.machine import record_machine, recorded_machine
@@ -55,7 +55,7 @@ def make_run(parent: Path, name: str, over: bool = True, **more: object) -> Path
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for step, text in ((0, "I guess 3."), (1, "in between"), (2, f"4 {EVIL}")):
         entry = {"sample": 7, "mode": "sampled", "score": step / 2, "ground_truth": "4", "text": text}
-        transcripts.save(run_dir, "validation", step, [entry])
+        save_transcripts(run_dir, "validation", step, [entry])
     timeline = Timeline(run_dir / "timeline" / "trainer-0.jsonl")
     timeline.record("train", 10.0, 12.0)
     timeline.record("train", 11.0, 13.0)

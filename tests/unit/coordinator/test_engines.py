@@ -16,10 +16,10 @@ from asyncrl.coordinator.workers import FreeSlots
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights
 from asyncrl.wire.messages.trainer import Probed
-from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
+from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import make
 

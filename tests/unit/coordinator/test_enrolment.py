@@ -19,10 +19,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.wire.addresses import is_older, launch_of
 from asyncrl.wire.enrolment import enrol, invitation
 from asyncrl.wire.messages.channels import ToKeeper, ToObserver, ToWorkerControl
-from asyncrl.wire.messages.keeper import KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello
-from asyncrl.wire.messages.shared import Enrolled, Stop, Welcome
-from asyncrl.wire.messages.worker_control import Leave, WorkerHello
+from asyncrl.wire.messages.engine import KeeperHello
+from asyncrl.wire.messages.shared import Enrolled, ObserverHello, Stop, Welcome
+from asyncrl.wire.messages.worker import Leave, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Link, Poller, choose_endpoints
 from tests.fakes.data import give, rows
 

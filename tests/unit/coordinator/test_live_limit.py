@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from asyncrl.buffer.flow_control import LiveLimit
 from asyncrl.config import parse
-from asyncrl.coordinator.live_limit import LiveLimit
 from tests.unit.buffer.machine import admit, make
 from tests.unit.test_config import MINIMUM, with_keys
 

@@ -25,10 +25,9 @@ from asyncrl.store.schema import SupersededError
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.addresses import incarnation_of
-from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
-from asyncrl.wire.messages.shared import Loaded, Stop, Welcome, WireMessage
+from asyncrl.wire.messages.shared import Loaded, ObserverHello, Replace, Status, Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Published, TrainerHello
-from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode, introduce
 from tests.fakes.data import give, rows
 from tests.unit.buffer.machine import land_group, turn_payload

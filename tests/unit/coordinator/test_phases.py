@@ -19,10 +19,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
-from asyncrl.wire.messages.shared import Stop
+from asyncrl.wire.messages.shared import ObserverHello, Replace, Status, Stop
 from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerBeat, TrainerHello
-from asyncrl.wire.messages.worker_control import Engines, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import Engines, Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.data import rows, stored
 from tests.fakes.mail import Sent

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms.advantages import Advantage
-from asyncrl.buffer.zero_variance import ComparedParts
+from asyncrl.buffer.prompts import ComparedParts
 from asyncrl.config import parse
 from asyncrl.coordinator.state import RunState, TransactionalOutbox, load_state
 from asyncrl.errors import ConfigError

@@ -12,7 +12,7 @@ from asyncrl.buffer.batches import Batch, Batches
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
-from asyncrl.coordinator.micro_budget import MicroBudget
+from asyncrl.coordinator.failures import MicroBudget
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import MOST_SPIKES, TrainerHandler
 from asyncrl.coordinator.versions import EngineRecord, VersionLedger

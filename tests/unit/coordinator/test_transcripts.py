@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import ValidationConfig
-from asyncrl.coordinator.transcripts import earned, kept_questions
+from asyncrl.coordinator.reporting import earned, kept_questions
 from asyncrl.coordinator.validation import Validation
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, Sample
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed, Finished
 from tests.unit.coordinator.test_workers import A, WorkerSetup
 from tests.unit.weights.test_delta import Training
 

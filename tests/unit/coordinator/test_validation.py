@@ -16,8 +16,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights
-from asyncrl.wire.messages.worker_bulk import Failed, Fenced, Finished, Generated
-from asyncrl.wire.messages.worker_control import Assign, Heartbeat
+from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Finished, Generated, Heartbeat
 from tests.unit.buffer.machine import turn_payload
 from tests.unit.coordinator.test_workers import SAMPLE, A, B, WorkerSetup
 from tests.unit.weights.test_delta import Training

@@ -33,8 +33,18 @@ from asyncrl.types import (
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.trainer import Probed
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
-from asyncrl.wire.messages.worker_control import Assign, Cancel, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import (
+    Ack,
+    Assign,
+    Cancel,
+    Failed,
+    Fenced,
+    Finished,
+    Generated,
+    Heartbeat,
+    Replied,
+    WorkerHello,
+)
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, make, turn_payload
 

@@ -15,7 +15,7 @@ from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion, StopReason, VersionSpan
-from asyncrl.wire.messages.worker_control import EngineUse
+from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.sglang import DONE, Script, event, scripted, sglang_config
 
 from .tiny import ask

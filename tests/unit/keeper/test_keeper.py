@@ -17,7 +17,7 @@ from asyncrl.keeper.keeper import Keeper
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.keeper import KeeperBeat
+from asyncrl.wire.messages.engine import KeeperBeat
 from asyncrl.wire.messages.shared import Loaded, WireMessage
 from asyncrl.wire.sockets import Endpoints
 

@@ -31,7 +31,7 @@ from asyncrl.observe.metrics import (
 )
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.observe.table import print_summary
-from asyncrl.wire.messages.observer import Status
+from asyncrl.wire.messages.shared import Status
 
 GAUGES = {"async/ready": 12.0, "async/running": 64.0, "weights/pushed": 5.0, "weights/acked": 4.0}
 START = Status("starting", 0, 10, {}, ())

@@ -17,7 +17,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 
-from asyncrl.coordinator import transcripts
+from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.launch.console_view import ConsoleState, Progress, render, sparkline
 from asyncrl.observe.metrics import (
     ENTROPY,
@@ -32,7 +32,7 @@ from asyncrl.observe.metrics import (
     value_of,
 )
 from asyncrl.observe.transcripts import Transcript, newest
-from asyncrl.wire.messages.observer import Status
+from asyncrl.wire.messages.shared import Status
 
 FAILED = "attempts failed: 123,456 reward_error, 7,890 worker_lost; the newest: KeyError: 'b' (bad.py:41)"
 SIZES = [(60, 20), (200, 60)]
@@ -103,9 +103,9 @@ def test_a_transcript_has_the_whole_room_and_shows_its_end(width: int, height: i
 def test_the_newest_good_and_the_newest_bad_one(tmp_path: Path) -> None:
     assert newest(tmp_path, True, 1.0) is None
     entry = {"uid": "u", "end": "answered", "ground_truth": "4"}
-    transcripts.save(tmp_path, "training", 1, [entry | {"score": 3.0, "text": "a"}])
-    transcripts.save(tmp_path, "training", 2, [entry | {"score": 0.0, "text": "b"}, entry | {"failed": "x"}])
-    transcripts.save(tmp_path, "validation", 2, [entry | {"score": 0.5, "success": True, "text": "c"}])
+    save_transcripts(tmp_path, "training", 1, [entry | {"score": 3.0, "text": "a"}])
+    save_transcripts(tmp_path, "training", 2, [entry | {"score": 0.0, "text": "b"}, entry | {"failed": "x"}])
+    save_transcripts(tmp_path, "validation", 2, [entry | {"score": 0.5, "success": True, "text": "c"}])
     for age, name in enumerate(("training/step-2", "validation/step-2", "training/step-1")):
         os.utime(tmp_path / "transcripts" / f"{name}.jsonl", (1000 - age, 1000 - age))
     good, bad = newest(tmp_path, True, 2.0), newest(tmp_path, False, 2.0)
@@ -125,7 +125,7 @@ with open_console("auto", "demo", 10, 1.0, Path(sys.argv[1])):
 
 
 def test_keys_show_a_transcript_and_the_terminal_is_given_back(tmp_path: Path) -> None:
-    transcripts.save(tmp_path, "training", 1, [{"uid": "u", "score": 1.0, "text": "so it is 42"}])
+    save_transcripts(tmp_path, "training", 1, [{"uid": "u", "score": 1.0, "text": "so it is 42"}])
     end, begin = os.pipe()
     os.set_inheritable(end, True)
     child, terminal = pty.fork()

@@ -28,7 +28,7 @@ from asyncrl.launch.estimates import (
 from asyncrl.launch.memory import Footprint, check_memory, describe_memory
 from asyncrl.launch.model_directory import check_model, parameter_count
 from asyncrl.launch.placement import describe, processes_of
-from asyncrl.runtime.memory import MainMemory
+from asyncrl.runtime.process import MainMemory
 from asyncrl.weights.snapshot import Buffers
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}

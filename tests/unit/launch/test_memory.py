@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.runtime import memory
-from asyncrl.runtime.memory import main_memory
+from asyncrl.runtime import process
+from asyncrl.runtime.process import main_memory
 
 MACHINE = SimpleNamespace(total=64_000, available=50_000)
 
@@ -20,7 +20,7 @@ def lay(root: Path, name: str, text: object) -> None:
 
 def test_the_least_that_the_groups_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that can be dropped is no use of it. A group without a limit, or with a wider one, is none."""
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: MACHINE)
+    monkeypatch.setattr(process.psutil, "virtual_memory", lambda: MACHINE)
     assert main_memory(tmp_path) == (64_000, 50_000), "there are no cgroups"
     lay(tmp_path, "proc/self/cgroup", "0::/job/step")
     for group, limit in (("job", 8_000), ("job/step", "max")):
@@ -34,7 +34,7 @@ def test_the_least_that_the_groups_leave(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_of_the_first_version_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its path is that outside of the container."""
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: MACHINE)
+    monkeypatch.setattr(process.psutil, "virtual_memory", lambda: MACHINE)
     lay(tmp_path, "proc/self/cgroup", "4:memory:/docker/a0b1\n3:cpuset:/")
     for name, text in (
         ("limit_in_bytes", 9_000),

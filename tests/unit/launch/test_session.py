@@ -17,8 +17,7 @@ from asyncrl.launch.process import ProcessSpec
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl
-from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
-from asyncrl.wire.messages.shared import Stop
+from asyncrl.wire.messages.shared import ObserverHello, Replace, RunEnd, Status, StepReport, Stop
 from asyncrl.wire.sockets import Gate, Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0

@@ -23,7 +23,7 @@ from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize
 from asyncrl.weights import disk
-from asyncrl.wire.messages.observer import Status
+from asyncrl.wire.messages.shared import Status
 from tests.fakes.data import rows, stored
 
 CHECKED = RunData(stored(rows(1)), None, [])

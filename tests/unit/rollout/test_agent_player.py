@@ -14,7 +14,7 @@ from asyncrl.errors import EngineError
 from asyncrl.gateway import Endpoint
 from asyncrl.rewards import RewardInput
 from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
+from asyncrl.wire.messages.worker import Failed, Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
 from tests.fakes.chat import FakeChat, call, encode
 from tests.fakes.engine import ScriptedEngine

@@ -23,8 +23,7 @@ from asyncrl.rollout.demonstrations import (
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
 from asyncrl.weights import disk
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated
 from tests.fakes.weights import publish
 from tests.unit.rollout.test_check_chat import parts_of, saved
 from tests.unit.rollout.test_episode_runner import Bench, recorded

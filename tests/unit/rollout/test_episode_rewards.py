@@ -12,8 +12,7 @@ from asyncrl.episodes.scoring import Scorer
 from asyncrl.rewards import in_loop, select_shapings
 from asyncrl.tools import Rewarded, Tool, tool
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed, Finished
 from tests.unit.coordinator.test_workers import A, WorkerSetup
 from tests.unit.rollout.test_episode_runner import Bench, look, recorded
 

@@ -19,13 +19,11 @@ from asyncrl.rollout.context import EpisodeContext, generated
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.turn_player import TurnPlayer
-from asyncrl.runtime.activity import BusyTimer
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.tools import Tool, Toolbox, tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.outbox import Outbox
 from tests.fakes.chat import call, rules, sample
 from tests.fakes.engine import ScriptedEngine

@@ -15,7 +15,7 @@ from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker import Failed, Finished
 from tests.fakes.data import rows, stored
 from tests.fakes.viewed import MARKUP, SPANS, save_run
 from tests.unit.buffer.machine import turn_payload

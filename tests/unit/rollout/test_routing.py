@@ -10,9 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from asyncrl.rollout.server_pool import PooledServer, ServerPool, choose
-from asyncrl.runtime.activity import BusyTimer
-from asyncrl.runtime.waits import Waits
-from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
+from asyncrl.runtime.activity import BusyTimer, Waits
+from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals, in_loop
 from tests.fakes.servers import FakeServer, entry
 

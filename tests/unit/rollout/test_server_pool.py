@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
 from asyncrl.types import StopReason, VersionSpan
-from asyncrl.wire.messages.worker_control import EngineUse
+from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.loop import in_loop, settle
 from tests.fakes.servers import (
     SECONDS,

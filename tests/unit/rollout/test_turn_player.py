@@ -14,7 +14,7 @@ from asyncrl.conversation.commands import Done
 from asyncrl.environments import Environment
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.types import EpisodeEnd, FailReason, Message, Observation, Sample, ToolCall, TurnReply
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker import Failed, Finished, Generated, Replied
 from tests.fakes.chat import call
 from tests.fakes.loop import settle
 from tests.unit.rollout.test_episode_runner import BAD, Bench, look, recorded

@@ -10,9 +10,8 @@ import pytest
 from asyncrl.engines.base import EngineRefused, Request, Sampling
 from asyncrl.errors import EngineError
 from asyncrl.rollout.samplers import BROKEN, LocalSampler
-from asyncrl.runtime.activity import BusyTimer
+from asyncrl.runtime.activity import BusyTimer, Notifier, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
-from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.runtime.activity import GAP, NAMES, OTHER, PERIOD, Activity
-from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.activity import GAP, NAMES, OTHER, PERIOD, Activity, Waits
 
 AHEAD = 1024.0  # of the wall clock, in seconds
 

@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import sys
-from asyncrl.runtime.imports import defer
+from asyncrl.runtime.process import defer
 
 defer("torch")
 defer("no_such_module")

@@ -30,8 +30,8 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Superseded, Unreachable, WeightsError, WeightsRef
+from asyncrl.wire.messages.engine import OpenVersion
 from asyncrl.wire.messages.shared import Loaded
-from asyncrl.wire.messages.versions import OpenVersion
 from asyncrl.wire.sockets import COORDINATOR, Gate, choose_endpoints
 from tests.fakes.launching import config
 from tests.fakes.weights import publish, snapshot_of

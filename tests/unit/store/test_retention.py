@@ -17,7 +17,7 @@ from asyncrl.config import parse
 from asyncrl.coordinator.state import RunState, restore
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.store import retention, segments
+from asyncrl.store import runstore, segments
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.wire.messages.trainer import Checkpointed
@@ -88,7 +88,7 @@ def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
 @pytest.fixture(autouse=True)
 def a_little_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that turns come in between."""
-    monkeypatch.setattr(retention, "MOST", 3)
+    monkeypatch.setattr(runstore, "MOST_FORGOTTEN", 3)
     monkeypatch.setattr(segments, "MOST_REMOVED", 1)
 
 

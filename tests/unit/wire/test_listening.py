@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.wire.listening import SPARE, Listeners
+from asyncrl.wire.addresses import SPARE, Listeners
 
 IDLE = """
 import os, resource, select, socket, sys, time
@@ -20,7 +20,7 @@ from asyncrl.isolation import child
 from asyncrl.isolation.child import raise_file_limit, wrapped
 from asyncrl.store.segments import SegmentWriter
 from asyncrl.wire import sockets
-from asyncrl.wire.messages.observer import ObserverHello, Status
+from asyncrl.wire.messages.shared import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop
 
 hard, out, COUNT = int(sys.argv[1]), Path(sys.argv[2]), 1100

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Record, Replied
+from asyncrl.wire.messages.worker import Record, Replied
 from asyncrl.wire.outbox import RESEND, Outbox
 from tests.fakes.loop import settle
 

@@ -19,11 +19,9 @@ from asyncrl.errors import ProtocolError
 from asyncrl.wire import sockets
 from asyncrl.wire.addresses import bound, own_address
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
-from asyncrl.wire.messages.observer import ObserverHello
-from asyncrl.wire.messages.shared import Attempt, Stop, WireMessage
+from asyncrl.wire.messages.shared import Attempt, ObserverHello, Stop, WireMessage
 from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanReceived, TrainerHello
-from asyncrl.wire.messages.worker_bulk import Replied
-from asyncrl.wire.messages.worker_control import EngineUse, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import EngineUse, Heartbeat, Replied, WorkerHello
 from asyncrl.wire.sockets import (
     AsyncLink,
     Codec,

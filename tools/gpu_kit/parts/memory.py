@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import RunConfig
-from asyncrl.coordinator.micro_budget import MicroBudget
+from asyncrl.coordinator.failures import MicroBudget
 from asyncrl.errors import lacks_memory, one_line
 from asyncrl.launch.memory import Footprint, footprint
 from asyncrl.trainer import step

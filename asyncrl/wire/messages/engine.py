@@ -1,4 +1,5 @@
-"""Versions of the weights on their way to machines that do not see the trainer's files.
+"""Messages of servers' keepers, and of versions of the weights on their way to machines that do not see the
+trainer's files.
 
 A machine opens a version at the coordinator, is told from whom to read it, and reads its bytes there: those
 of the one file beside the manifest.
@@ -11,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import Count, WireMessage
+from asyncrl.wire.messages.shared import Count, Share, WireMessage
 
 PIECE = 1 << 20  # bytes that one request is for, at most
 Short = Annotated[str, Meta(max_length=300)]
@@ -57,3 +58,27 @@ class VersionGone(WireMessage, frozen=True):
 
     version: PolicyVersion
     newer: bool
+
+
+# -- keepers of servers ------------------------------------------------------------------------------------
+
+
+class KeeperHello(WireMessage, frozen=True):
+    """First message of a keeper, repeated until welcomed, after silence and when its server is up.
+    `url` is empty while the server starts; `engine` says what it is ("sglang 0.5.23")."""
+
+    index: Count
+    incarnation: str
+    url: str
+    pid: Count
+    engine: str = ""
+
+
+class KeeperBeat(WireMessage, frozen=True):
+    """Sign of life of a keeper. `healthy`: its server answers and holds what it confirmed. `kv_use`: share of
+    its KV memory that requests hold, if that was read since the last beat."""
+
+    healthy: bool
+    starting: bool
+    waiting: str = ""
+    kv_use: Share | None = None
