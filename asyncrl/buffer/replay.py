@@ -84,6 +84,10 @@ class ReplayBuffer:
         self._dirty_groups, self._dirty_episodes = {}, {}
         return groups, episodes
 
+    def unwritten(self, uid: str) -> EpisodeRecord | None:
+        """An episode that is in memory, or has left it since the last call of `changes`."""
+        return self.episodes.get(uid) or self._dirty_episodes.get(uid)
+
     def touch(self, episode: EpisodeRecord) -> None:
         self._dirty_episodes[episode.uid] = episode
         self.floors.pop(episode.group, None)
@@ -291,10 +295,15 @@ class ReplayBuffer:
         if episode.uid in self.episodes:
             self.drop(episode, DropReason.CORRUPT)
             return
+        self.correct(episode, State.DROPPED, DropReason.CORRUPT)
+
+    def correct(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
+        """An episode that has left memory is over in another state than was known."""
         self.left.subtract([episode.state])
-        self.left.update([State.DROPPED])
-        episode.state, episode.reason = State.DROPPED, DropReason.CORRUPT
-        self.reasons[f"{episode.state}/{episode.reason}"] += 1
+        self.left.update([state])
+        episode.state, episode.reason = state, reason
+        if reason:
+            self.reasons[f"{state}/{reason}"] += 1
         self.touch(episode)
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:

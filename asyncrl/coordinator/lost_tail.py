@@ -6,10 +6,10 @@ may lose all since the checkpoint before: commits, plans, even that groups were 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from asyncrl.buffer.records import State
-from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.store.checkpoints import CheckpointError, checkpoints_of
@@ -31,7 +31,7 @@ def recover(state: RunState, step: int, now: float) -> None:
     state.buffer.cohorts.exclude(known)
     trained = [uid for manifest in manifests for uid in manifest.trained]
     before = state.buffer.counts()[State.TRAINED]
-    _set_trained(state.buffer, trained, step, now)
+    _set_trained(state, trained, step, now)
     rows = state.buffer.counts()[State.TRAINED] - before
     if before + rows != manifests[-1].trained_total:
         raise ProtocolError(f"{refusal} ({manifests[-1].trained_total} trajectories, not {before + rows})")
@@ -50,17 +50,24 @@ def recover(state: RunState, step: int, now: float) -> None:
     )
 
 
-def _set_trained(buffer: ReplayBuffer, uids: Iterable[str], step: int, now: float) -> None:
-    """These are trained, whatever the store knew of them; what else it held of their groups is dropped."""
-    groups: set[int] = set()
+def _set_trained(state: RunState, uids: Iterable[str], step: int, now: float) -> None:
+    """These are trained, whatever the store knew of them; what else it held of their groups is dropped. Some
+    may be over in another way: workers may have sampled them again before the trainer reported in."""
+    buffer, groups = state.buffer, set[int]()
     for uid in uids:
         number = int(uid.partition(".")[0])
         while number >= buffer.next_group:  # issued after what is left of the store
             buffer.admit(buffer.committed, now)
-        episode = buffer.episodes.get(uid)
-        if episode is not None and not episode.state.over:
+        episode = buffer.unwritten(uid) or state.store.read.find_episode(uid)
+        if episode is None or episode.state is State.TRAINED:
+            continue  # by a step that the store knows
+        buffer.reasons -= Counter([f"{episode.state}/{episode.reason}"])  # if this process counted it
+        if number in buffer.live:
             groups.add(number)
             buffer.take(episode, step - 1)
+        else:
+            episode.step = step - 1
+            buffer.correct(episode, State.TRAINED)
     left = set(uids)
     for group in [buffer.live[number] for number in groups]:
         members = [buffer.episodes[uid] for uid in group.members]

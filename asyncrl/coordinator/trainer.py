@@ -84,7 +84,7 @@ class TrainerHandler:
         self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
         self._spiked, self._spikes = -1, 0  # the last step that spiked, and batches in a row that did there
-        self._given_up = -1  # the newest trainer epoch in which a rank gave up a batch
+        self._given_up = int(state.store.read.meta("given_up", "-1"))  # the newest epoch that gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -208,6 +208,7 @@ class TrainerHandler:
             running = self._leave_out(message)
         if first:
             self._given_up = message.trainer_epoch
+            state.store.put_meta("given_up", str(self._given_up))
         then = {
             "memory": f"it is tried with micro-batches of {state.micro_budget.tokens} tokens",
             "spike": "it is left out, back to the newest checkpoint",

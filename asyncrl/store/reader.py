@@ -132,6 +132,10 @@ class RunReader:
     def episode(self, uid: str) -> EpisodeRecord:
         return self._one(EpisodeRecord, "episode", "SELECT record FROM episodes WHERE uid=?", uid)
 
+    def find_episode(self, uid: str) -> EpisodeRecord | None:
+        """None where the index has no such episode, or has forgotten it."""
+        return next(iter(self._records(EpisodeRecord, "SELECT record FROM episodes WHERE uid=?", uid)), None)
+
     def baseline(self, group: int) -> Baseline:
         """The baseline of a settled group, from the records of its members."""
         return Baseline.of(self.group(group), {episode.uid: episode for episode in self.members(group)})

@@ -11,6 +11,7 @@ from asyncrl.buffer.records import State
 from asyncrl.coordinator.state import RunState
 from asyncrl.errors import ProtocolError
 from asyncrl.store.checkpoints import CheckpointManifest
+from asyncrl.types import FailReason
 from asyncrl.wire.messages.trainer import Checkpointed, Commit
 from tests.unit.coordinator import test_state
 from tests.unit.coordinator.test_lost_payloads import PEER, Power, Training, audit, play
@@ -141,6 +142,37 @@ def test_what_was_ready_and_is_trained_now_needs_no_payload(tmp_path: Path) -> N
     assert again.buffer.flow().trained == 4 and not again.buffer.reasons
     audit(again)
     assert not any(again.store.read.frames("1.0", 1))  # it would keep its segment, and all later ones
+
+
+@pytest.mark.parametrize("ending", ["filtered", "filtered, not yet written", "failed, its sibling runs"])
+def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
+    tmp_path: Path, ending: str
+) -> None:
+    """The store was made anew from a copy, or lost power; workers are there before the trainer."""
+    state = build(tmp_path, filter_zero_variance=True)
+    trainer = Trainer(state, "a")
+    state.persist()
+    trainer.step, trainer.uids = 1, ["0.0", "0.1"]
+    manifest = trainer.save()  # of a step that the store has lost
+    group = state.buffer.admit(0, 0.0)
+    if ending.startswith("filtered"):
+        for uid in group.members:
+            play(state, uid, 1, end=True)
+        assert state.buffer.counts()[State.FILTERED] == 2 and not state.buffer.live
+    else:
+        for _ in range(1 + state.buffer.retries):
+            play(state, "0.0", 1)
+            state.buffer.fail(state.buffer.episodes["0.0"], FailReason.TOOL_ERROR, 0.0)
+        play(state, "0.1", 1)
+    if "not yet" not in ending:
+        state.persist()
+    Trainer(state, "b", manifest)
+    state.persist()
+    assert state.buffer.flow().trained == manifest.trained_total == 2 and state.batches.committed == 1
+    assert not state.buffer.live and not +state.buffer.reasons
+    audit(state)
+    state.store.close()
+    audit(build(tmp_path))
 
 
 @pytest.mark.parametrize("wrong", ["gone", "of another run"])

@@ -98,9 +98,11 @@ def damage_segment(world: World) -> None:
 
 def damage_checkpoint(world: World) -> None:
     """The newest is not as written, where there is another; then the trainer resumes. Not the last one, after
-    which nothing is trained again."""
-    place = Checkpoints(world.run_dir / "checkpoints")
-    if len(steps := place.steps()) > 1 and steps[0] < world.config.total_steps:
+    which nothing is trained again, and not one that is all that is left of its steps after a power cut."""
+    place, kept = Checkpoints(world.run_dir / "checkpoints"), world.coordinator.state.batches.batches
+    if len(steps := place.steps()) < 2 or not kept.keys() >= {*range(steps[1], steps[0])}:
+        return
+    if steps[0] < world.config.total_steps:
         Path(place.path(steps[0], "state")).write_bytes(b"damaged")
         world.start_trainer()
 

@@ -377,6 +377,8 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
     plan = setup.take(0, 0, 0)
     assert lacking(setup, 4000, 4) == lacking(setup, 4000, 4) == 2000
     setup.state.store.commit()
+    setup.handler = TrainerHandler(setup.state, setup.commits.append)  # of a coordinator that was restarted
+    assert lacking(setup, 4000, 4) == 2000, "the rank had not got its Stop"
     again = MicroBudget.stored(setup.state.store.read, 8192)
     assert again.tokens == 2000 and MicroBudget.stored(setup.state.store.read, 4096).tokens == 4096
     setup.handler.hello(PEERS[0], TrainerHello(0, 2, "y", 0), 0.0)
