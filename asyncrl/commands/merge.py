@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         if options.adapters == "apart":
             if run_dir is None:
                 raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
-            from asyncrl.trainer.peft import write_adapters
+            from asyncrl.trainer.checkpoint import write_adapters
 
             write_adapters(checkpoints, step, read_config(run_dir).model, work)
         else:

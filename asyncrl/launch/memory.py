@@ -91,7 +91,7 @@ class ModelSizes:
 
     @cached_property
     def linear(self) -> Shapes:
-        """The matrices that adapters adapt (trainer/lora.py): stacked experts are no linear layers."""
+        """The matrices that adapters adapt (trainer/layers.py): stacked experts are no linear layers."""
         return {n: s for n, s in self.shapes.items() if len(s) == 2 and not _NO_LINEAR.search(n)}
 
     @cached_property

@@ -24,7 +24,7 @@ from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.routes import UNKNOWN
+from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
 from asyncrl.types import EpisodeResult, Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory

@@ -11,15 +11,19 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -27,10 +31,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from asyncrl.errors import one_line, reason
+from asyncrl.config import ModelConfig
+from asyncrl.errors import ConfigError, one_line, reason
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.export import export_hf
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.layers import A, B
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 
 logger = logging.getLogger(__name__)
@@ -234,3 +240,56 @@ def reader(files: StepFiles) -> FileSystemReader:
     found: Any = FileSystemReader(STATE)
     found.fs, found.path = files, STATE
     return cast(FileSystemReader, found)
+
+
+MODEL = "model."  # what the policy's tensors are under in a checkpoint
+ROLES = {A: "lora_A.weight", B: "lora_B.weight"}
+
+
+def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out: Path) -> None:
+    """Write adapter_model.safetensors (float32) and adapter_config.json; nothing else is read. ConfigError
+    where the run trained all weights."""
+    source = reader(StepFiles(checkpoints, step))
+    stored = {
+        name.removeprefix(MODEL): known
+        for name, known in source.read_metadata().state_dict_metadata.items()
+        if name.startswith(MODEL) and isinstance(known, TensorStorageMetadata)
+    }
+    tensors = {
+        name: torch.empty(known.size, dtype=known.properties.dtype)
+        for name, known in stored.items()
+        if name.endswith((f".{A}", f".{B}"))
+    }
+    if not tensors:
+        raise ConfigError(f"{checkpoints.path(step)}: has no adapters, all weights were trained; merge it")
+    with warnings.catch_warnings():  # that there are no other processes is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load_shards({"model": tensors}, storage_reader=source, no_dist=True)
+    layers = sorted({name.rpartition(".")[0] for name in tensors})
+    named = {_peft_name(name): tensor for name, tensor in tensors.items()}
+    save_file(named, out / "adapter_model.safetensors", {"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.path,
+        "r": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": layers,
+        "fan_in_fan_out": any(_transposed(layer, stored) for layer in layers),
+        "inference_mode": True,
+    }
+    (out / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2))
+
+
+def _peft_name(name: str) -> str:
+    layer, _, role = name.rpartition(".")
+    return f"base_model.model.{layer}.{ROLES[role]}"
+
+
+def _transposed(layer: str, stored: Mapping[str, TensorStorageMetadata]) -> bool:
+    """True for weights of transformers' Conv1D, which keeps its weight as [in, out]; seen where the two
+    differ."""
+    weight, (_, inside), (outside, _) = (stored[f"{layer}.{name}"].size for name in ("weight", A, B))
+    return tuple(weight) == (inside, outside) != (outside, inside)

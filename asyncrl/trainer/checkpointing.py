@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError, DeadlineError, one_line
 from asyncrl.runtime.process import main_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 
 log = logging.getLogger("asyncrl.trainer")
@@ -112,8 +112,8 @@ class Checkpointing:
         self._trained += uids
         self.trained_total += len(uids)
 
-    def due(self) -> bool:
-        """True if a checkpoint is to be begun after this step."""
+    def mark_due(self) -> bool:
+        """Notes that a checkpoint is due after this step; True if one may begin now."""
         self._due = self._due or self._learner.step % self._config.pause == 0
         return self._due and not self.busy
 

@@ -26,15 +26,12 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreT
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.shrunk import remembered
 from asyncrl.trainer.examine import examine
-from asyncrl.trainer.layers import prepare_layers
+from asyncrl.trainer.forced_routes import ForcedRoutes
+from asyncrl.trainer.layers import Adapters, prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
-from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.optimizer import make_optimizer
-from asyncrl.trainer.routes import Replay
-from asyncrl.trainer.scores import Scores, Selected, in_parts, score_chunks
-from asyncrl.trainer.split_head import SplitModel
-from asyncrl.trainer.ulysses import SequenceRanks
-from asyncrl.trainer.world import World
+from asyncrl.trainer.scores import Scores, Selected, SplitModel, in_parts, score_chunks
+from asyncrl.trainer.world import SequenceRanks, World
 from asyncrl.weights.names import kept_buffers, pieces
 
 logger = logging.getLogger(__name__)
@@ -67,7 +64,7 @@ class Policy(nn.Module):
         self.kept = tuple(piece for piece in known if piece.parameter in kept)
         self.packing: Packing = "padded"  # how rows must be laid out for it
         self.attention = lm.config._attn_implementation  # of padded rows
-        self.replay: Replay | None = None  # of its routers
+        self.replay: ForcedRoutes | None = None  # of its routers
         self.adapters: Adapters | None = None
         if config.lora_rank:
             self.adapters = Adapters(lm, config.lora_rank, config.lora_alpha)
@@ -111,7 +108,7 @@ def load_policy(
     policy = Policy(source.model, config, world.sequence, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer)
-        policy.replay = Replay(source.model) if trainer.router_replay else None
+        policy.replay = ForcedRoutes(source.model) if trainer.router_replay else None
     if policy.adapters is not None and world.rank == 0:
         level = logging.WARNING if policy.adapters.leaves_experts else logging.INFO
         logger.log(level, "LoRA: adapted %s", policy.adapters.coverage)

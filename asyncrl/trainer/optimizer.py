@@ -1,11 +1,17 @@
 """The optimizers by name; one whose state exists from the start, so that a checkpoint holds all of it; one
-step of it; and the learning rate of a step."""
+step of it; the learning rate of a step; and spikes of the gradient norm.
+
+A batch spikes if its gradient norm is not finite, or if it is more than `trainer.spike_factor` times the
+median of the batches before (up to WINDOW, from LEAST on). The policy loss would not do: its advantages have
+mean zero, so it is small and of either sign while a run diverges.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,7 +19,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from asyncrl.config import TrainerConfig
-from asyncrl.errors import ConfigError, lacks_memory, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, lacks_memory, one_line
 from asyncrl.registry import Registry, single
 
 optimizers: Registry[Callable[..., Optimizer]] = Registry("optimizer")
@@ -133,3 +139,26 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     done = min((step - config.warmup_steps) / length, 1.0)
     shape = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.lr * (config.lr_end + (1 - config.lr_end) * shape)
+
+
+WINDOW, LEAST = 32, 8  # batches
+NORM = "grad_norm/"  # in a learner's state, so that repeated steps are judged as they were
+
+
+class SpikeError(AsyncrlError):
+    """The batch of a step (1-based) spiked, and is to be left out: its gradient `norm` exceeds `limit`."""
+
+    def __init__(self, step: int, norm: float, limit: float) -> None:
+        over = f", over {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""
+        super().__init__(f"step {step} spiked: its gradient norm is {norm:g}{over}")
+
+
+def norm_limit(state: dict[str, float], factor: float) -> float:
+    """The largest norm that is no spike."""
+    norms = [norm for name, norm in state.items() if name.startswith(NORM)]
+    return factor * median(norms) if factor and len(norms) >= LEAST else math.inf
+
+
+def note_norm(state: dict[str, float], step: int, norm: float) -> None:
+    """The norm of a step that was taken."""
+    state[f"{NORM}{step % WINDOW}"] = norm

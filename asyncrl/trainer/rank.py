@@ -23,15 +23,15 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, GaveUpError, lacks_memory, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
-from asyncrl.trainer import heap, world
+from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.memory import trim_heap, try_largest
+from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
-from asyncrl.trainer.ratios import Ratios
-from asyncrl.trainer.rehearsal import try_largest
-from asyncrl.trainer.spikes import SpikeError
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.report import Ratios
 from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -169,7 +169,7 @@ class TrainerRank:
         self.learner.on_spike = "skip" if self.repeating else self.config.trainer.on_spike
         with self.timeline.span("step", step=plan.step + 1), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
-            heap.trim()
+            trim_heap()
         everyone = [uid for part in self.mesh.gather_data(self._batch, list[str]) for uid in part]
         self.saving.add(everyone)
         self._batch = []
@@ -352,7 +352,7 @@ class TrainerRank:
     def _save_if_due(self) -> None:
         """Begin a checkpoint; its writing goes on beside training, where there is memory for a copy."""
         self._note_saved()
-        if self.saving.due():
+        if self.saving.mark_due():
             with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
                 if not self.saving.begin(self.trainer_epoch):
                     self._await_saved()

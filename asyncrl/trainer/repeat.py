@@ -21,7 +21,7 @@ from asyncrl.store.schema import StoreError
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.batch import Example, example, with_turns
 from asyncrl.trainer.credit import credit
-from asyncrl.trainer.step import Learner, Work
+from asyncrl.trainer.learner import Learner, Work
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 

@@ -35,10 +35,10 @@ from asyncrl.launch.memory import Footprint
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.layers import layers_of, prepare_layers
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, shard_empty, skeleton
+from asyncrl.trainer.memory import forward_backward, largest, smallest
 from asyncrl.trainer.model import Critic, Policy, Reference, findings
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
-from asyncrl.trainer.rehearsal import forward_backward, largest, smallest
 from asyncrl.trainer.world import World
 
 EXPERTS = "asyncrl_sizes"

@@ -23,8 +23,8 @@ from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.checkpoint import StepFiles
 from asyncrl.trainer.export import export_hf
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import Policy, shards
-from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory

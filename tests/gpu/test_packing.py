@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from asyncrl.trainer.attention import NodeKernel
-from asyncrl.trainer.flex import FlexKernel, Scoring
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest, plant
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

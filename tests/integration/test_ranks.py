@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.store.checkpoints import CheckpointManifest
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import shards
-from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.shards import HostShards

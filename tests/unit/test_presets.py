@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig, composition
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.training import Episode, Recorder, full_state, plain_model, run_batch, save_tiny_model
 

@@ -36,8 +36,8 @@ from asyncrl.engines.torch.engine import PREFILL_TOKENS, TorchEngine, replace_we
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.rewards import RewardInput
 from asyncrl.tools import ToolSession
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import shards
-from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join
 from asyncrl.types import EpisodeResult, Sample
 from asyncrl.wire.messages.trainer import PlannedTrajectory

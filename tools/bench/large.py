@@ -68,8 +68,8 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
 
     from asyncrl.config import parse
     from asyncrl.trainer.checkpointing import Checkpointing, shared_place
-    from asyncrl.trainer.heap import trim
-    from asyncrl.trainer.step import Learner
+    from asyncrl.trainer.learner import Learner
+    from asyncrl.trainer.memory import trim_heap
     from asyncrl.trainer.world import join, leave
 
     found: dict[str, tuple[float, float]] = {}
@@ -107,7 +107,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
         for micro in micro_batches(random.Random(0), BUDGET, learner.step, VOCABULARY, EPISODES):
             learner.accumulate(micro)
         metrics = learner.finish()
-        trim()  # as a rank does
+        trim_heap()  # as a rank does
     assert not metrics["actor/skipped_steps"], metrics
     if not resume:
         with phase("stall"):

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.memory import Footprint, footprint
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from tests.fakes.forked import FORKED

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (

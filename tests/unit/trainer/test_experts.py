@@ -20,11 +20,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.batch import row_routes
+from asyncrl.trainer.forced_routes import ForcedRoutes
+from asyncrl.trainer.loading import locate
 from asyncrl.trainer.model import Policy, load_critic, load_policy, shards
 from asyncrl.trainer.packing import packing_for
-from asyncrl.trainer.routes import Replay
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.slices import locate
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion, Routes, StopReason, Turn
 from asyncrl.weights.shards import HostShards
@@ -291,7 +291,7 @@ def test_experts_that_the_model_does_not_have_are_not_chosen(world: World, saved
 
 def test_a_model_without_routers_is_refused() -> None:
     with pytest.raises(ConfigError, match="router_replay: LlamaForCausalLM"):
-        Replay(make("Llama"))
+        ForcedRoutes(make("Llama"))
 
 
 def turn(index: int, context: int, count: int, routes: Routes | None, row: int = 0) -> Turn:

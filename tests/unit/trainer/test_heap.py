@@ -8,13 +8,13 @@ import sys
 # 64 MB of blocks too small to be mapped one by one, with one block above them that stays.
 HOLES = """
 import psutil
-from asyncrl.trainer.heap import trim
+from asyncrl.trainer.memory import trim_heap
 
 blocks = [bytes([1]) * 100_000 for _ in range(640)]
 last = bytes([1]) * 100_000
 blocks.clear()
 held = psutil.Process().memory_info().rss
-trim()
+trim_heap()
 print(held - psutil.Process().memory_info().rss)
 """
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.lora import Adapters
+from asyncrl.trainer.layers import Adapters
 from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion

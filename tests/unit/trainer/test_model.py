@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
-from asyncrl.trainer.split_head import SplitModel
+from asyncrl.trainer.scores import SplitModel
 from asyncrl.trainer.world import World
 from tests.fakes.models import save_small, small_model
 from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen

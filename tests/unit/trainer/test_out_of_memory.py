@@ -12,8 +12,9 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 from asyncrl.errors import lacks_memory
-from asyncrl.trainer import objective, step
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer import learner as learning
+from asyncrl.trainer import objective
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
@@ -67,7 +68,7 @@ class FailingBackward(Failing):
 
 PLACES = {
     "forward": lambda: mock.patch.object(objective, "loss_input", Failing(objective.loss_input, 2)),
-    "backward": lambda: mock.patch.object(step, "evaluate", FailingBackward(step.evaluate, 2)),
+    "backward": lambda: mock.patch.object(learning, "evaluate", FailingBackward(learning.evaluate, 2)),
     "reduction": lambda: mock.patch.object(fsdp, "foreach_reduce", Failing(fsdp.foreach_reduce, 2)),
 }
 

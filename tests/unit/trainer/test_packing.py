@@ -20,15 +20,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer import attention, flex, prefix_tree
-from asyncrl.trainer.attention import NodeKernel
-from asyncrl.trainer.flex import FlexKernel, Scoring
+from asyncrl.trainer import attention, prefix_tree
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.ulysses import SequenceRanks
-from asyncrl.trainer.world import World
+from asyncrl.trainer.world import SequenceRanks, World
 from tests.fakes.traced import LiveBytes
 from tests.fakes.training import full_state
 
@@ -193,7 +191,7 @@ def test_blocks_of_a_mask_are_those_that_some_query_sees(given: list[list[int]],
     """With a window some that none sees may be among them; blocks taken as whole are whole in any case."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "LEAST", 1)
-        patch.setattr(flex, "BLOCK", 8)
+        patch.setattr(attention, "BLOCK", 8)
         forest = plant([np.array(row) for row in given], shared=True)
         kernel = FlexKernel(forest, torch.device("cpu"))
         found, size = kernel.block_mask(window), len(forest.ids)
@@ -216,7 +214,7 @@ def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_kernel_captures_no_numbers() -> None:
     """torch 2.11 fails to compile a captured number of Python with dynamic shapes."""
     kernel = FlexKernel(plant(rows(), shared=True), torch.device("cpu"))
-    capped = flex._capped(torch.tensor(2.0))
+    capped = attention._capped(torch.tensor(2.0))
     for function in (kernel.visible(None), kernel.visible(25), capped):
         assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
@@ -226,7 +224,7 @@ def test_flex_attention_is_compiled_for_more_kinds_than_torch_allows_a_function(
     from torch._dynamo import config
 
     with config.patch(recompile_limit=8):
-        assert flex._flex.__wrapped__(True) is not flex.flex_attention
+        assert attention._flex.__wrapped__(True) is not attention.flex_attention
         assert config.recompile_limit >= 64
 
 

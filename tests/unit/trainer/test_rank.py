@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError, DeadlineError, GaveUpError, lacks_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer import rank as module
+from asyncrl.trainer.performance import Stopwatch
 from asyncrl.trainer.rank import (
     BEAT_EVERY,
     SAVE_AGAIN,
@@ -24,7 +25,6 @@ from asyncrl.trainer.rank import (
     TrainerRank,
     is_answer,
 )
-from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -209,7 +209,7 @@ def test_all_turns_since_the_newest_checkpoint_are_kept_so_there_is_one_in_the_e
 ) -> None:
     rank.saving._config = CheckpointConfig(every=every)
     for rank.learner.step in range(1, due + 1):
-        assert rank.saving.due() == (rank.learner.step == due)
+        assert rank.saving.mark_due() == (rank.learner.step == due)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     monkeypatch.setattr(checkpoint, "write", disk)
     rank.saving.add(["0.0"])
     assert not saved(rank)
-    assert rank.saving.due()  # at once, not after the next `every` steps
+    assert rank.saving.mark_due()  # at once, not after the next `every` steps
     assert rank._status().waiting == "not saved: step-0: OSError: no space"
     rank.publishing.unwritten = "no room for weights"  # type: ignore[misc]
     assert rank._status().waiting.endswith("no space; no room for weights")

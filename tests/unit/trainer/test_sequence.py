@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from asyncrl.trainer.scores import Selected, in_parts
-from asyncrl.trainer.ulysses import SequenceRanks
+from asyncrl.trainer.world import SequenceRanks
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

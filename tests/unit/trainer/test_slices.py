@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.loading import locate
 from asyncrl.trainer.model import load_critic, load_policy, load_reference
-from asyncrl.trainer.slices import locate
 from asyncrl.trainer.world import World
 from tests.fakes.models import save_llama
 from tests.fakes.ranks import run_ranks

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.trainer import scores
-from asyncrl.trainer.scores import Selected, score_chunks
-from asyncrl.trainer.split_head import SplitModel
+from asyncrl.trainer.scores import Selected, SplitModel, score_chunks
 from tests.fakes.training import VOCABULARY, save_tiny_qwen
 
 TOKENS = 600

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 
-from asyncrl.trainer.stopwatch import Stopwatch
+from asyncrl.trainer.performance import Stopwatch
 
 
 class Clock:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.ratios import Ratios
+from asyncrl.trainer.report import Ratios
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
 from tests.fakes.training import (

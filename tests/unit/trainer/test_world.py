@@ -13,8 +13,7 @@ from torch.nn.functional import pad
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer import prefix_tree
 from asyncrl.trainer import world as ranks
-from asyncrl.trainer.attention import ForestAttention
-from asyncrl.trainer.flex import Scoring
+from asyncrl.trainer.attention import ForestAttention, Scoring
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.report import MetricSums
 from asyncrl.trainer.world import World

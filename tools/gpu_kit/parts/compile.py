@@ -17,7 +17,7 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.layers import compiled_graphs
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World, join, leave
 from parts.common import Context, Finding, failure, release, synchronize
 from parts.steps import episodes, make_learner, train

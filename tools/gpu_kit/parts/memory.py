@@ -19,8 +19,8 @@ from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import MicroBudget
 from asyncrl.errors import lacks_memory, one_line
 from asyncrl.launch.memory import Footprint, footprint
-from asyncrl.trainer import step
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer import learner as learning
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from asyncrl.wire.messages.trainer import GaveUp
 from parts.common import NOT_JUDGED, Context, Finding, attempt, exact_float32, failure, release
@@ -289,7 +289,7 @@ class _Injected:
     def __exit__(self, *about: object) -> None: ...
 
     def once(self) -> AbstractContextManager[object]:
-        return mock.patch.object(step, "evaluate", self._evaluate) if self._left > 0 else nullcontext()
+        return mock.patch.object(learning, "evaluate", self._evaluate) if self._left > 0 else nullcontext()
 
     def _evaluate(self, *given: Any) -> Any:
         from asyncrl.trainer.objective import evaluate

@@ -38,12 +38,12 @@ from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from asyncrl.trainer import split_head
-from asyncrl.trainer.flex import FlexKernel, Scoring
+from asyncrl.trainer import scores
+from asyncrl.trainer.attention import FlexKernel, Scoring
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.performance import FlopCount, peak_flops
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import score_chunks
-from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join, leave
 from parts.common import Context, Finding, attempt, failure, release, synchronize, timed
 from parts.steps import episodes, make_learner, train
@@ -292,15 +292,15 @@ def head_alone(case: Case, learner: Learner, context: Context) -> Finding:
     given: Any = _Tokens(labels, torch.ones(count, device=context.device))
 
     def work() -> None:
-        total = split_head._WideGradient.apply(table)
-        scores = score_chunks(
-            lambda part: split_head._Linear.apply(part, table, total),
+        total = scores._WideGradient.apply(table)
+        found = score_chunks(
+            lambda part: scores._Linear.apply(part, table, total),
             hidden,
             given,
             entropy_grad=False,
             collision=False,
         )
-        scores.logp.sum().backward()
+        found.logp.sum().backward()
 
     spent = timed(work, context, repeats=2)
     rate = 8.0 * count * table.numel() / spent.seconds / 1e12  # one of the products is computed again

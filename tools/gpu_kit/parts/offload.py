@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import RunConfig
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import shards
-from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from parts.common import Context, Finding, failure, release, synchronize
 from parts.training import Episode, config_of, distance, full_rows, gradients, mixed_rows, model_of, one_rank

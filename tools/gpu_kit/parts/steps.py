@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config import parse
 from asyncrl.trainer.examine import WAYS
-from asyncrl.trainer.slices import FileTensor
-from asyncrl.trainer.step import Learner
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.loading import FileTensor
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.weights.names import FilePiece

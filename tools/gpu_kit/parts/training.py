@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import RunConfig, parse
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import score
-from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join, leave
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory

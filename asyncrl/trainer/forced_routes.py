@@ -22,7 +22,7 @@ ROUTER = re.compile(r"\.layers\.(\d+)\..*")  # of the module's name
 UNKNOWN = -1  # in place of an expert: the trainer chooses
 
 
-class Replay:
+class ForcedRoutes:
     """The routers of a model, while it is on the meta device. Raises ConfigError for a model whose routers do
     not choose by one top-k, as those of Qwen3-MoE and Mixtral do."""
 

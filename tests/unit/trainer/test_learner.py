@@ -14,12 +14,12 @@ import torch
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.observe import ratios
-from asyncrl.trainer import step
+from asyncrl.trainer import learner as learning
 from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.model import score
-from asyncrl.trainer.ratios import Ratios
-from asyncrl.trainer.spikes import LEAST, SpikeError, note_norm
+from asyncrl.trainer.optimizer import LEAST, SpikeError, note_norm
+from asyncrl.trainer.report import Ratios
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Turn
 from tests.fakes import reference
@@ -140,7 +140,7 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
         micro = collate(*args)
         return dataclasses.replace(micro, fresh=torch.ones_like(micro.fresh))
 
-    monkeypatch.setattr(step, "collate", careless)
+    monkeypatch.setattr(learning, "collate", careless)
     metrics = run_batch(at_step(make_learner(tiny_config(model_path), world)), whole(episodes))
     assert metrics["staleness/lag/max"] == 6 > 4
 

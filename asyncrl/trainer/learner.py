@@ -29,13 +29,20 @@ from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
 from asyncrl.trainer.objective import evaluate
-from asyncrl.trainer.optimizer import learning_rate, make_optimizer, take_step
+from asyncrl.trainer.optimizer import (
+    SpikeError,
+    learning_rate,
+    make_optimizer,
+    norm_limit,
+    note_norm,
+    take_step,
+)
 from asyncrl.trainer.packing import packing_for
-from asyncrl.trainer.performance import FlopCount
+from asyncrl.trainer.performance import FlopCount, Stopwatch
 from asyncrl.trainer.prefix_tree import common
-from asyncrl.trainer.ratios import Ratios
 from asyncrl.trainer.report import (
     MetricSums,
+    Ratios,
     advantage_factor,
     advantage_tokens,
     batch_metrics,
@@ -48,8 +55,6 @@ from asyncrl.trainer.report import (
     tally_tokens,
     tally_unscored,
 )
-from asyncrl.trainer.spikes import SpikeError, norm_limit, note_norm
-from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.trainer import rehearsal
-from asyncrl.trainer.rehearsal import largest, try_largest
+from asyncrl.trainer import memory
+from asyncrl.trainer.memory import largest, try_largest
 from asyncrl.trainer.world import World
 from tests.fakes.training import full_state, make_learner, save_tiny_model, tiny_config
 
@@ -38,7 +38,7 @@ def test_it_is_as_large_as_may_be(tmp_path: Path) -> None:
 def test_all_models_run_it_and_nothing_is_left(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rehearsal, "LAYER_MIN_PARAMETERS", 0)
+    monkeypatch.setattr(memory, "LAYER_MIN_PARAMETERS", 0)
     learner = make_learner(config_of(tmp_path, **CRITIC), world)
     assert learner.critic is not None
     sizes, before = list[int](), full_state(learner.policy)
@@ -61,7 +61,7 @@ def test_too_little_memory_is_that_of_a_micro_batch(
 
     learner.policy.register_forward_hook(lack)
     try_largest(learner)  # too small a model to be tried
-    monkeypatch.setattr(rehearsal, "LAYER_MIN_PARAMETERS", 0)
+    monkeypatch.setattr(memory, "LAYER_MIN_PARAMETERS", 0)
     with pytest.raises(MemoryError):
         try_largest(learner)
     assert learner.size == (60, 3), "what TrainerRank.report tells, for the coordinator to halve"
