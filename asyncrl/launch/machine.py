@@ -90,7 +90,7 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
 
 
 def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
-    from asyncrl.engines.sglang.versions import DIALECTS
+    from asyncrl.engines.sglang.http import DIALECTS
 
     command = [program, "-c", ASK_SGLANG, *KERNELS * on_gpu]
     try:
@@ -190,8 +190,8 @@ def check_disk(inputs: Inputs) -> Iterator[Note]:
 @check("sandbox")
 def check_sandbox(inputs: Inputs) -> Iterator[Note]:
     """Only code that a model has written needs it, and says so itself (`require`, of a tool or reward)."""
-    from asyncrl.isolation.sandbox.backends import detect_isolation
     from asyncrl.isolation.sandbox.base import SandboxError
+    from asyncrl.isolation.sandbox.jail import detect_isolation
 
     try:
         found = detect_isolation()

@@ -9,16 +9,24 @@ the two is a reward as well: its constructor takes the options, and refuses them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.registry import Registry
-from asyncrl.types import EpisodeEnd, Message, Sample
+from asyncrl.types import MAX_REWARD, EpisodeEnd, Message, RewardResult, Sample
+from asyncrl.values import encodable, finite
 
 F = TypeVar("F", bound=Callable[..., Any])
+READ = ("score", "turns", "components")
+MOST_NOTES, LONGEST_NOTE = 16, 500  # of a result; characters
 
 
 class RewardError(AsyncrlError):
@@ -84,3 +92,136 @@ def needs_truth(*, numbers: bool = False) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+# -- from what a function gives back to a RewardResult, and from several of these to one -------------------
+
+
+async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -> RewardResult:
+    """Call a loaded function. Raises what it raises, and TypeError or ValueError for a result that is not
+    made of finite numbers."""
+    result = function(given)
+    return as_result(await result if inspect.isawaitable(result) else result)
+
+
+def from_verl(function: RewardFunction) -> Callable[[RewardInput], Any]:
+    """A function with verl's signature as one of the whole episode."""
+
+    def call(given: RewardInput) -> Any:
+        return function(**verl_arguments(given))
+
+    return call
+
+
+def verl_arguments(given: RewardInput) -> dict[str, Any]:
+    """See RewardFunction. Facts of the episode replace keys of the same name in the data set's extra_info."""
+    extra = {
+        "num_turns": given.turns,
+        "tool_calls": given.tool_calls,
+        "end": str(given.end),
+        "transcript": given.transcript,
+        "messages": [message.openai() for message in given.messages],
+    }
+    if given.result is not None:
+        extra["agent_result"] = given.result
+    return {
+        "data_source": given.sample.data_source,
+        "solution_str": given.answer,
+        "ground_truth": json.loads(given.sample.ground_truth),
+        "extra_info": {**json.loads(given.sample.extra_info), **extra},
+    }
+
+
+def as_result(result: Any) -> RewardResult:
+    """Read a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong.
+
+    Without `components` a dict is verl's: its other numbers (`acc`, …) are the components. What is neither
+    goes to the notes, as text. A dict of other numbers, or such a dict as `score`, is what each agent of the
+    episode earns for itself.
+    """
+    if isinstance(result, RewardResult):
+        made = as_result({"score": result.score, "turns": result.turns, "components": result.components})
+        return msgspec.structs.replace(
+            made, notes=result.notes, agents=result.agents and _of_agents(result.agents)
+        )
+    if not isinstance(result, Mapping):
+        return RewardResult(finite("the reward", result))
+    if "score" not in result:
+        found = ", ".join(map(str, result)) or "nothing"
+        if not result or {"turns", "components"} & result.keys():
+            raise ValueError(f"the reward is a dict without 'score'; it has {found}")
+        try:
+            return as_result({"score": result})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the reward is a dict without 'score'; it has {found}, and {error}") from None
+    if isinstance(result["score"], Mapping):
+        alone = as_result({**result, "score": 0.0})
+        return msgspec.structs.replace(alone, agents=_of_agents(result["score"]))
+    others = {str(name): value for name, value in result.items() if name not in READ}
+    numbers: dict[str, float] = {} if "components" in result else _numbers(others)
+    turns, components = result.get("turns", ()), result.get("components", numbers)
+    if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
+        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
+    if not isinstance(components, Mapping):
+        raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
+    parts = {
+        str(name): finite(f"component {name!r} of the reward", value) for name, value in components.items()
+    }
+    by_turn = tuple(finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
+    notes = {
+        name: _text(value) for name, value in others.items() if name not in numbers and value is not None
+    }
+    return RewardResult(
+        finite("the reward", result["score"]), by_turn, parts, notes=dict(islice(notes.items(), MOST_NOTES))
+    )
+
+
+def _of_agents(given: Mapping[str, Any]) -> dict[str, float]:
+    if not given:
+        raise ValueError("'score' of the reward is an empty dict; it needs a number for each agent")
+    return {str(agent): finite(f"the reward of {agent!r}", value) for agent, value in given.items()}
+
+
+def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
+    """Keep the values that can be averaged. Dicts of verl's reward functions bring others as well: ids,
+    nan."""
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        with suppress(TypeError, ValueError):
+            if not isinstance(value, str | bytes) and abs(number := finite(name, value)) <= MAX_REWARD:
+                found[name] = number
+    return found
+
+
+def _text(value: Any) -> str:
+    return encodable((value if isinstance(value, str) else repr(value))[:LONGEST_NOTE])
+
+
+def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
+    """The weighted sum of (name, weight, result). Its components are the scores of the results, by name and
+    unweighted, and their components and notes as `name/part`. Of a single result they keep their names.
+
+    For example 0.5 · exact (score 1) + 1 · code (score 0.2, component tests = 5) is a score of 0.7 with the
+    components exact = 1, code = 0.2 and code/tests = 5. What agents earn for themselves is summed for each;
+    of such a result there is no score by name, but `name/agent`: what each earned, score included.
+
+    ValueError when two give different numbers of turn rewards, or a sum is not finite.
+    """
+    if len(parts) == 1:
+        components, notes = parts[0][2].components, parts[0][2].notes
+    else:
+        components, notes = {name: result.score for name, _, result in parts if not result.agents}, {}
+        for name, _, result in parts:
+            components |= {f"{name}/{part}": value for part, value in result.components.items()}
+            components |= {f"{name}/{agent}": result.score + own for agent, own in result.agents.items()}
+            notes |= {f"{name}/{part}": text for part, text in result.notes.items()}
+    by_turn = [[weight * value for value in result.turns] for _, weight, result in parts if result.turns]
+    if len({len(turns) for turns in by_turn}) > 1:
+        raise ValueError("the rewards of `turns` are of different lengths")
+    score = math.fsum(weight * result.score for _, weight, result in parts)
+    shares: dict[str, float] = {}
+    for _, weight, result in parts:
+        shares |= {name: shares.get(name, 0.0) + weight * value for name, value in result.agents.items()}
+    turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
+    total = finite("the sum of the rewards", score)
+    return RewardResult(total, turns, components, notes=notes, agents=shares)

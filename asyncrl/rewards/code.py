@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from asyncrl.isolation.sandbox.backends import check_isolation, new_sandbox
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunResult, Sandbox, SandboxLimits
+from asyncrl.isolation.sandbox.jail import check_isolation, new_sandbox
 from asyncrl.rewards.base import RewardError, rewards
 
 FENCE = "```"
@@ -78,7 +78,7 @@ class Code:
         self._partial, self._seconds, self._total = partial, seconds, total_seconds
         self._most = max_tests or None
         self._limits = SandboxLimits(memory=memory_mb, output=LARGEST)
-        self._require = check_isolation(require, "reward 'code'")
+        self._require = check_isolation(require)
         self._places = asyncio.Semaphore(at_once)
 
     async def __call__(

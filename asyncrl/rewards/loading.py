@@ -14,8 +14,7 @@ import msgspec
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.registry import Call, check_call, make
-from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards
-from asyncrl.rewards.results import from_verl
+from asyncrl.rewards.base import Place, RewardFunction, RewardInput, from_verl, rewards
 
 WHERE = "rollout.reward"
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")

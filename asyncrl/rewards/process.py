@@ -14,9 +14,8 @@ from typing import Any
 from asyncrl.errors import describe
 from asyncrl.isolation.child import ChildError, Service
 from asyncrl.isolation.pool import ProcessPool
-from asyncrl.rewards.base import RewardError, RewardInput
+from asyncrl.rewards.base import RewardError, RewardInput, as_result
 from asyncrl.rewards.loading import RewardSource, load_reward
-from asyncrl.rewards.results import as_result
 from asyncrl.types import RewardResult
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function

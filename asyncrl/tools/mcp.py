@@ -56,7 +56,7 @@ def mcp(
     start to its end. ConfigError for options that cannot be, and for a server that does not answer.
     """
     if bool(command) == bool(url):
-        raise ConfigError("mcp: set command, to start a server, or url, to use one; and not both")
+        raise ConfigError("set command, to start a server, or url, to use one; and not both")
     if url:
         check_url(url)
     server = McpServer(command, url, tuple(_names(env)), api_key_env, start_timeout, _headers(headers))
@@ -117,14 +117,14 @@ def _listed(server: McpServer) -> list[Any]:
     try:
         import mcp as _  # noqa: F401  the package
     except ImportError:
-        raise ConfigError("the tool mcp needs the package mcp: pip install 'asyncrl[mcp]'") from None
+        raise ConfigError("the package mcp is not installed; pip install 'asyncrl[mcp]'") from None
     try:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, _list(server)).result()
     except McpError as error:
-        raise ConfigError(f"mcp: {error}") from error
+        raise ConfigError(str(error)) from error
     except Exception as error:  # the boundary: of the package and whatever the server sent it
-        raise ConfigError(f"mcp: {server} does not list its tools: {one_line(error)}") from error
+        raise ConfigError(f"{server} does not list its tools: {one_line(error)}") from error
 
 
 async def _list(server: McpServer) -> list[Any]:
@@ -139,14 +139,14 @@ def _allowed(found: list[Any], allow: list[str], server: McpServer) -> list[Any]
     known = {one.name: one for one in found}
     if missing := [name for name in allow if name not in known]:
         there = ", ".join(known) or "none"
-        raise ConfigError(f"mcp: allow: {server} has no tool {missing[0]!r}; it has {there}")
+        raise ConfigError(f"allow: {server} has no tool {missing[0]!r}; it has {there}")
     return [known[name] for name in allow] if allow else found
 
 
 def _schema(found: Any, prefix: str) -> dict[str, Any]:
     name = f"{prefix}{found.name}"
     if not NAME.fullmatch(name):
-        raise ConfigError(f"mcp: {name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
+        raise ConfigError(f"{name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
     body = {"name": name, "description": found.description or "", "parameters": found.input_schema}
     return {"type": "function", "function": body}
 
@@ -161,7 +161,7 @@ def _decoder(found: Any) -> Decode:
     try:
         kind.check_schema(found.input_schema)
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"mcp: the schema of {found.name!r} is no JSON schema: {error.message}") from None
+        raise ConfigError(f"the schema of {found.name!r} is no JSON schema: {error.message}") from None
     validator = kind(found.input_schema, registry=REGISTRY)
 
     def decode(text: str) -> dict[str, Any]:
@@ -180,9 +180,9 @@ def _headers(text: str) -> tuple[tuple[str, str], ...]:
     for line in filter(None, map(str.strip, re.split(r"[,\n]", text))):
         name, colon, value = (part.strip() for part in line.partition(":"))
         if not colon or not HEADER.fullmatch(name) or not (value.isascii() and value.isprintable()):
-            raise ConfigError(f"mcp: headers: {name!r} is no header; write Name: value, with commas between")
+            raise ConfigError(f"headers: {name!r} is no header; write Name: value, with commas between")
         if name.lower() in SECRET and not VARIABLE.search(value):
-            raise ConfigError(f"mcp: headers: {name} is a secret; name a variable: {name}: Bearer $MY_TOKEN")
+            raise ConfigError(f"headers: {name} is a secret; name a variable: {name}: Bearer $MY_TOKEN")
         found.append((name, value))
     return tuple(found)
 

@@ -1,27 +1,31 @@
-"""Tools in processes of their own (`process=True`): what runs past its deadline is killed, with its children.
+"""Limits of tools, and tools in processes of their own (`process=True`): what runs past its deadline is
+killed, with its children.
 
 ToolPool.call ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Service, inherited
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.registry import load_object
-from asyncrl.tools.base import Tool, ToolError
-from asyncrl.tools.replies import MAX_REPLY, reply_of, within_memory
+from asyncrl.tools.base import MAX_REPLY, Tool, ToolError, reply_of, within_memory
 
 START_SECONDS = 60.0  # for a child to import what the tool needs
 MAX_ANSWER = 2 * MAX_REPLY  # bytes
+MAX_ABANDONED = 100  # calls of one tool that still run after their deadlines; with more it is not called
 
 
 class ToolSource(msgspec.Struct, frozen=True):
@@ -90,3 +94,50 @@ def _loaded(source: ToolSource) -> Callable[[str], ToolAnswer]:
 
 
 CALLS = Service("asyncrl.tools.process:CALLS", _loaded, ToolSource, str, ToolAnswer)
+
+
+# -- limits over all episodes of a worker: how many calls at once, how many per second ---------------------
+
+
+class CallLimits:
+    """`live`: calls that have begun and not really ended. They may outlive the wait for them: threads cannot
+    be stopped, and coroutines may ignore cancellation."""
+
+    def __init__(self, tool: Tool) -> None:
+        self.live: set[object] = set()
+        most = tool.concurrency or (os.cpu_count() if tool.process else None)
+        self.processes = ToolPool(tool, most or 1) if tool.process else None
+        self._places = asyncio.Semaphore(most) if most else None
+        self._pause = 1 / tool.rate if tool.rate else 0.0
+        self._next = 0.0  # the loop's time at which a call may begin
+        self._turn = asyncio.Lock()  # of those that wait for it, in their order
+        self._awaited = 0
+
+    @asynccontextmanager
+    async def place(self, seconds: float) -> AsyncIterator[None]:
+        """The body is one call. CallTimeout when it cannot begin within `seconds`."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(seconds):
+                    if self._places is not None:
+                        await stack.enter_async_context(self._places)
+                    await self._pace()
+            except TimeoutError:
+                raise CallTimeout(f"the tool is busy: the call did not begin within {seconds:g} s") from None
+            if (abandoned := len(self.live) - self._awaited) >= MAX_ABANDONED:
+                raise CallTimeout(f"the tool is out of order: {abandoned} earlier calls have not ended")
+            self._awaited += 1
+            stack.callback(self._leave)
+            yield
+
+    def _leave(self) -> None:
+        self._awaited -= 1
+
+    async def _pace(self) -> None:
+        """Only a call that begins delays the next one; a call that gives up does not."""
+        if not self._pause:
+            return
+        async with self._turn:
+            begin = max(asyncio.get_running_loop().time(), self._next)
+            await asyncio.sleep(begin - asyncio.get_running_loop().time())
+            self._next = begin + self._pause

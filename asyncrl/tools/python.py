@@ -9,10 +9,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from asyncrl.isolation.sandbox.backends import check_isolation, new_sandbox
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunKind, RunResult, SandboxLimits
-from asyncrl.tools.base import Tool, ToolError, tools
-from asyncrl.tools.replies import MAX_REPLY
+from asyncrl.isolation.sandbox.jail import check_isolation, new_sandbox
+from asyncrl.tools.base import MAX_REPLY, Tool, ToolError, tools
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
 
@@ -103,7 +102,7 @@ def _register(label: str, *methods: Callable[..., Awaitable[str]]) -> None:
         """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
         `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
         can. `name`: of the tool, where there is one."""
-        required = check_isolation(require, f"tool {name or label!r}")
+        required = check_isolation(require)
         limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=OUTPUT)
         state = functools.partial(Workspace, limits, required, seconds)
         return [_tool(name or method.__name__, method, state, seconds) for method in methods]

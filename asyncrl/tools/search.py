@@ -4,23 +4,41 @@
 its text
 
 [2] …
+
+corpus.jsonl ──► <cache>/<key>/, as bm25s writes it     key: file, its size and time, stopwords
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import xxhash
 
+from asyncrl.data.rows import read_rows
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
 from asyncrl.remote import check_url, post
 from asyncrl.tools.base import Tool, tool, tools
-from asyncrl.tools.corpus import Passage, open_corpus, passage
 
 NOTHING = "no passage was found"
 HEAD = 256  # characters of a title that are shown
 THREADS = 4  # searches of one worker at once
+FORMAT = 2  # of what is in the cache; part of the key
+WORD = r"(?u)\b\w+\b"
+TEXTS = ("text", "contents")
+log = logging.getLogger("asyncrl.tools")
 
 
 class SearchError(AsyncrlError):
@@ -57,7 +75,7 @@ def search(
     try:
         found = open_corpus(corpus, cache, stopwords)
     except ImportError:
-        raise ConfigError("the tool search needs bm25s: pip install 'asyncrl[search]'") from None
+        raise ConfigError("bm25s is not installed; pip install 'asyncrl[search]'") from None
 
     def look_up(query: str) -> str:
         return reply(found.search(query, k), max_chars)
@@ -125,4 +143,166 @@ def _search_tool(
 
 def _check(k: int, max_chars: int) -> None:
     if k < 1 or max_chars < 1:
-        raise ConfigError(f"search: k and max_chars must be at least 1, not {k} and {max_chars}")
+        raise ConfigError(f"k and max_chars must be at least 1, not {k} and {max_chars}")
+
+
+# -- a corpus with its BM25 index on disk, memory-mapped: the workers of a machine share its pages ---------
+
+_corpora: weakref.WeakValueDictionary[Path, Corpus] = weakref.WeakValueDictionary()  # those in use
+
+
+@dataclass(frozen=True)
+class Passage:
+    title: str
+    text: str
+
+
+def passage(document: Mapping[str, Any]) -> Passage:
+    """Read a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes
+    is the title, as in Search-R1's corpora. ValueError when there is no text."""
+    text = next((document[key] for key in TEXTS if isinstance(document.get(key), str)), None)
+    if text is None:
+        raise ValueError(f"no {' or '.join(TEXTS)}, only {', '.join(map(str, document)) or 'nothing'}")
+    if title := document.get("title"):
+        return Passage(str(title), text)
+    first, _, rest = text.partition("\n")
+    if rest and first.startswith('"') and first.endswith('"'):
+        return Passage(first.strip('"'), rest)
+    return Passage("", text)
+
+
+class Corpus:
+    """An opened index. `search` may be called from several threads at once."""
+
+    def __init__(self, home: Path, stopwords: str) -> None:
+        import bm25s
+        from bm25s.utils.corpus import JsonlCorpus
+
+        self._stopwords = stopwords
+        self._index = bm25s.BM25.load(home, mmap=True, show_progress=False)
+        self._passages = JsonlCorpus(home / "corpus.jsonl", show_progress=False, verbosity=0)
+        self._passages.mmindex = np.array(self._passages.mmindex)  # a list takes five times the memory
+        self._reading = threading.Lock()  # all searches of bm25s share one position in the file
+        self._passage(self._index.scores["num_docs"] - 1)  # it raises where the file is shorter
+
+    def __len__(self) -> int:
+        return len(self._passages)
+
+    def search(self, query: str, k: int) -> list[Passage]:
+        """At most k passages that share a word with the query, best first; the corpus's order breaks ties."""
+        (asked,) = _tokenized([query], self._stopwords, return_ids=False)
+        words = [word for word in asked if word in self._index.vocab_dict]
+        if not words:
+            return []
+        return [self._passage(index) for index in _best(self._index.get_scores(words), k)]
+
+    def _passage(self, index: int) -> Passage:
+        with self._reading:
+            return Passage(*self._passages[index])
+
+
+def _best(scores: np.ndarray, k: int) -> list[int]:
+    """Indices of the k largest positive scores. Most are 0, and a partition of equal numbers is slow."""
+    indices = np.flatnonzero(scores > 0)
+    found = scores[indices]
+    if len(indices) > k:
+        kept = found >= np.partition(found, -k)[-k]
+        indices, found = indices[kept], found[kept]
+    order = np.argsort(-found, kind="stable")[:k]
+    return [int(index) for index in indices[order]]
+
+
+def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Corpus:
+    """Open the corpus of a file of rows. The first process to open it builds the index, others wait for that.
+    ConfigError for a file or a directory that cannot be used."""
+    path = Path(source).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no corpus {source}; set corpus to a file")
+    _check_language(stopwords)
+    home = _cache(cache) / _key(path, stopwords)
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(home.with_suffix(".lock")):
+            corpus = _corpora.get(home) or _opened(path, home, stopwords)
+            _corpora[home] = corpus
+            return corpus
+    except OSError as error:
+        where = f"search: cannot keep the index of {source} in {home.parent}"
+        raise ConfigError(f"{where} ({one_line(error)}); set cache to a directory") from None
+
+
+def _opened(path: Path, home: Path, stopwords: str) -> Corpus:
+    if home.is_dir():
+        try:
+            return Corpus(home, stopwords)
+        except Exception as error:  # whatever a damaged file makes the two libraries raise
+            log.warning("the index %s is damaged (%s); it is built again", home, one_line(error))
+            shutil.rmtree(home)
+    log.info("indexing %s", path)
+    building = Path(tempfile.mkdtemp(prefix="building-", dir=home.parent))
+    try:
+        _build(path, building, stopwords)
+        building.rename(home)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return Corpus(home, stopwords)
+
+
+def _build(path: Path, home: Path, stopwords: str) -> None:
+    """Read the file twice, so that its passages are never all in memory."""
+    import bm25s
+
+    texts = (f"{found.title}\n{found.text}" for found in _read_passages(path))
+    found = _tokenized(texts, stopwords)
+    if not found.vocab:
+        raise ConfigError(f"{path} has no words to search")
+    index = bm25s.BM25()
+    index.index(found, show_progress=False)
+    kept = ((found.title, found.text) for found in _read_passages(path))
+    index.save(home, kept, show_progress=False)
+
+
+def _tokenized(texts: Any, stopwords: Any, **options: Any) -> Any:
+    import bm25s
+
+    return bm25s.tokenize(
+        texts, stopwords=stopwords or [], token_pattern=WORD, show_progress=False, **options
+    )
+
+
+def _read_passages(path: Path) -> Iterator[Passage]:
+    """Yield the passages in order. ConfigError names the document that has none."""
+    for number, document in enumerate(read_rows(path), start=1):
+        try:
+            yield passage(document)
+        except ValueError as error:
+            raise ConfigError(f"{path}, document {number}: {error}") from None
+
+
+def _check_language(stopwords: str) -> None:
+    try:
+        _tokenized([""], stopwords)
+    except ValueError as error:
+        raise ConfigError(f"stopwords {stopwords!r}: {one_line(error)}") from None
+
+
+def _cache(cache: str) -> Path:
+    if cache:
+        return Path(cache).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl" / "search"
+
+
+def _key(path: Path, stopwords: str) -> str:
+    import bm25s
+
+    stat = path.stat()
+    facts = (FORMAT, bm25s.__version__, str(path), stat.st_size, stat.st_mtime_ns, stopwords)
+    return f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(facts).encode())}"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The kernel releases the lock when its holder dies."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -23,9 +23,8 @@ import msgspec
 
 from asyncrl.errors import ProtocolError, describe, one_line, reason
 from asyncrl.isolation.calls import call_user
-from asyncrl.tools.base import Tool, ToolError, names
-from asyncrl.tools.call_limits import CallLimits
-from asyncrl.tools.replies import reply_of, within_memory
+from asyncrl.tools.base import Tool, ToolError, names, reply_of, within_memory
+from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
     SampleTools,
     accepted_arguments,

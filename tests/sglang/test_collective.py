@@ -17,14 +17,13 @@ import torch
 
 from asyncrl.config import WeightsConfig
 from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang import http as sglang_http
 from asyncrl.engines.sglang import loader as sglang_loader
 from asyncrl.engines.sglang import receiver as sglang_receiver
-from asyncrl.engines.sglang import versions as sglang_versions
 from asyncrl.engines.sglang.client import SGLangClient
-from asyncrl.engines.sglang.http import INVALID_LABEL, PauseMode, ServerApi
+from asyncrl.engines.sglang.http import INVALID_LABEL, Dialect, PauseMode, ServerApi, dialect_of
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.receiver import Receiver
-from asyncrl.engines.sglang.versions import Dialect, dialect_of
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.collective import Sender
@@ -65,7 +64,7 @@ def impatient(keeper: BroadcastServer) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeper.loader, "_deadline", 5.0)
         patch.setattr(sglang_receiver, "CLEANUP_SECONDS", 1.0)
-        patch.setattr(sglang_versions, "CLEANUP_SECONDS", 1.0)
+        patch.setattr(sglang_http, "CLEANUP_SECONDS", 1.0)
         patch.setattr(sglang_loader, "RESUME_SECONDS", 2.0)
         yield
 

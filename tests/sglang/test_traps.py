@@ -13,10 +13,9 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
-from asyncrl.engines.sglang.http import INVALID_LABEL
+from asyncrl.engines.sglang.http import INVALID_LABEL, dialect_of
 from asyncrl.engines.sglang.server import connect
 from asyncrl.engines.sglang.stream import decode
-from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.errors import EngineError
 from asyncrl.launch.servers import check_urls
 from asyncrl.types import StopReason, VersionSpan

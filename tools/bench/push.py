@@ -30,9 +30,8 @@ from common import table
 from routing import save_model, servers
 from safetensors.torch import load_file
 
-from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.http import ServerApi, dialect_of
 from asyncrl.engines.sglang.receiver import Receiver
-from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender

@@ -18,14 +18,15 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
-from asyncrl.errors import UNDECODABLE, EngineError
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
 
 __all__ = ["KeyRejected", "ServerApi", "ServerGone"]
@@ -37,6 +38,7 @@ GET_SECONDS = 10.0
 """Deadline of a question that the server answers by itself, without its scheduler."""
 LOAD_SECONDS = 2.0
 """Deadline of a question that may as well go without an answer."""
+CLEANUP_SECONDS = 5.0  # for a server that may be stuck to end a session
 ADMIN_SECONDS = 60.0
 """Deadline of a command to the scheduler, unless the call says otherwise."""
 INVALID_LABEL = "broken"
@@ -270,3 +272,48 @@ class ServerApi:
         answer = msgspec.json.decode(content) if content else {}
         if isinstance(answer, dict) and not answer.get("success", True):
             raise WeightsError(f"server {self.url}: {path}: {error_text(content)}")
+
+
+# -- what differs between the supported versions of SGLang -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The protocol of one version. `modes`: what it can do with requests under way at an update. `sessions`:
+    it accepts broadcast weights within a session only, of which there is one at a time."""
+
+    modes: tuple[PauseMode, ...]
+    sessions: bool
+
+    @asynccontextmanager
+    async def update(self, server: ServerApi) -> AsyncIterator[None]:
+        """To be entered around the calls that change weights through a process group."""
+        if not self.sessions:
+            yield
+            return
+        try:
+            await server.begin_update()
+        except WeightsError:  # one is open: its owner died
+            await server.end_update()
+            await server.begin_update()
+        try:
+            yield
+        except BaseException:
+            with suppress(AsyncrlError):  # the error of the body says more
+                await server.end_update(CLEANUP_SECONDS)
+            raise
+        await server.end_update()
+
+
+OLD = Dialect(("in_place", "abort"), sessions=False)  # cannot empty its cache while retracted requests wait
+NEW = Dialect(("in_place", "retract", "abort"), sessions=True)
+DIALECTS: Mapping[str, Dialect] = {"0.5.20": OLD, "0.5.22": NEW, "0.5.23": NEW}
+
+
+def dialect_of(version: str, url: str) -> Dialect:
+    """ConfigError for a version that the project does not know."""
+    try:
+        return DIALECTS[version]
+    except KeyError:
+        known = ", ".join(DIALECTS)
+        raise ConfigError(f"server {url} runs SGLang {version}; supported are {known}") from None

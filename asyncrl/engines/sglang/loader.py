@@ -23,9 +23,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import WeightsConfig
-from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.http import Dialect, ServerApi
 from asyncrl.engines.sglang.receiver import Receiver
-from asyncrl.engines.sglang.versions import Dialect
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.weights import disk
 from asyncrl.weights.delta import materialise

@@ -10,10 +10,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
+from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo, dialect_of
 from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
-from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
 

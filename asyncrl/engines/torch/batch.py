@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.sessions import Prefixes, Slot, Slots, Source
-from asyncrl.engines.torch.slots import KVCache
+from asyncrl.engines.torch.slots import KVCache, Prefixes, Slot, Slots, Source
 from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build, reordered
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan

@@ -8,17 +8,20 @@ to make: requests, aborts and weight swaps are done in the loop and in order, wh
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.engines.base import Request, check_request, engines
+from asyncrl.engines.base import Request, Sampling, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, Run
-from asyncrl.engines.torch.served import check_served
-from asyncrl.errors import EngineError, one_line
+from asyncrl.errors import ConfigError, EngineError, one_line
+from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
 from asyncrl.types import Generation, StopReason
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
@@ -27,6 +30,7 @@ from asyncrl.weights.names import pieces
 PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
 
 WIDENED = 512  # tokens whose logits are held in float32 at once
+NEW, LONGEST, CHUNK = 24, 112, 24  # in a check: tokens of a turn; of a slot; of a step's prompts
 
 
 class TorchEngine:
@@ -259,3 +263,58 @@ def build(
     check_served(model_path)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
     return TorchEngine(model.to(device), slots, max_len, max_batch_tokens, version)
+
+
+# -- a check that it gives the log-probs of a plain forward: a small copy of the model is asked ------------
+
+
+def check_served(model_path: str) -> None:
+    """ConfigError for an architecture that the slots of the embedded engine compute otherwise."""
+    config = AutoConfig.from_pretrained(model_path)
+    found = remembered(config, "engine", lambda model: {"decoding": decodes(model)})
+    if found and (problem := found["decoding"]):
+        kind = (config.architectures or [type(config).__name__])[0]
+        raise ConfigError(
+            f"engine.name=torch: the embedded engine cannot serve {kind}: {problem}; use engine=sglang"
+        )
+
+
+def decodes(model: PreTrainedModel) -> str:
+    """Says what is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
+    second turn; '' for nothing."""
+    plain, rng = copy.deepcopy(model), np.random.default_rng(0)
+    size = model.config.get_text_config().vocab_size
+    start, *ends = (rng.integers(min(RESERVED, size - 1), size, n).tolist() for n in (33, 9, 14, 12, 5))
+    prompts = {"a": start + ends[0], "b": start + ends[1], "c": ends[2]}
+    try:
+        batcher = Batcher(model, len(prompts), LONGEST, CHUNK, version=0)
+        found = _turns(batcher, prompts)
+        prompts["d"] = prompts["c"] + [*found["c"].ids] + ends[3]
+        found["d"] = _turns(batcher, {"c": prompts["d"]})["c"]
+        gap = max(_gap(plain, prompts[name], turn) for name, turn in found.items())
+    except Exception as error:
+        if passes(error):
+            raise
+        return str(error) if isinstance(error, ConfigError) else f"it fails with {one_line(error)}"
+    return "" if gap < AGREE else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
+
+
+def _turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:
+    """A turn of each session, sampled together."""
+    runs = {
+        batcher.add(Request(name, tuple(ids), Sampling(NEW, stop_ids=()), key)): name
+        for key, (name, ids) in enumerate(prompts.items())
+    }
+    found: dict[str, Generation] = {}
+    while len(found) < len(runs):
+        found |= {runs[run]: batcher.end(run) for run in batcher.step()}
+    return found
+
+
+@torch.no_grad()
+def _gap(plain: PreTrainedModel, prompt: list[int], turn: Generation) -> float:
+    ids = torch.tensor([[*prompt, *turn.ids]])
+    table = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    wanted = table.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    gap = float((wanted - torch.tensor(turn.logprobs)).abs().max())
+    return math.inf if math.isnan(gap) else gap

@@ -1,6 +1,6 @@
 """The sandbox protocol: an isolated place for code, with processes, a directory, and no network.
 
-sandbox = new_sandbox(SandboxLimits(memory=256), require=frozenset())    # backends.py
+sandbox = new_sandbox(SandboxLimits(memory=256), require=frozenset())    # jail.py
 await sandbox.start()
 result = await sandbox.run("cell", "x = 6 * 7\\nx", seconds=5)    # prints 42; x is there for the next cell
 await sandbox.close()

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asyncrl.isolation.sandbox import kernel, landlock, seccomp
+from asyncrl.isolation.sandbox import kernel
 from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import check, libc, prctl, syscall
 
@@ -97,10 +97,10 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     os.chdir(home)
     drop_rights()
     files = -1 if "files" in holds else _files_by_landlock(plan, home, holds, notes)
-    filtered = attempt(lambda: seccomp.refuse(seccomp.UNCOUNTED.values()), notes)
+    filtered = attempt(lambda: kernel.refuse_calls(kernel.UNCOUNTED.values()), notes)
     if filtered and "files" in holds and (home == HOME or not _is_memory(home, notes)):
         holds.add("memory")  # without `files` there may be other directories that are memory
-    if "network" not in holds and attempt(lambda: seccomp.refuse(seccomp.SOCKETS.values()), notes):
+    if "network" not in holds and attempt(lambda: kernel.refuse_calls(kernel.SOCKETS.values()), notes):
         holds.add("network")
     if own:
         holds.add("orphans")  # the guard runs as another user: the code cannot kill it
@@ -186,13 +186,13 @@ def _files_by_landlock(plan: ConfinementPlan, home: str, holds: set[str], notes:
     """A Landlock ruleset, used when there is no new root. On new kernels it also blocks signals to others."""
     devices = [f"/dev/{name}" for name in DEVICES.values()]
     try:
-        fd = landlock.ruleset(plan.shown, [home, *devices])
+        fd = kernel.landlock_ruleset(plan.shown, [home, *devices])
     except OSError as error:
         notes.append(str(error))
         return -1
-    if landlock.landlock_version() >= landlock.FILES_SINCE:
+    if kernel.landlock_version() >= kernel.FILES_SINCE:
         holds.add("files")
-    if landlock.landlock_version() >= landlock.SCOPES_SINCE:
+    if kernel.landlock_version() >= kernel.SCOPES_SINCE:
         holds.add("orphans")  # the code cannot kill the warden, which kills all it leaves behind
     return fd
 

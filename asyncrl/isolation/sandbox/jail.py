@@ -1,6 +1,6 @@
 """The owner's side of the sandbox that needs only Python and Linux: it starts, asks and ends it.
 
-    owner ──socket──► guard.py ──fork──► warden.py ──fork──► interpreter.py, programs, shells
+    owner ──socket──► guard ──fork──► warden.py ──fork──► interpreter.py, programs, shells
 
 Replies are untrusted: they are read as bounded bytes and never unpickled or evaluated.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
+import logging
 import os
 import secrets
 import shlex
@@ -21,11 +23,12 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from asyncrl.errors import one_line
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.sandbox import emptying, frames
 from asyncrl.isolation.sandbox.base import (
@@ -33,12 +36,16 @@ from asyncrl.isolation.sandbox.base import (
     RunEnding,
     RunKind,
     RunResult,
+    Sandbox,
     SandboxError,
     SandboxLimits,
 )
-from asyncrl.isolation.sandbox.guard import START
+from asyncrl.isolation.sandbox.warden import START
+
+log = logging.getLogger("asyncrl.sandbox")
 
 START_SECONDS = 20.0
+DETECT_SECONDS = 30.0
 LATE_SECONDS = 5.0
 """How much later than asked the warden may answer: one second of grace, and a busy machine."""
 FILE_SECONDS = 10.0  # to write or read one
@@ -240,3 +247,57 @@ def _existing(paths: Iterable[str]) -> list[str]:
     for path in filter(os.path.exists, paths):
         found |= dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
     return list(found)
+
+
+# -- what a sandbox isolates on this machine -----------------------------------------------------------------
+
+
+def new_sandbox(limits: SandboxLimits, require: Iterable[str]) -> Sandbox:
+    """Make a sandbox that is not started yet. `require`: words of ISOLATION."""
+    return Jail(limits, require=require)
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """The isolation that a sandbox gives. `holds`: words of ISOLATION. `notes`: why the kernel refused the
+    others."""
+
+    holds: frozenset[str]
+    notes: str
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(name for name in ISOLATION if name not in self.holds)
+
+
+@functools.cache
+def detect_isolation() -> Isolation:
+    """Blocks for the start of one sandbox (some 40 ms) the first time. SandboxError when none starts."""
+    with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
+        found = pool.submit(asyncio.run, _look()).result(DETECT_SECONDS)
+    held = ", ".join(name for name in ISOLATION if name in found.holds) or "nothing"
+    log.info("sandboxes of this machine isolate: %s%s", held, f" ({found.notes})" if found.missing else "")
+    return found
+
+
+def check_isolation(require: str) -> frozenset[str]:
+    """The words of `require`, an option of a tool or reward. ConfigError for an unknown word, and for what
+    this machine cannot isolate."""
+    required = frozenset(require.replace(",", " ").split())
+    if unknown := sorted(required - set(ISOLATION)):
+        raise ConfigError(f"require has {unknown[0]!r}; it takes words of: {' '.join(ISOLATION)}")
+    try:
+        missing = sorted(required & set(detect_isolation().missing))
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    if missing:
+        raise ConfigError(
+            f"this machine does not let the sandbox isolate {', '.join(missing)} "
+            f"({detect_isolation().notes}); allow namespaces (docs/sandbox.md), or require less"
+        )
+    return required
+
+
+async def _look() -> Isolation:
+    async with Jail(require=()) as jail:
+        return Isolation(jail.holds, jail.notes)

@@ -1,4 +1,5 @@
-"""The first process inside a sandbox. It starts the processes that run the code, and answers the owner.
+"""The first process inside a sandbox starts the processes that run the code, and answers the owner. A guard
+outside (`main`) cleans up after it.
 
     owner ◄── fd 0: requests, replies ──► warden ◄── cells, over a socket ──► interpreter, forked when needed
                                                  └─ fork ──► a program or a shell, for one request
@@ -16,14 +17,15 @@ import resource
 import select
 import signal
 import struct
+import sys
 import time
 from _socket import socketpair  # the module socket is slow to import
 from collections.abc import Callable
 
-from asyncrl.isolation.sandbox import emptying, frames, interpreter, kernel, landlock, seccomp
+from asyncrl.isolation.sandbox import confine, emptying, frames, interpreter, kernel
 from asyncrl.isolation.sandbox.confine import Confinement
 from asyncrl.isolation.sandbox.frames import RunReply, RunRequest, SandboxLimits
-from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 
 LINK = 0  # the connection to the owner
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
@@ -220,9 +222,9 @@ class Warden:
         try:
             os.setsid()
             if self._confinement.files >= 0:
-                landlock.restrict(self._confinement.files)
+                kernel.restrict_files(self._confinement.files)
             if self._confinement.filtered:
-                seccomp.refuse(seccomp.MEMFD.values())  # the warden needs it for its children's input
+                kernel.refuse_calls(kernel.MEMFD.values())  # the warden needs it for its children's input
             for fd, target in ((stdin, 0), (output, 1), (output, 2)):
                 os.dup2(fd, target)
             os.closerange(3, keep)
@@ -293,3 +295,46 @@ def _file(data: bytes) -> int:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
+
+
+# -- the guard: the sandbox's main program, which forks the warden, waits for it, and cleans up after it --
+
+START = """import sys
+sys.path.insert(0, {root!r})
+from asyncrl.isolation.sandbox.warden import main
+main(*{arguments!r}, {path!r})"""
+
+
+def main(limits: tuple[int, ...], shown: list[str], fallback: str, packages: str) -> None:
+    """See confine.ConfinementPlan. `packages`: site-packages, which the code may import."""
+    plan = confine.ConfinementPlan(SandboxLimits(*limits), shown, fallback, os.getpid())
+    notes: list[str] = []
+    spaces = confine.new_process_namespace(notes)
+    pid = os.fork()
+    if pid == 0:
+        run_warden(plan, spaces, notes, packages)
+    wait(pid, plan)
+
+
+def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str], packages: str) -> None:
+    """The warden's process. When it ends, the kernel kills every process of its process namespace."""
+    try:
+        confinement = confine.confine(plan, spaces, notes)
+        os.environ.update(HOME=confinement.home, TMPDIR=confinement.home)
+        sys.path[:] = [confinement.home, *sys.path[1:], packages]
+        sys.argv[:] = [""]
+        Warden(plan.limits, confinement).serve()
+    finally:
+        os._exit(0)
+
+
+def wait(warden: int, plan: confine.ConfinementPlan) -> None:
+    """Wait until the warden has ended, which SIGTERM and the owner's death cause, too. Then clean up."""
+    signal.signal(signal.SIGTERM, lambda *_: kernel.kill(warden, signal.SIGKILL))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.close(0)  # the owner sees the end of the warden, not ours
+    os.waitpid(warden, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kernel.end_all(alone=False)  # what a killed warden left, where there is no process namespace
+    emptying.remove(plan.fallback)

@@ -13,7 +13,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.data import load_samples
 from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.rewards.results import as_result
+from asyncrl.rewards.base import as_result
 from asyncrl.types import Sample
 
 GSM8K = [

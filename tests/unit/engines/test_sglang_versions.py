@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.engines.sglang.versions import NEW, OLD, dialect_of
+from asyncrl.engines.sglang.http import NEW, OLD, ServerApi, dialect_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import Script, scripted

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rewards import RewardInput, combine, evaluate
-from asyncrl.rewards.results import as_result, from_verl
+from asyncrl.rewards.base import as_result, from_verl
 from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample, ToolCall
 
 SAMPLE = Sample(0, "chain_math", (Message("user", "?"),), '"1234"', extra_info='{"hard": true, "end": "x"}')

@@ -18,7 +18,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.isolation import child, pool
 from asyncrl.tools import Toolbox, ToolSession, load_tool, load_tools, tool
-from asyncrl.tools.replies import MAX_REPLY
+from asyncrl.tools.base import MAX_REPLY
 from asyncrl.types import Sample, ToolCall, ToolReply
 from tests.fakes.processes import gone, until
 

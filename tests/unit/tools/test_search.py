@@ -23,10 +23,9 @@ from hypothesis.extra import numpy as hnp
 
 from asyncrl.errors import ConfigError
 from asyncrl.remote import RemoteError, close_sessions
-from asyncrl.tools import corpus as corpus_module
+from asyncrl.tools import search as search_module
 from asyncrl.tools.base import Tool
-from asyncrl.tools.corpus import Passage, open_corpus, passage
-from asyncrl.tools.search import SearchError, reply, search, search_remote
+from asyncrl.tools.search import Passage, SearchError, open_corpus, passage, reply, search, search_remote
 
 ROWS: list[dict[str, Any]] = [
     {"id": "0", "title": "Otters", "text": "Otters hold hands while they sleep in the kelp."},
@@ -77,7 +76,7 @@ def test_passages_that_share_no_word_are_left_out(jsonl: Path, tmp_path: Path) -
 )
 def test_the_best_are_those_that_a_sort_gives(scores: np.ndarray, k: int) -> None:
     in_order = sorted(range(len(scores)), key=lambda row: -scores[row])
-    assert corpus_module._best(scores, k) == [row for row in in_order[:k] if scores[row] > 0]
+    assert search_module._best(scores, k) == [row for row in in_order[:k] if scores[row] > 0]
 
 
 def test_parquet_and_jsonl_give_the_same(jsonl: Path, tmp_path: Path) -> None:
@@ -128,13 +127,13 @@ def test_the_tool(jsonl: Path, tmp_path: Path) -> None:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every index that is built from here on."""
     made: list[Path] = []
-    build = corpus_module._build
+    build = search_module._build
 
     def counted(path: Path, home: Path, stopwords: str) -> None:
         made.append(home)
         build(path, home, stopwords)
 
-    monkeypatch.setattr(corpus_module, "_build", counted)
+    monkeypatch.setattr(search_module, "_build", counted)
     return made
 
 

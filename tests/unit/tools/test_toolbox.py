@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.tools import Tool, Toolbox, ToolError, check_sample_tools, load_tool, tool
-from asyncrl.tools.replies import MAX_REPLY
+from asyncrl.tools.base import MAX_REPLY
 from asyncrl.tools.sample_tools import MAX_PROBLEMS, SampleTools
 from asyncrl.tools.toolbox import CLOSE_SECONDS
 from asyncrl.types import Sample, ToolCall, ToolReply
@@ -145,7 +145,7 @@ def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.Monk
 
 
 def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.tools.call_limits.MAX_ABANDONED", 2)
+    monkeypatch.setattr("asyncrl.tools.process.MAX_ABANDONED", 2)
     release = threading.Event()
     ended = threading.Semaphore(0)
 
