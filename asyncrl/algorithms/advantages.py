@@ -1,12 +1,28 @@
 """Advantages: how much better an episode, a turn or a token did than expected.
 
 Each is a function of one `CreditInput` and gives one number for all model tokens of the episode, or one
-per model token. What it needs beside that is declared where it is registered. Importing this module registers
-all of the library's advantages.
+per model token. What it needs beside that is declared where it is registered.
+
+An episode without siblings gets 0, never its raw reward. Equal rewards give exactly 0: every comparison is a
+sum of differences. Every std has ddof 1. R − mean over all n siblings, R itself included, is
+(n − 1)/n · (R − mean over the others).
+
+"Next" is the next *model* token: tokens of tools and templates do not count here. An episode that a limit
+ended is treated as complete: no value is bootstrapped after its last token.
 """
 
-from asyncrl.algorithms import group_advantages, token_advantages
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
 from asyncrl.algorithms.credit import (
+    EPSILON,
     Advantage,
     Credit,
     CreditInput,
@@ -16,23 +32,14 @@ from asyncrl.algorithms.credit import (
     advantages,
 )
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.registry import load_object, single
+from asyncrl.types import EpisodeResult
 
 KEY = "algorithm.advantage"
 
-__all__ = [
-    "Advantage",
-    "Credit",
-    "CreditInput",
-    "Scale",
-    "Trace",
-    "advantage",
-    "advantages",
-    "credit_of",
-    "group_advantages",
-    "load_named_files",
-    "token_advantages",
-]
+# Users import all they need from here.
+__all__ = ["Advantage", "Credit", "CreditInput", "Scale", "Trace", "advantage", "advantages", "credit_of"]
 
 
 def load_named_files(config: RunConfig) -> None:
@@ -51,3 +58,279 @@ def credit_of(config: RunConfig) -> Advantage:
     if name not in advantages:
         load_named_files(config)
     return advantages.load(name, KEY).bound(options, f"{KEY}.{name}")
+
+
+# -- of whole episodes: a reward against those of the siblings ------------------------------------------
+
+WEIGHT = r"[^:,]+:-?\d+(\.\d+)?"  # name:weight
+Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
+
+
+@advantage("dr_grpo", late=True)
+def dr_grpo(given: CreditInput) -> Credit:
+    """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings), n
+    the number of members that were issued: the same if all of them landed, and unbiased if some are late.
+
+    Use: the default, and whenever versions mix in a group (max_staleness > 0): a group std would magnify
+    near-ties. With normalise=batch_std it is ScaleRL's (arXiv 2510.13786).
+    """
+    return (given.issued - 1) / given.issued * centred(given.own.reward, rewards(given.others))
+
+
+@advantage("grpo")
+def grpo(given: CreditInput) -> Credit:
+    """(R − mean) / (std + 1e-6), ddof 1 (GRPO, arXiv 2402.03300). Fewer than two siblings: 0.
+
+    Use: on-policy (max_staleness 0 or 1), or to compare with published runs.
+    """
+    return standardised(given.own.reward, rewards(given.siblings))
+
+
+@advantage("rloo", late=True)
+def rloo(given: CreditInput) -> Credit:
+    """R − mean of the *other* siblings (RLOO, arXiv 2402.14740).
+
+    Use: any staleness; dr_grpo times n/(n − 1).
+    """
+    return centred(given.own.reward, rewards(given.others))
+
+
+@advantage("reinforce_pp_baseline", scale="whiten")
+def reinforce_pp_baseline(given: CreditInput) -> Credit:
+    """R − mean, then whitened over the batch's tokens (REINFORCE++ with baseline, arXiv 2501.03262).
+
+    Use: rewards of very different size from task to task, on-policy or at small staleness; whitening waits
+    for the whole batch unless normalise=whiten_running.
+    """
+    return centred(given.own.reward, rewards(given.siblings))
+
+
+@advantage("opo")
+def opo(given: CreditInput) -> Credit:
+    """R − Σ_j T_j·R_j / Σ_j T_j over the group, T in model tokens (OPO, arXiv 2505.23585).
+
+    Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the
+    square of a gradient grows with the length. Its own weight in the baseline leaves a bias of order 1/n.
+    """
+    return _by_length(given.own.reward, given.siblings)
+
+
+@advantage("opo_loo", late=True)
+def opo_loo(given: CreditInput) -> Credit:
+    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the own weight).
+
+    Use: as opo, at any staleness and with group_policy=partial: the baseline does not depend on the episode.
+    """
+    return _by_length(given.own.reward, given.others)
+
+
+@advantage("gpg", scale="nonzero")
+def gpg(given: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> Credit:
+    """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
+    (GPG, arXiv 2504.02546).
+
+    Use: sparse rewards without a filter: α makes up for groups of equal rewards. Any staleness. The form
+    whose f_norm is the group std is grpo with normalise=nonzero.
+    """
+    return centred(given.own.reward, rewards(given.siblings)) / f_norm
+
+
+@advantage("pass_at_k")
+def pass_at_k(given: CreditInput, *, divide_by_std: bool = False) -> Credit:
+    """r_max − r_second for the best of the group, 0 for others and ties (pass@k, arXiv 2503.19595).
+    `divide_by_std`: divided by (group std + 1e-6), ddof 1.
+
+    Use: when the best of n attempts is what counts; one episode of a group is trained. With the std on-policy
+    only.
+    """
+    if not given.others:
+        return 0.0
+    lead = max(given.own.reward - max(rewards(given.others)), 0.0)
+    return lead / (deviation(rewards(given.siblings)) + EPSILON) if divide_by_std else lead
+
+
+@advantage("gdpo", scale="whiten", components=True)
+def gdpo(given: CreditInput, *, weights: Weights = "") -> Credit:
+    """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
+    "name:weight,…" of the components that count; empty: all, 1 each.
+
+    Use: several reward components whose sums would tie; on-policy or at small staleness. The reward function
+    must report `components`; of one in verl's form name the weights, or `acc` and other numbers count, too.
+    """
+    weight = _weights(given, weights)
+    return math.fsum(
+        w * standardised(given.own.components[name], [m.components[name] for m in given.siblings])
+        for name, w in weight.items()
+    )
+
+
+def _weights(given: CreditInput, weights: str) -> dict[str, float]:
+    """Component → weight. ConfigError when an episode does not report what is weighed."""
+    parts = [part.rpartition(":") for part in weights.split(",") if part]
+    weight = {name.strip(): float(w) for name, _, w in parts} or dict.fromkeys(given.own.components, 1.0)
+    for member in (given.own, *given.siblings):
+        if not weight or not weight.keys() <= member.components.keys():
+            raise ConfigError(
+                f"algorithm.advantage gdpo needs reward components {', '.join(sorted(weight)) or '(any)'}, "
+                f"an episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must "
+                "report the same `components` for every episode"
+            )
+    return weight
+
+
+def _by_length(reward: float, members: Sequence[EpisodeResult]) -> float:
+    """reward − mean of the members' rewards, weighted by their model tokens; 0 where they have none."""
+    tokens = sum(member.tokens for member in members)
+    return math.fsum(m.tokens * (reward - m.reward) for m in members) / tokens if tokens else 0.0
+
+
+def rewards(members: Sequence[EpisodeResult]) -> list[float]:
+    return [member.reward for member in members]
+
+
+def centred(value: float, siblings: Sequence[float]) -> float:
+    """value − mean; 0 without siblings."""
+    return math.fsum(value - other for other in siblings) / max(len(siblings), 1)
+
+
+def deviation(siblings: Sequence[float]) -> float:
+    """Standard deviation, ddof 1; 0 for fewer than two."""
+    squares = math.fsum(centred(value, siblings) ** 2 for value in siblings)
+    return math.sqrt(squares / max(len(siblings) - 1, 1))
+
+
+def standardised(value: float, siblings: Sequence[float]) -> float:
+    """(value − mean) / (std + 1e-6); 0 for fewer than two siblings."""
+    return centred(value, siblings) / (deviation(siblings) + EPSILON) if len(siblings) > 1 else 0.0
+
+
+# -- of tokens and turns: what came after them ------------------------------------------------------------
+
+Factor = Annotated[float, Meta(ge=0, le=1)]
+
+
+@advantage("reinforce_pp", scale="whiten", siblings=False, turns=True)
+def reinforce_pp(given: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+    """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is
+    `gamma`, times `turn_gamma` where the next token is in the next turn.
+
+    Use: no groups (n = 1), on-policy or at small staleness; whitening waits for the whole batch unless
+    normalise=whiten_running.
+    """
+    return returns(given.rewards, _discounts(given.turn, gamma, turn_gamma))
+
+
+@advantage("constant", siblings=False)
+def constant(given: CreditInput) -> Credit:
+    """A = 1, whatever the reward (plain).
+
+    Use: with the loss sft, whose episodes have no reward; at any staleness.
+    """
+    return 1.0
+
+
+@advantage("remax", siblings=False, greedy=True, turns=True)
+def remax(given: CreditInput) -> Credit:
+    """G_t − R of the sample's greedy episode, G_t = Σ_{s≥t} r_s (ReMax, arXiv 2310.10505).
+
+    Use: small groups, down to one; costs one more episode per sample. Any staleness.
+    """
+    if given.greedy is None:
+        raise ProtocolError("advantage remax: an episode came without the reward of a greedy episode")
+    return to_go(given.rewards) - given.greedy
+
+
+@advantage("gae", scale="whiten", siblings=False, critic=True, turns=True)
+def gae(given: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+    """A_t = δ_t + γ_t·λ·A_{t+1}, δ_t = r_t + γ_t·V_{t+1} − V_t, then whitened (GAE, arXiv 1506.02438). λ is
+    `lam`; γ_t is `gamma`, times `turn_gamma` where the next token is in the next turn; V after the last token
+    is 0.
+
+    Use: PPO with a critic, long episodes with rewards on turns. Up to staleness 4: V is that of the policy in
+    training, the rewards that followed are those of the policy that acted.
+    """
+    if given.values is None:
+        raise ProtocolError("advantage gae: an episode came without values of the critic")
+    discount = _discounts(given.turn, gamma, turn_gamma)
+    following = np.append(given.values[1:], 0.0)[: len(given.values)]
+    return returns(given.rewards + discount * following - given.values, lam * discount)
+
+
+@advantage("grpo_turn", turns=True)
+def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> Credit:
+    """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
+    in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. Fewer than two such siblings:
+    the advantage of the whole episode, that of its first turn.
+
+    Use: rewards on turns, any staleness. With the std on-policy only.
+    """
+    compare = standardised if std else centred
+    own = turn_returns(given.own, turn_gamma, turns=int(given.turn.max(initial=0)) + 1)
+    siblings = [turn_returns(member, turn_gamma) for member in given.siblings]
+    by_turn = np.zeros(len(own))
+    for k, value in enumerate(own):
+        same = [sibling[k] for sibling in siblings if len(sibling) > k]
+        if len(same) > 1:
+            by_turn[k] = compare(value, same)
+        elif k:
+            by_turn[k] = by_turn[0]
+    return by_turn[given.turn]
+
+
+@advantage("optimal_token_baseline", whole_group=True, turns=True)
+def optimal_token_baseline(given: CreditInput) -> Credit:
+    """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
+    W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t stands for the squared norm of the
+    gradient up to t; the plain mean where that is 0 or unknown. A tail that one episode alone reaches: 0.
+
+    Use: long episodes in small groups, on-policy or at small staleness; biased as opo.
+    """
+    own = to_go(given.rewards)
+    weighted, weight, plain, members = np.zeros((4, len(own)))
+    for trace in given.traces:
+        n = min(len(own), len(trace.rewards))
+        lead, norm = own[:n] - to_go(trace.rewards)[:n], _norm(trace)[:n]
+        weighted[:n] += lead * norm
+        weight[:n] += norm
+        plain[:n] += lead
+        members[:n] += 1
+    if not members.all():
+        raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
+    used = weight > 0
+    return np.where(used, weighted, plain) / np.where(used, weight, members)
+
+
+def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
+    """x_t = rewards_t + discount_t·x_{t+1}, [T]; x past the end is 0.
+
+    After k rounds x_t covers 2^k terms and factor_t is the discount past them: log2(T) vector operations.
+    """
+    total, factor = rewards.astype(np.float64), discount.astype(np.float64)
+    reach = 1
+    while reach < len(total):
+        total[:-reach] += factor[:-reach] * total[reach:]
+        factor[:-reach] *= factor[reach:]
+        reach *= 2
+    return total
+
+
+def to_go(rewards: np.ndarray) -> np.ndarray:
+    """Σ_{s≥t} rewards_s, [T]."""
+    return np.cumsum(rewards[::-1], dtype=np.float64)[::-1]
+
+
+def turn_returns(member: EpisodeResult, turn_gamma: float, turns: int = 1) -> list[float]:
+    """G by turn. Without turn rewards all of it falls on the last of `turns`."""
+    rewards = member.turn_rewards or (0.0,) * (turns - 1) + (member.reward,)
+    return list(accumulate(reversed(rewards), lambda after, reward: reward + turn_gamma * after))[::-1]
+
+
+def _discounts(turn: np.ndarray, gamma: float, turn_gamma: float) -> np.ndarray:
+    """[T]: what the next model token's return counts here."""
+    return gamma * turn_gamma ** np.diff(turn, append=turn[-1:])
+
+
+def _norm(trace: Trace) -> np.ndarray:
+    """[T]: W, which rounding must not turn negative."""
+    step = 1 - 2 * np.exp(trace.prox) + trace.collision
+    return np.cumsum(step.clip(min=0.0))

@@ -9,20 +9,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy as np
 import torch
-from msgspec import Meta
 
 from asyncrl.algorithms.correction import ratio_of
 from asyncrl.algorithms.credit import Trace
 from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
-from asyncrl.algorithms.token_losses import clip_surrogate
+from asyncrl.algorithms.token_losses import Positive, Share, clip_surrogate
 
 ROUNDING = 1e-6  # log-ratios of one policy, computed twice
-Share = Annotated[float, Meta(gt=0, lt=1)]
-Positive = Annotated[float, Meta(gt=0)]
 
 
 def highest_covariance(traces: Sequence[Trace], *, share: float) -> list[np.ndarray]:

@@ -1,7 +1,9 @@
-"""Policy losses per token, before aggregation: what they are functions of, and their registry.
+"""Policy losses per token, before aggregation: what they are functions of, and their registry; the critic's.
 
-    token_losses.py      a token by itself           sequence_losses.py  ratios over an episode
-    batch_losses.py      against the whole batch     library.py          imports them all
+    token_losses.py   a token by itself, or with a ratio over its episode
+    batch_losses.py   against the whole batch
+
+`recipe.py` imports both, so that every name is registered.
 
 pi is the policy with its gradient, prox the policy at the start of the batch, mu the policy that sampled.
 """
@@ -134,3 +136,18 @@ def loss(
 def _with_known(function: Prepare, values: dict[str, Any]) -> Prepare:
     known = inspect.signature(function).parameters
     return functools.partial(function, **{name: values[name] for name in values if name in known})
+
+
+def value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """½·max((V − G)², (V_old + clamp(V − V_old, ±clip) − G)²) and where the clipped term decides, both [N].
+
+    Source: the value clipping of PPO's implementations (arXiv 1707.06347, 2005.12729). `value` carries the
+    gradient; `old` is V at the start of the batch, `returns` G = advantage before whitening + V_old. clip 0:
+    plain ½·(V − G)².
+    """
+    free = (value - returns) ** 2
+    if not clip:
+        return free / 2, torch.zeros_like(free, dtype=torch.bool)
+    move = value - old
+    held = (old + move.clamp(-clip, clip) - returns) ** 2
+    return torch.maximum(free, held) / 2, (held > free) & (move.abs() > clip)

@@ -121,3 +121,8 @@ class Moments(msgspec.Struct, frozen=True):
     def std(self) -> float:
         """ddof 1; 0 for fewer than two values, and where they differ by rounding only."""
         return math.sqrt(self.spread / (self.count - 1)) if self.count > 1 and self.varies else 0.0
+
+
+def explained_variance(returns: Moments, errors: Moments) -> float | None:
+    """1 − Var(G − V)/Var(G) over the batch's tokens. None where returns do not vary: nothing to explain."""
+    return 1 - errors.spread / returns.spread if returns.varies else None

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from asyncrl.algorithms import batch_losses, token_losses  # noqa: F401  they register their losses
 from asyncrl.algorithms.advantages import credit_of, load_named_files
 from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
-from asyncrl.algorithms.library import losses
-from asyncrl.algorithms.losses import Loss
+from asyncrl.algorithms.losses import Loss, losses
 from asyncrl.config import CriticConfig, KLConfig, Options, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.registry import single

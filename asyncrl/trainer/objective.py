@@ -13,9 +13,8 @@ from torch import Tensor
 from asyncrl.algorithms.correction import Correction, CorrectionInput, correct
 from asyncrl.algorithms.diagnostics import TokenState
 from asyncrl.algorithms.kl import kl_tokens
-from asyncrl.algorithms.losses import LossInput, TokenLoss
+from asyncrl.algorithms.losses import LossInput, TokenLoss, value_loss
 from asyncrl.algorithms.recipe import Recipe
-from asyncrl.algorithms.value import value_loss
 from asyncrl.config import RunConfig
 from asyncrl.trainer.batch import MicroBatch
 from asyncrl.trainer.scores import Scores

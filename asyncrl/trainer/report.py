@@ -14,8 +14,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.credit import Scale
 from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
-from asyncrl.algorithms.normalise import Moments, end_factor
-from asyncrl.algorithms.value import explained_variance
+from asyncrl.algorithms.normalise import Moments, end_factor, explained_variance
 from asyncrl.buffer.prompts import TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.observe import ratios

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.correction import Correction
 from asyncrl.algorithms.credit import NONE, Trace
-from asyncrl.algorithms.library import losses
 from asyncrl.algorithms.losses import LossInput, TokenLoss
+from asyncrl.algorithms.recipe import losses
 from asyncrl.types import EpisodeResult
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algorithms.library import losses
 from asyncrl.algorithms.losses import LossInput
+from asyncrl.algorithms.recipe import losses
 from asyncrl.errors import ConfigError
 from tests.fakes.losses import evaluate, loss_input, random_input, trace
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages import CreditInput, Trace, advantages
-from asyncrl.algorithms.token_advantages import returns
+from asyncrl.algorithms.advantages import CreditInput, Trace, advantages, returns
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeResult
 

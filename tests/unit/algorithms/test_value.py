@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.normalise import Moments
-from asyncrl.algorithms.value import explained_variance, value_loss
+from asyncrl.algorithms.losses import value_loss
+from asyncrl.algorithms.normalise import Moments, explained_variance
 
 NUMBER = st.floats(-5, 5)
 TRIPLES = st.lists(st.tuples(NUMBER, NUMBER, NUMBER), min_size=1, max_size=10)
