@@ -167,7 +167,8 @@ class Mirror:
 
     @contextmanager
     def _turn(self) -> Iterator[Path]:
-        """The only one of this machine that fetches. The file is touched whenever a piece has come."""
+        """The only one of this machine that fetches. The file is touched when a piece has come, and before
+        each source: it is left after BARREN_S, and waits for its last answer and for the name of the next."""
         path, seen, until = self._lock, 0, math.inf
         with path.open("a") as file:
             while not self._closing.is_set():
@@ -175,7 +176,7 @@ class Mirror:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if (touched := path.stat().st_mtime_ns) != seen:
-                    seen, until = touched, time.monotonic() + 2 * TRIES * STALL_S
+                    seen, until = touched, time.monotonic() + BARREN_S + 3 * STALL_S
                 if time.monotonic() > until:
                     raise DeadlineError("another process of this machine fetches, and gets nothing")
                 time.sleep(0.02)
@@ -203,7 +204,6 @@ class Mirror:
             del self._arriving[version]
 
     def _fetch_as(self, arriving: Arriving, version: PolicyVersion, lock: Path) -> WeightsRef:
-        begin, wall = time.monotonic(), time.time()
         opened = self._open(version)
         try:
             manifest = msgspec.json.decode(opened.manifest, type=Manifest)
@@ -211,6 +211,7 @@ class Mirror:
             raise ProtocolError(f"no usable manifest ({error})") from None
         if manifest.delta is not None and self._local(manifest.delta.version) is None:
             self._fetch(manifest.delta.version, lock)
+        begin, wall = time.monotonic(), time.time()
         if (directory := self._directory) is None:
             directory = self._use(self._chosen(manifest))
             lock.write_text(str(directory))
@@ -255,6 +256,7 @@ class Mirror:
         expected = opened.size / self._rate if self._rate else math.inf
         until = time.monotonic() + self._deadline + SLACK * expected
         for left in reversed(range(TRIES)):
+            os.utime(lock)
             try:
                 self._read_from(opened, arriving, lock, until)
                 return

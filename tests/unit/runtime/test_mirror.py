@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import re
 import shutil
@@ -12,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +175,7 @@ def test_the_last_that_has_joined_leaves_nothing(machines: Machines) -> None:
     assert not local.parent.parent.exists()
 
 
-def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
+def test_deltas_come_with_what_they_build_upon(machines: Machines, tmp_path: Path) -> None:
     writer = VersionWriter(machines.published, 4096, full_every=4)
     tensors = {"a": torch.zeros(5000)}
     for step in range(3):
@@ -183,6 +186,10 @@ def test_deltas_come_with_what_they_build_upon(machines: Machines) -> None:
     local = brought(mirror, ref)
     assert (Path(local.path) / disk.DELTA).exists()
     assert len(disk.published(Path(local.path).parent)) == 3
+    mirror._timeline.close()
+    spans = [json.loads(line) for line in (tmp_path / "2" / "timeline-0.jsonl").read_text().splitlines()]
+    assert len(spans) == 3
+    assert all(one["end"] <= other["start"] for one, other in pairwise(spans)), "its rate is of its own bytes"
 
 
 def test_an_older_delta_comes_whole_beside_newer_versions(machines: Machines) -> None:
@@ -234,6 +241,24 @@ def test_a_source_that_only_waits_is_left(machines: Machines, monkeypatch: pytes
     ):
         machines.root._opened(OpenVersion(ref.version, waiting.address, waiting.key))
         brought(machines.mirror("2"), ref)
+
+
+def test_a_process_waits_while_another_of_its_machine_tries_the_next_source(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BARREN_S", 1.5)
+    monkeypatch.setattr(module, "STALL_S", 0.2)
+    monkeypatch.setattr(version_server, "PENDING_S", 0.05)
+    ref, gate = machines.publish(1), Gate(machines.endpoints, owner="rollout")
+    first, beside = (machines.mirror("2", index) for index in range(2))
+    with (
+        closing(gate),
+        closing(VersionServer(gate, "tcp://127.0.0.1:*", lambda: None, {ref.version: Arriving()})) as waiting,
+        ThreadPoolExecutor() as threads,
+    ):
+        machines.root._opened(OpenVersion(ref.version, waiting.address, waiting.key))
+        found = [threads.submit(brought, mirror, ref) for mirror in (first, beside)]
+        assert found[0].result(30) == found[1].result(30)
 
 
 @pytest.mark.parametrize(("address", "key"), [("nonsense", "x" * 40), ("tcp://127.0.0.1:1", "short")])
