@@ -17,7 +17,7 @@ from accelerate import init_empty_weights
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.weights.manifest import TensorSpec
-from asyncrl.weights.tensorfile import header
+from asyncrl.weights.ranges import file_header
 
 DEMO = Path(__file__).resolve().parents[1] / "examples/multiturn/calculator/model"
 COMMON = {
@@ -61,7 +61,7 @@ def write(name: str, directory: Path) -> int:
     for file in DEMO.glob("tokenizer*.json"):
         shutil.copy(file, directory)
     with (directory / "model.safetensors").open("wb") as weights:
-        begin = weights.write(header(layout))
+        begin = weights.write(file_header(layout))
         weights.truncate(begin + sum(spec.nbytes for spec in layout))
     return sum(p.numel() for p in model.parameters())
 

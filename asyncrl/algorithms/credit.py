@@ -19,7 +19,7 @@ NONE = np.zeros(0)  # an array that nothing asked for
 
 
 class Trace(NamedTuple):
-    """One episode of a whole batch at its start, arrays per model token [T]. `prox`: log pi there.
+    """Describes one episode of a whole batch at its start, arrays per model token [T]. `prox`: log pi there.
 
     An advantage with `whole_group` sees `rewards` and `collision`, Σ π² over the vocabulary; the `prepare` of
     a loss sees `advantage`, `mu`, which tokens are `fresh` (may contribute) and, if it asks, `reference`.
@@ -39,7 +39,7 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class CreditInput:
-    """One episode and the siblings that its baseline is made of.
+    """Holds one episode and the siblings that its baseline is made of.
 
     `siblings[place]` is `own`; `place` is -1 for a late member of a partial group, which is not among them.
     `issued`: members that the group was issued with, whether they have landed or not. Arrays are per model

@@ -32,7 +32,7 @@ from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 @dataclass(frozen=True)
 class Example:
-    """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
+    """Holds one trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
 
     `rows`: all its tokens, one array per row; a model token is rows[row_of][position]. `weight` (per token)
     and `denominator` come from the aggregation rule. `rewards`: what fell on each token.

@@ -1,4 +1,4 @@
-"""One trainer rank's part in checkpoints.
+"""Does one trainer rank's part in checkpoints.
 
 consumes: the learner, after a commit
 waits for: the copy to main memory only; writing and hashing go on in the background
@@ -104,7 +104,7 @@ class Checkpointing:
 
     @property
     def busy(self) -> bool:
-        """One is being written, or nobody has looked whether it still is."""
+        """True while a checkpoint is being written, or nobody has looked whether it still is."""
         return self._job is not None
 
     def add(self, uids: Sequence[str]) -> None:

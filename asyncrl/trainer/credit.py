@@ -96,7 +96,7 @@ def _minus_penalties(result: EpisodeResult, by_turn: Sequence[float] | np.ndarra
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """One episode as it travels between ranks. `arrays`: float64, but `fresh`."""
+    """Packs one episode for its way between ranks. `arrays`: float64, but `fresh`."""
 
     uid: str
     group: str

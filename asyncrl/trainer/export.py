@@ -14,9 +14,9 @@ from torch import Tensor
 
 from asyncrl.trainer.model import Policy, copied_buffers
 from asyncrl.trainer.world import World
-from asyncrl.weights import tensorfile
 from asyncrl.weights.manifest import split
 from asyncrl.weights.model_files import INDEX
+from asyncrl.weights.ranges import write_file
 from asyncrl.weights.shards import layout_of
 from asyncrl.weights.snapshot import as_bytes
 
@@ -74,7 +74,7 @@ def _write_weights(
         name = f"model-{number:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
         with create(f"{FOLDER}/{name}") as file:
             whole = (kept[spec.name] if spec.name in kept else next(tensors) for spec in part)
-            tensorfile.write(file, part, map(as_bytes, whole))
+            write_file(file, part, map(as_bytes, whole))
         where |= {spec.name: name for spec in part}
     if len(parts) > 1:
         total = {"total_size": sum(spec.nbytes for spec in layout)}

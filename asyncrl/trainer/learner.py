@@ -65,7 +65,7 @@ LEAST_ESS_FACTOR = 0.1
 
 
 class Learner:
-    """One rank of the trainer. `step` is V: the number of completed optimizer batches.
+    """Trains as one rank of the trainer. `step` is V: the number of completed optimizer batches.
 
     Methods are collectives: all ranks call the same ones in the same order. Where the recipe has a barrier
     the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers that
@@ -256,7 +256,7 @@ class Learner:
             self._backward(part, tally, progress)
 
     def _backward(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> None:
-        """One micro-batch."""
+        """Runs one micro-batch."""
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
                 tokens = self._collate(examples).selected

@@ -186,7 +186,7 @@ ROWS = 1024  # that are compared at once
 
 
 class FileTensor(NamedTuple):
-    """One tensor of a file."""
+    """Names one tensor of a file."""
 
     file: str
     key: str

@@ -31,14 +31,14 @@ def largest(rows: int, length: int, packing: Packing) -> Selected:
 
 
 def smallest(packing: Packing) -> Selected:
-    """One token to score: what a micro-batch leaves behind is the same for all."""
+    """Returns one token to score: what a micro-batch leaves behind is the same for all."""
     return largest(1, 2, packing)
 
 
 def forward_backward(
     policy: Policy, critic: Critic | None, reference: Reference | None, tokens: Selected, entropy_grad: bool
 ) -> None:
-    """What a micro-batch runs of the models. Gradients are kept. A collective."""
+    """Runs of the models what a micro-batch does. Gradients are kept. A collective."""
     if reference is not None:
         reference.logp(tokens)
     scores = policy(tokens, entropy_grad=entropy_grad)

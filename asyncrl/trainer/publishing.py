@@ -1,4 +1,4 @@
-"""One trainer rank's part in publishing a version.
+"""Does one trainer rank's part in publishing a version.
 
 consumes: the policy, after a step
 waits for: the copy to host memory only; collecting, writing and announcing go on in the background
@@ -92,7 +92,7 @@ class Publishing:
 
     @property
     def unwritten(self) -> str:
-        """Why the newest version is not written yet, on a full disk; else ''."""
+        """Says why the newest version is not written yet, on a full disk; else ''."""
         full = self._publisher.full if self._publisher is not None else ""
         return full and f"weights are not written, free space there: {full}"
 
@@ -139,7 +139,7 @@ class Publishing:
 
 
 def readers(config: RunConfig, ranks: int) -> int:
-    """How many ranks may collect versions, each another one at a time."""
+    """Counts the ranks that may collect versions, each another one at a time."""
     return {
         "disk": 1,
         "collective": max(1, min(ranks, config.engine.keepers)),

@@ -80,7 +80,7 @@ class MetricSums(msgspec.Struct):
             self.moment(name, part)
 
     def metrics(self) -> dict[str, float]:
-        """One number per name. A ratio with denominator 0 is left out."""
+        """Returns one number per name. A ratio with denominator 0 is left out."""
         means = {name: a / b for name, (a, b) in self.ratios.items() if b}
         return {**means, **self.totals, **self.highest, **self.lowest}
 

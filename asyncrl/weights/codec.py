@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor, in few bytes.
+"""Encodes the change between two versions of a tensor in few bytes.
 
 A fine-tuning step changes a few percent of the bfloat16 numbers, mostly in their low bits. A tensor is cut
 into blocks of BLOCK numbers, and each block is stored in one of three ways:

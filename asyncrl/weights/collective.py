@@ -109,8 +109,8 @@ class Sender:
         return WeightsRef(snapshot.version, self.address)
 
     def latest(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
-        """What is offered. `version` has been announced: by another rank perhaps, a little before it is
-        offered here."""
+        """Holds the version that is offered. `version` has been announced: by another rank perhaps, a little
+        before it is offered here."""
 
         def there() -> bool:
             return self._latest is not None and self._latest.version >= version

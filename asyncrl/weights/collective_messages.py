@@ -43,7 +43,7 @@ class BucketRequest(msgspec.Struct, frozen=True, tag="bucket_request"):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """It is the engine's turn."""
+    """Says that it is the engine's turn."""
 
     buckets: tuple[Layout, ...]
 

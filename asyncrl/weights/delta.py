@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.weights import disk, tensorfile
+from asyncrl.weights import disk
 from asyncrl.weights.manifest import Delta, Manifest, WeightsError, WeightsRef, describe, split
-from asyncrl.weights.ranges import joined
+from asyncrl.weights.ranges import file_header, joined, map_file
 
 if TYPE_CHECKING:  # readers do not import torch
     from asyncrl.weights.snapshot import Pinned, Snapshot
@@ -63,7 +63,7 @@ class VersionWriter:
         """Have ranks write their bytes, or write what has changed in them."""
         entries, changed, path = [], [], work / (disk.DELTA if base else disk.PAYLOAD)
         with path.open("wb") as file:
-            at = file.write(b"" if base else tensorfile.header(snapshot.layout))
+            at = file.write(b"" if base else file_header(snapshot.layout))
             for part in split(snapshot.layout, self.bucket_bytes):
                 of_ranks = pinned.shares(part, base=base[1]) if base else pinned.shares(part, str(path))
                 for spec, shares in zip(snapshot.layout[part], of_ranks, strict=True):
@@ -95,7 +95,7 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
 
 
 def _cached(cache: Path) -> Version | None:
-    """What the cache holds, unread."""
+    """Returns the version that the cache holds, unread."""
     for ref in reversed(disk.published(cache)):
         with suppress(WeightsError):
             return ref, disk.read_manifest(ref)
@@ -119,7 +119,7 @@ def _build(lineage: list[Version], cache: Path) -> WeightsRef:
             stack.enter_context(disk.lock_version(version))
         work = stack.enter_context(disk.new_version(cache, ref.version))
         _take(start, cache, work / disk.PAYLOAD)
-        arrays = tensorfile.mapped(work / disk.PAYLOAD, origin.layout, "r+")
+        arrays = map_file(work / disk.PAYLOAD, origin.layout, "r+")
         for version, changes in reversed(lineage[:-1]):
             disk.apply_delta(arrays, version, changes)
         disk.check(arrays, ref, manifest)

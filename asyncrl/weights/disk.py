@@ -30,7 +30,7 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import codec, ranges, tensorfile
+from asyncrl.weights import codec, ranges
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Manifest,
@@ -38,7 +38,7 @@ from asyncrl.weights.manifest import (
     WeightsRef,
     overall_checksum,
 )
-from asyncrl.weights.tensorfile import Arrays
+from asyncrl.weights.ranges import Arrays
 
 if TYPE_CHECKING:  # processes that only check and prune files do not import torch
     import torch
@@ -87,7 +87,7 @@ def payload(directory: Path) -> Path:
 
 
 def read_manifest(ref: WeightsRef) -> Manifest:
-    """What a version holds, without its tensors. Raises WeightsError."""
+    """Reads a version's manifest, without its tensors. Raises WeightsError."""
     path = Path(ref.path) / MANIFEST
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -121,7 +121,7 @@ def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
     this process's memory. Raises WeightsError."""
     lineage = list(lineage_of(ref))
     start, origin = lineage[-1]
-    arrays = tensorfile.mapped(Path(start.path) / PAYLOAD, origin.layout, "c")
+    arrays = ranges.map_file(Path(start.path) / PAYLOAD, origin.layout, "c")
     for later, manifest in reversed(lineage[:-1]):
         apply_delta(arrays, later, manifest)
     check(arrays, ref, lineage[0][1])
@@ -236,9 +236,9 @@ def bytes_needed(version_bytes: int, deltas: bool, caches: int) -> int:
 
 
 def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
-    """Where a run publishes, by the key weights.directory: in shared memory when that has room for
-    `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path.
-    `write` creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
+    """Chooses where a run publishes, by the key weights.directory: in shared memory when that has room for
+    `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path. `write`
+    creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
     on_disk = run_dir / "weights"
     if where == "run":
         return on_disk
@@ -266,8 +266,8 @@ def own_name(run_dir: Path, run_name: str) -> str:
 
 
 def cache_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:
-    """Where reader `index` makes deltas whole: on its own machine always, beside the versions unless these
-    are on a path that machines may share."""
+    """Chooses where reader `index` makes deltas whole: on its own machine always, beside the versions unless
+    these are on a path that machines may share."""
     local = "auto" if Path(where).is_absolute() else where
     return weights_directory(local, run_dir, run_name, needed_bytes) / f"cache-{index}"
 

@@ -41,7 +41,8 @@ def background(work: Callable[[], T]) -> Future[T]:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Of a GPU, one that does not wait for training's kernels. `torch.cuda.stream` takes None, too."""
+    """Returns a stream of a GPU that does not wait for training's kernels. `torch.cuda.stream` takes None,
+    too."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

@@ -157,7 +157,7 @@ class ServerMemory:
         self._answered = True
 
     def _ready(self, sockets: list[zmq.Socket], event: int, deadline: float) -> list[zmq.Socket]:
-        """Those that can be written to or read from now, at least one."""
+        """Waits for connections that can be written to or read from, at least one."""
         poller = zmq.Poller()
         for one in sockets:
             poller.register(one, event)
@@ -193,8 +193,8 @@ def release(sockets: Mapping[str, str], over: Callable[[], bool]) -> None:
 
 
 def is_safe(address: str) -> bool:
-    """Whether it is a socket that a trainer of this user has made: a server believes what it is told there,
-    and the trainer's port can be anybody's."""
+    """True for a socket that a trainer of this user has made: a server believes what it is told there, and
+    the trainer's port can be anybody's."""
     path = _path(address)
     with suppress(OSError):
         return stat.S_ISSOCK(path.lstat().st_mode) and _is_own(path.parent)

@@ -76,7 +76,7 @@ def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of a version, with the checksum of its bytes (weights/ranges.py)."""
+    """Describes one tensor of a version, with the checksum of its bytes (weights/ranges.py)."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,5 +139,5 @@ def xxh3(data: Any) -> str:
 
 
 def overall_checksum(tensors: Iterable[TensorEntry]) -> str:
-    """One checksum over the names, shapes, types and checksums of all tensors, in order."""
+    """Computes one checksum over the names, shapes, types and checksums of all tensors, in order."""
     return xxh3(msgspec.json.encode(tuple(tensors)))

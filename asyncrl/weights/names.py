@@ -47,9 +47,9 @@ class FilePiece(NamedTuple):
 
 
 def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[FilePiece, ...]:
-    """Of the parameters, or other `tensors` of the model, by name: what `save_pretrained` would write, in the
-    order of the tensors, and within one as they lie in memory. What is converted in another way than by
-    stacking experts keeps the model's names."""
+    """Lists what `save_pretrained` would write of the parameters, or other `tensors` of the model, by name,
+    in the order of the tensors, and within one as they lie in memory. What is converted in another way than
+    by stacking experts keeps the model's names."""
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     # A prefix that files may lack or have: which, `save_pretrained` does not know either.
@@ -66,8 +66,8 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
 
 
 def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What `save_pretrained` writes beside the parameters, by the model's names: persistent buffers, one that
-    modules share under the last of its names, if that is not tied to another."""
+    """Returns what `save_pretrained` writes beside the parameters, by the model's names: persistent buffers,
+    one that modules share under the last of its names, if that is not tied to another."""
     found = dict(model.named_buffers(remove_duplicate=False))
     passing = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
     names = sorted(found.keys() - passing - {*(model._keys_to_ignore_on_save or ())})
@@ -76,8 +76,8 @@ def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _stacked(name: str, rule: WeightConverter) -> tuple[str, ...]:
-    """What lies side by side in each expert of a stack, with `*` for its number; () for another conversion.
-    `rule` takes the stack apart, and has given it the first of the names."""
+    """Returns the names of what lies side by side in each expert of a stack, with `*` for its number; () for
+    another conversion. `rule` takes the stack apart, and has given it the first of the names."""
     *joined, stack = rule.operations
     if not isinstance(stack, SplitModulelist) or stack.dim != 0 or rule.target_patterns[0] not in name:
         return ()

@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import codec, tensorfile
+from asyncrl.weights import codec
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorSpec, WeightsError
 from asyncrl.weights.names import FilePiece
-from asyncrl.weights.ranges import NOTHING, RangeShare, share
+from asyncrl.weights.ranges import NOTHING, RangeShare, share, starts
 from asyncrl.weights.snapshot import Buffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
@@ -63,11 +63,11 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class HostShards:
-    """One rank's end, made by all ranks together. On one rank there is neither group nor thread, and what is
-    read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as. `deadline`:
-    seconds in which a rank must deliver a bucket. `collectors`: the first ones of the ranks. `buffers`: what
-    each rank has whole, in the dtype in which it is sent; rank 0 gives it. `deltas`: the copy published last
-    is read until the next one is written."""
+    """Serves one rank's end, made by all ranks together. On one rank there is neither group nor thread, and
+    what is read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as.
+    `deadline`: seconds in which a rank must deliver a bucket. `collectors`: the first ones of the ranks.
+    `buffers`: what each rank has whole, in the dtype in which it is sent; rank 0 gives it. `deltas`: the copy
+    published last is read until the next one is written."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class HostShards:
         deltas: bool = False,
     ) -> None:
         self.layout, self._dtype, self._deadline = layout_of(pieces, dtype, buffers), dtype, deadline
-        self.places = dict(tensorfile.starts(self.layout))
+        self.places = dict(starts(self.layout))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._group: dist.ProcessGroup | None = None
         if self.ranks > 1:
@@ -149,7 +149,7 @@ class HostShards:
             yield Copied(self, copy, memory)
 
     def shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangeShare]]:
-        """What all ranks have of each of the tensors; `memory`, `base`: of this rank."""
+        """Collects what all ranks have of each of the tensors; `memory`, `base`: of this rank."""
         if self.ranks == 1:
             return [(one,) for one in self._shares(memory, base, ask)]
         with self._wire:
@@ -277,7 +277,7 @@ def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[
 
 
 def _held(piece: FilePiece, shard: DTensor) -> int:
-    """How many numbers of a piece lie on this rank."""
+    """Counts the numbers of a piece that lie on this rank."""
     count = _local(shard).numel()
     (chunk,) = shard.__create_chunk_list__()
     start = chunk.offsets[0] * math.prod(shard.shape[1:])

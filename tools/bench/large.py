@@ -34,8 +34,8 @@ def make_model(path: Path, parameters: float) -> int:
     from accelerate import init_empty_weights
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from asyncrl.weights import tensorfile
     from asyncrl.weights.manifest import TensorSpec
+    from asyncrl.weights.ranges import write_file
     from asyncrl.weights.snapshot import as_bytes
 
     width = 2048 if parameters > 3e8 else 512 if parameters > 3e7 else 64
@@ -58,7 +58,7 @@ def make_model(path: Path, parameters: float) -> int:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(path)
     with (path / "model.safetensors").open("wb") as file:
-        tensorfile.write(file, layout, values)
+        write_file(file, layout, values)
     return sum(p.numel() for p in model.parameters())
 
 

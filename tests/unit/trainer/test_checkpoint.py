@@ -388,7 +388,7 @@ def train_with_critic(world: World, folder: Path) -> Any:
         load_checkpoint(latest, learner)
     else:
         run_batch(learner, share)
-        full = patch("asyncrl.weights.tensorfile.write", side_effect=OSError(28, "No space left on device"))
+        full = patch("asyncrl.trainer.export.write_file", side_effect=OSError(28, "No space left on device"))
         with full, pytest.raises(CheckpointError, match="No space left"):  # on all ranks, and none hangs
             save_checkpoint(folder, learner, manifest(1))
         save_checkpoint(folder.parent / "checkpoints", learner, manifest(1), hf=False)
