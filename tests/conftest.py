@@ -9,6 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from asyncrl.trainer.world import World
+    from tests.fakes.checked import Given
 
 SLOW = ("sglang", "tests/integration", "tests/sglang", "tests/unit/trainer", "tests/unit/weights")
 
@@ -23,6 +24,22 @@ def world() -> Iterator[World]:
     torch.set_num_threads(1)
     yield join(0, 1, device="cpu")
     leave()
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer and a chat template."""
+    from tests.fakes.chatml import save_tiny_chat_model
+
+    return Path(save_tiny_chat_model(tmp_path_factory.mktemp("chat")))
+
+
+@pytest.fixture
+def given(tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
+    """The inputs of a good run."""
+    from tests.fakes.checked import Given
+
+    return Given(tmp_path, chat_model, monkeypatch)
 
 
 @pytest.hookimpl(optionalhook=True)

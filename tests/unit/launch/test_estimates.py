@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.errors import ConfigError
 from asyncrl.launch import estimates, memory
 from asyncrl.launch.estimates import (
     checkpoint_bytes,
@@ -25,28 +23,22 @@ from asyncrl.launch.estimates import (
     describe_work,
     learning_rates,
 )
-from asyncrl.launch.memory import Footprint, check_memory, describe_memory
-from asyncrl.launch.model_directory import check_model, parameter_count
+from asyncrl.launch.memory import Footprint, describe_memory
+from asyncrl.launch.model_directory import parameter_count
 from asyncrl.launch.placement import describe, processes_of
 from asyncrl.runtime.process import MainMemory
 from asyncrl.weights.snapshot import Buffers
+from tests.fakes.checked import write_header
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
-
-
-def weights(file: Path, **shapes: list[int]) -> None:
-    """Only the header of a safetensors file."""
-    tensors = {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """100,000,001 parameters in two files, and the publisher's own copy of them."""
-    weights(tmp_path / "model-1.safetensors", a=[1000, 50_000])
-    weights(tmp_path / "model-2.safetensors", b=[50_000_000], scalar=[])
-    weights(tmp_path / "consolidated.safetensors", a=[1000, 50_000], b=[50_000_000], scalar=[])
+    write_header(tmp_path / "model-1.safetensors", a=[1000, 50_000])
+    write_header(tmp_path / "model-2.safetensors", b=[50_000_000], scalar=[])
+    write_header(tmp_path / "consolidated.safetensors", a=[1000, 50_000], b=[50_000_000], scalar=[])
     index = {"a": "model-1.safetensors", "b": "model-2.safetensors", "scalar": "model-2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return tmp_path
@@ -59,11 +51,6 @@ def config(at: Path, **keys: Any) -> RunConfig:
 
 def test_parameters_are_those_of_all_files(model: Path) -> None:
     assert parameter_count(str(model)) == 100_000_001  # a scalar is one
-    (model / "model-2.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(
-        ConfigError, match=r"model-2\.safetensors: not readable as safetensors .*fetch or save"
-    ):
-        parameter_count(str(model))
 
 
 @pytest.fixture(autouse=True)
@@ -157,10 +144,6 @@ def test_the_plan_says_what_checkpoints_take(model: Path, monkeypatch: pytest.Mo
     assert "100.0 M parameters, all weights trained, float32" in lines[0]
     assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of 4.0 GB free" in lines[1]
     assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), gpu=True)[0]
-    (warning,) = cost_warnings(config(model, model={"dtype": "float32"}), gpu=False)
-    assert "checkpoints need 4.8 GB" in warning and "has 4.0 GB free" in warning
-    fewer = config(model, trainer={"lr": 2e-5}, checkpoint={"keep": 1})  # 2.8 GB
-    assert not list(cost_warnings(fewer, gpu=False))
 
 
 @pytest.mark.parametrize(
@@ -186,25 +169,6 @@ def test_learning_rates_of_published_runs_are_not_far(
     assert (not low <= lr <= high) == far
 
 
-def test_a_learning_rate_far_from_what_the_size_takes_is_worth_a_warning(model: Path) -> None:
-    assert not list(cost_warnings(config(model), gpu=False))
-    (line,) = cost_warnings(config(model, trainer={"lr": 1e-6}), gpu=False)
-    assert "trainer.lr=1e-06 is far from the usual 2e-05 for 100.0 M parameters: less than 1.5e-06" in line
-    adapters = config(model, model={"lora_rank": 8}, trainer={"lr": 1e-2})
-    assert "for adapters on 100.0 M parameters" in next(cost_warnings(adapters, gpu=False))
-
-
-def test_more_busy_threads_than_cores_are_worth_a_warning(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimates.os, "sched_getaffinity", lambda pid: range(2))
-    (line,) = cost_warnings(config(model, launch={"threads": 2}), gpu=False)
-    assert "launch.threads=2 makes 4 busy threads on 2 cores" in line and "set launch.threads=1" in line
-    assert not list(cost_warnings(config(model, launch={"threads": 2}), gpu=True))
-    monkeypatch.setattr(estimates.os, "sched_getaffinity", lambda pid: range(4))
-    assert not list(cost_warnings(config(model, launch={"threads": 2}), gpu=False))
-
-
 @pytest.mark.parametrize(
     ("engine", "gpu", "trainer", "server"),
     [
@@ -223,13 +187,6 @@ def test_the_plan_names_gpus_only_where_there_may_be_some(
     assert next(line for line in lines if line.startswith("engine")).endswith(f" {server}")
 
 
-def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
-    (model / "config.json").write_text("{}")
-    (model / "model-2.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"1 of 2 files of weights are missing, first model-2\.safetensors"):
-        check_model(config(model))
-
-
 @pytest.mark.parametrize(
     ("keys", "bytes_each"),
     [
@@ -244,26 +201,14 @@ def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
         ({"trainer": {"ranks": 4, "replicas": 2}}, 2 * (4 + 4 + 8)),
     ],
 )
-def test_what_stays_in_memory(model: Path, keys: dict[str, Any], bytes_each: int) -> None:
+def test_what_stays_in_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], bytes_each: int
+) -> None:
     run = config(model, **keys)
+    if run.trainer.optimizer == "adamw":  # to make one takes a second: torch imports its compiler
+        monkeypatch.setattr("asyncrl.trainer.optimizer.make_optimizer", None)
     found = run.trainer.ranks * sum(memory._static(run))
     assert found == pytest.approx(100_000_001 * bytes_each, rel=0.01)
-
-
-def test_a_start_with_adamw_makes_no_optimizer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To make one takes a second: torch imports its compiler."""
-    monkeypatch.setattr("asyncrl.trainer.optimizer.make_optimizer", None)
-    assert sum(memory._static(config(model))) == pytest.approx(100_000_001 * 16, rel=0.01)
-
-
-def test_what_cannot_fit_is_refused_with_the_keys_that_help(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "main_memory", lambda: MainMemory(1_500_000_000, 0))
-    with pytest.raises(ConfigError, match=r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank"):
-        check_memory(config(model), gpu=False)
-    check_memory(config(model, trainer={"optimizer": "sgd"}), gpu=False)
-    check_memory(config(model), gpu=None)  # on Ray: other machines
 
 
 def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,23 +262,3 @@ def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     (model / "config.json").write_text("{}")
     (line,) = describe_memory(config(model), gpu=False)
     assert line.level == "warning" and line.text.startswith("the memory of a trainer rank is not estimated: ")
-
-
-@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
-def test_episodes_longer_than_the_models_context_are_refused(model: Path, key: str) -> None:
-    (model / "config.json").write_text(json.dumps({key: 1024}))
-    (model / "tokenizer.json").write_text("{}")
-    template = {"model": {"template": "{{ messages }}"}}
-    with pytest.raises(ConfigError, match=r"rollout\.max_tokens \(4096\) exceeds .* \(1024\)"):
-        check_model(config(model, **template))
-    check_model(config(model, rollout={"max_tokens": 1024, "max_new_tokens": 512}, **template))
-
-
-@pytest.mark.parametrize("key", ["num_attention_heads", "n_head"])
-def test_heads_that_ranks_cannot_share_are_refused(model: Path, key: str) -> None:
-    (model / "config.json").write_text(json.dumps({key: 9}))
-    (model / "tokenizer.json").write_text("{}")
-    template = {"model": {"template": "{{ messages }}"}}
-    with pytest.raises(ConfigError, match=r"sequence_parallel \(2\) .* model's 9 .*one of \[1, 3\]"):
-        check_model(config(model, trainer={"ranks": 6, "sequence_parallel": 2}, **template))
-    check_model(config(model, trainer={"ranks": 3, "sequence_parallel": 3}, **template))

@@ -1,0 +1,167 @@
+"""The inputs of a good run, for a case to spoil, and what the checks before a start say of them.
+
+A spoil is keys, or a function of the inputs that may return some.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.launch.checks import ALL, examine
+from asyncrl.launch.data import Inputs
+from asyncrl.launch.notes import Note
+
+Keys = Mapping[str, Any]  # dotted
+Spoil = Keys | Callable[["Given"], Any]
+
+
+class Given:
+    """A tiny chat model (a byte is a token), four short prompts, and the keys of a run with them."""
+
+    def __init__(self, folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.model, self.patch = folder, folder / "model", patch
+        self.train, self.runs = folder / "train.jsonl", folder / "runs"
+        shutil.copytree(model, self.model)
+        self.write(questions(4))
+        self.keys: dict[str, Any] = {
+            "name": "x",
+            "run_dir": str(self.runs),
+            "model.path": str(self.model),
+            "model.dtype": "float32",
+            "data.train": str(self.train),
+            "buffer.groups_per_batch": 4,
+            "buffer.episodes_per_group": 4,
+            "rollout.slots": 16,
+            "rollout.max_tokens": 300,
+            "rollout.max_new_tokens": 16,
+            "trainer.lr": 1e-3,
+        }
+
+    def write(self, rows: Iterable[Any], path: Path | None = None) -> str:
+        (path or self.train).write_text("\n".join(map(json.dumps, rows)))
+        return str(path or self.train)
+
+    def edit(self, **values: Any) -> None:
+        """Change the model's config.json. None: remove a key."""
+        path = self.model / "config.json"
+        changed = json.loads(path.read_text()) | values
+        path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+
+    def program(self, name: str, script: str) -> str:
+        """A program that is found first."""
+        self.patch.setenv("PATH", f"{self.folder}:/usr/bin:/bin")
+        path = self.folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def spoil(self, spoils: Iterable[Spoil]) -> None:
+        for spoil in spoils:
+            self.keys |= (spoil if isinstance(spoil, Mapping) else spoil(self)) or {}
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys on the command line."""
+        return [f"{key}={value}" for key, value in self.keys.items()]
+
+    def config(self, **keys: Any) -> RunConfig:
+        """Of the keys, and of sections beside them."""
+        tree: dict[str, Any] = {}
+        for key, value in self.keys.items():
+            *parents, last = key.split(".")
+            place = tree
+            for name in parents:
+                place = place.setdefault(name, {})
+            place[last] = value
+        return parse(tree | keys)
+
+    def notes(self, *names: str) -> list[Note]:
+        """What these checks find, after those that they need."""
+        needed = set(names)
+        for check in reversed(ALL):
+            needed |= set(check.needs) if check.name in needed else set()
+        return list(examine([check for check in ALL if check.name in needed], Inputs(self.config())))
+
+
+def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:
+    """A note (one, unless it is ok) has the level and the check of `expected`, and a text that the pattern
+    finds; beside it, there is at most what is ok. `expected` may name further checks, to be run before."""
+    level, _, names = expected.partition(": ")
+    given.spoil(spoils if isinstance(spoils, list) else [spoils])
+    notes = given.notes(*names.split(", "))
+    found = [note for note in notes if note.check == names.split(", ")[-1]]
+    said = [note.text for note in found if note.level == level]
+    assert {note.level for note in found} <= {"ok", level}, notes
+    assert level == "ok" or len(said) == 1, notes
+    assert not text or re.search(text, "\n".join(said)), notes
+
+
+def questions(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"{number} + 1?", "ground_truth": 1} | more for number in range(count)]
+
+
+def rows(count: int, **more: Any) -> Spoil:
+    """Other rows of data."""
+    return lambda given: {"data.train": given.write(questions(count, **more))}
+
+
+def patched(target: str, value: Any) -> Spoil:
+    return lambda given: given.patch.setattr(target, value)
+
+
+def write_header(file: Path, **shapes: list[int]) -> None:
+    """Only the header of a safetensors file."""
+    tensors = {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def begun(given: Given) -> Keys:
+    """A run of the keys so far, which is to be resumed."""
+    (given.runs / "x").mkdir(parents=True)
+    (given.runs / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(given.config()))
+    return {"resume": "auto"}
+
+
+def gpus(count: int, apart: Iterable[tuple[int, int]] = ()) -> Spoil:
+    """torch sees so many; those `apart` cannot read each other's memory."""
+    strangers = {frozenset(pair) for pair in apart}
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=24 << 30)
+
+    def spoil(given: Given) -> None:
+        for name, value in {
+            "is_available": lambda: count > 0,
+            "device_count": lambda: count,
+            "get_device_properties": lambda _: properties,
+            "can_device_access_peer": lambda *pair: frozenset(pair) not in strangers,
+            "is_bf16_supported": lambda **_: True,
+            "nccl.version": lambda: (2, 27, 5),
+        }.items():
+            given.patch.setattr(f"torch.cuda.{name}", value)
+        given.patch.setattr("torch.distributed.is_nccl_available", lambda: True)
+
+    return spoil
+
+
+def sglang_in(given: Given, version: str, **modules: str) -> list[str]:
+    """The command of servers in a Python with an SGLang, a torch that sees a GPU, and these modules."""
+    info = given.folder / "site" / f"sglang-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    sees = "class cuda:\n    is_available = staticmethod(lambda: True)\n"
+    for name, text in {"torch": sees, **modules}.items():
+        (given.folder / "site" / f"{name}.py").write_text(text)
+    program = given.program("python", f'PYTHONPATH={given.folder}/site exec {sys.executable} "$@"')
+    return [program, "-m", "sglang.launch_server"]

@@ -1,0 +1,390 @@
+"""Spoils the inputs of a good run in one way at a time; the check that is responsible says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.launch import run_directory
+from asyncrl.rewards import RewardInput, needs_truth
+from asyncrl.runtime.memory import MainMemory
+from asyncrl.weights import disk
+from tests.fakes.checked import (
+    Given,
+    Keys,
+    Spoil,
+    assert_found,
+    begun,
+    gpus,
+    patched,
+    questions,
+    rows,
+    write_header,
+)
+
+SGLANG: Keys = {"engine.name": "sglang"}
+RAY: Keys = {"launch.kind": "ray"}
+CALCULATOR: Keys = {"rollout.tools": ["calculator"]}
+BROADCAST: Keys = SGLANG | {"weights.transport": "collective"}
+THREE: Keys = {"rollout.workers": 3}
+SHARED: Keys = {"trainer.ranks": 6, "trainer.sequence_parallel": 2}
+SAID = [{"role": "assistant", "content": "a"}]
+JUDGE: Keys = {"llm_judge": {"url": "http://x", "model": "m"}}
+FILTERED: Keys = {"data.filter_overlong": True}
+SFT: Keys = {
+    "algorithm.loss": "sft",
+    "algorithm.advantage": "constant",
+    "buffer.episodes_per_group": 1,
+    "buffer.filter_zero_variance": False,
+}
+
+
+def own(given: RewardInput) -> float:
+    return 1.0
+
+
+@needs_truth()
+def comparing(given: RewardInput) -> float:
+    return 1.0
+
+
+def run_with(file: str, text: str = "{}", **keys: str) -> Spoil:
+    """A run of the same name, with this file."""
+
+    def spoil(given: Given) -> Keys:
+        (given.runs / "x").mkdir(parents=True, exist_ok=True)
+        (given.runs / "x" / file).write_text(text)
+        return keys
+
+    return spoil
+
+
+def mounted(kind: str, below: str) -> Spoil:
+    def spoil(given: Given) -> None:
+        mounts = {"/": kind, str(given.folder.resolve()): below}
+        found = [SimpleNamespace(mountpoint=point, fstype=each) for point, each in mounts.items()]
+        given.patch.setattr(run_directory.psutil, "disk_partitions", lambda all: found)
+
+    return spoil
+
+
+def file(name: str, text: str | None, *keys: str) -> Spoil:
+    """A file of this text, or none; keys that have its path as their value, before what follows an =."""
+
+    def spoil(given: Given) -> Keys:
+        path = given.folder / name
+        path.unlink() if text is None else path.write_text(text)
+        return {key: f"{path}{more}" for key, _, more in (each.partition("=") for each in keys)}
+
+    return spoil
+
+
+def copied_model(given: Given) -> Keys:
+    return {"model.path": str(shutil.copytree(given.model, given.folder / "other"))}
+
+
+def lacking(module: str) -> Spoil:
+    return lambda given: given.patch.setitem(sys.modules, module, None)
+
+
+def edit(**values: Any) -> Spoil:
+    return lambda given: given.edit(**values)
+
+
+def large(given: Given) -> Keys:
+    """100,000,001 parameters, of which only the headers are there."""
+    write_header(given.model / "model.safetensors", a=[1000, 50_000], b=[50_000_000], scalar=[])
+    return {"trainer.lr": 2e-5}
+
+
+def half_a_model(given: Given) -> None:
+    index = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (given.model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def beyond_shared_memory(given: Given) -> Keys:
+    with (given.model / "model.safetensors").open("r+b") as sparse:
+        sparse.truncate(shutil.disk_usage(disk.SHARED_MEMORY).free + 1)
+    return {"weights.directory": "shm"}
+
+
+def data(*rows: dict[str, Any]) -> Spoil:
+    return lambda given: {"data.train": given.write(rows)}
+
+
+def talks(*answers: dict[str, Any]) -> Spoil:
+    asked = {"role": "user", "content": "q"}
+    written = data(*({"messages": [asked, {"role": "assistant"} | answer]} for answer in answers))
+    return lambda given: SFT | dict(written(given))  # type: ignore[operator]
+
+
+def like_gpt2(**values: int) -> Spoil:
+    """Its config.json calls the context and the heads otherwise."""
+    return edit(max_position_embeddings=None, num_attention_heads=None, **values)
+
+
+FOUR, UNTRUE = questions(4), rows(4, ground_truth=None)
+WORDS = [{"prompt": "?", "ground_truth": truth} for truth in ("rain", "2 + 3 = 5\n#### 5")]
+LONG = {"prompt": "7 plus 8? " * 60, "ground_truth": 1}
+YES, LONG_TALK = [{"content": "yes"}] * 4, {"content": 60 * "8 plus 9? "}
+OTHER_TOOLS = rows(4, extra_info={"tools": [{"type": "function"}]})
+TOOL_CALL = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+MODEL_REWARD = rows(4, reward_model={"style": "model"})
+AN_AGENT = "async def f(sample, endpoint): ..."
+FORKS: Keys = {"rollout.max_tokens": 1024, "rollout.history": "fork"}
+DISK_4GB = patched("shutil.disk_usage", lambda path: SimpleNamespace(free=4e9, total=4e9))
+NO_SGLANG = patched("asyncrl.launch.servers.importlib.util.find_spec", lambda name: None)
+CORES = {n: patched("os.sched_getaffinity", lambda pid, n=n: range(n)) for n in (2, 4)}
+MEMORY = patched("asyncrl.launch.memory.main_memory", lambda: MainMemory(1_500_000_000, 0))
+TEMPLATE = "model/chat_template.jinja"
+MISTRAL, PLAIN = file(TEMPLATE, "{{ '[TOOL_CALLS]' }}"), file(TEMPLATE, "{{ messages }}")
+MINIMAX = file(TEMPLATE, "{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>{{ messages }}")
+NO_CALLS = "rollout.parser is hermes.*gemma4, glm, harmony, hermes, kimi"
+COMPARED: list[Any] = ["final_number", "exact", {"gsm8k": {}, "format": {}}, f"{__name__}:comparing"]
+UNCOMPARED: list[Any] = ["none", f"{__name__}:own", {"format": {}, f"{__name__}:own": {}}, JUDGE]
+KEPT = {  # what a resumed run keeps, and another value
+    "data.train": "other",
+    "data.shuffle": False,
+    "seed": 1,
+    "buffer.groups_per_batch": 3,
+    "buffer.episodes_per_group": 2,
+    "algorithm.steps_per_batch": 2,
+    "model.lora_rank": 8,
+    "model.lora_alpha": 32.0,
+    "critic.backbone": "shared",
+}
+ADDRESSES = [  # of the launcher, of a server
+    ("127.0.0.1", "http://10.0.0.5:30000", "launch.host: 127.0.0.1 cannot be reached by http://10.0.0.5"),
+    ("localhost", "http://gpu-7:30000", "launch.host: localhost cannot be reached by http://gpu-7"),
+    ("127.0.0.1", "http://127.0.0.1:9", "engine.urls: "),
+    ("127.0.0.1", "http://localhost:9", "engine.urls: "),
+    ("localhost", "http://[::1]:9", "engine.urls: "),
+]
+
+# By level and check: what is spoilt, and a pattern of what is said.
+SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
+    "error: run directory": [
+        ({"name": "a/b"}, "name: 'a/b' is no directory name"),
+        ({"name": "a\nb"}, "name: "),
+        ({"name": 300 * "a"}, "name: a+… has more than 200 bytes"),
+        (run_with("config.yaml"), "a run of that name exists; continue it with resume=auto"),
+        (run_with("run.db"), "resume=auto"),
+        ({"resume": "must"}, "resume=must, but there is no run"),
+        (file("runs", ""), "not a writable directory; set run_dir=…"),
+        (mounted("ext4", "nfs"), r"network file system \(nfs\).*write-ahead log.*local disk"),
+    ],
+    "error: launch": [
+        ([lacking("ray"), RAY], r"is not installed; pip install 'asyncrl\[ray\]'"),
+        ([RAY, {"launch.gpus": {"engine": 1.5}}], r"Ray reserves no 1.5 .* \(engine\); give a whole number"),
+        ([RAY, {"launch.gpus": {"engine": 0.00001}}], "Ray reserves no 1e-05 GPUs"),
+        ([lacking("swanlab"), {"observe.trackers": ["swanlab"]}], r"asyncrl\[swanlab\]"),
+    ],
+    "error: model": [
+        ({"model.path": "nowhere"}, "model.path: nowhere is no directory"),
+        ({"model.path": 300 * "a"}, "File name too long.*aaaa"),
+        (file("model/config.json", None), "config.json"),
+        (file("model/config.json", "{"), "config.json.*JSON"),
+        (file("model/model.safetensors", None), "no model.safetensors; save"),
+        (half_a_model, "1 of 2 files of weights are missing, first model-2.safetensors"),
+        (file("model/model.safetensors", "version https"), "not readable as safetensors .*fetch or save"),
+        (file("model/tokenizer.json", None), "no tokenizer.json; save"),
+        (file(TEMPLATE, None), "no chat template"),
+        (edit(max_position_embeddings=64), r"rollout.max_tokens \(300\) exceeds .* \(64\)"),
+        ([edit(num_attention_heads=9), SHARED], r"sequence_parallel \(2\) .* 9 .*one of \[1, 3\]"),
+        (like_gpt2(n_positions=64), r"rollout.max_tokens \(300\) exceeds .* \(64\)"),
+        ([like_gpt2(n_head=9), SHARED], r"sequence_parallel \(2\) .* 9 .*one of \[1, 3\]"),
+        ([begun, copied_model], "model.path: .*was begun with"),
+        (
+            [begun, {"algorithm.advantage": "remax"}],
+            "advantage: .* 'dr_grpo' .* 'remax', .* greedy",
+        ),
+        (run_with("config.yaml", "seed: 7", resume="auto"), "seed: .* begun with 7 .* with 0; set seed=7"),
+        (run_with("config.yaml", "{", resume="auto"), r"config\.yaml: not readable"),
+        *(
+            ([begun, {key: new}], f"^{key}: .* begun with .* with {new!r}; set {key}=")
+            for key, new in KEPT.items()
+        ),
+    ],
+    "error: plug-ins": [
+        ({"rollout.tools": ["calculatr"]}, "unknown tool.*calculator"),
+        ([CALCULATOR, {"rollout.tool_args": {"calculator": {"speed": 3}}}], "calculator.*speed"),
+        ({"rollout.tool_args": {"calculator": {"latency_mean": 1}}}, "rollout.tools"),
+        ({"rollout.reward": "final_numbr"}, "unknown reward.*final_number"),
+        (file("bad.py", "raise RuntimeError('import fails')", "rollout.reward=:f"), "import fails"),
+        ({"rollout.reward": "json:lodas"}, "lodas.*loads"),
+        ({"rollout.parser": "hermse"}, "hermes"),
+        ({"engine.name": "troch"}, "unknown engine.*torch"),
+        ({"algorithm.advantage": "gprpo"}, "unknown advantage.*grpo"),
+        ({"algorithm.loss": "reinforced"}, "unknown loss.*reinforce"),
+        ({"algorithm.correction": {}}, "max_staleness=0"),
+    ],
+    "error: data": [
+        ({"data.train": "nowhere.parquet"}, "data.train: .*nowhere.parquet"),
+        ({"data.test": "nowhere.parquet"}, "data.test: .*nowhere.parquet"),
+        (file("t.parquet", "PAR1 no, not really", "data.train"), "t.parquet.*not readable as parquet"),
+        (file("train.jsonl", ""), "empty"),
+        (data({"data_source": "d", "text": "q"}), "no column prompt"),
+        (rows(4, prompt=[{"role": "bot", "content": "?"}]), "sample 0.*role 'bot'"),
+        (rows(4, extra_info={"tools": ["weather"]}), "sample 0.*weather.*rollout.tools"),
+        (OTHER_TOOLS, "extra_info"),
+        (rows(3), r"3 samples are less .*groups_per_batch \(4\)"),
+        (
+            {"data.train": ["t.jsonl", {"path": "t.jsonl", "weight": 2}]},
+            "t.jsonl has no weight; give one to all sources",
+        ),
+        (data(*4 * [LONG]), "all prompts have more than 284 tokens.*raise rollout.max_tokens"),
+        ([data(*4 * [LONG]), FILTERED], "all prompts have more than 284 tokens"),
+        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are less than one batch"),
+        (talks({}, {"content": ""}), "2 conversations have an empty .*and there are no others"),
+        *(
+            ([UNTRUE, {"rollout.reward": reward}], "sample 0: no ground truth for rollout.reward [a-z]")
+            for reward in COMPARED
+        ),
+    ],
+    "warning: data": [
+        (data(*FOUR, LONG), "at least 1 prompts have more than 284 tokens .*set data.filter_overlong=true"),
+        ([data(*FOUR, LONG), FILTERED], r"1 prompts have .* 284 tokens \(the longest 6\d\d\).*left out"),
+        (
+            talks(*YES, LONG_TALK),
+            "at least 1 conversations have .* 300 tokens.*their episodes fail: set",
+        ),
+        (
+            [talks(*YES, LONG_TALK), FILTERED],
+            r"1 conversations have .* 300 tokens .*left out \(data.f",
+        ),
+        (
+            talks(*YES, {"content": " \n"}, {}, TOOL_CALL),
+            "2 conversations have an empty .*; they were left out",
+        ),
+        (data(*FOUR, *WORDS), 'final_number compares numbers, and 2 of the first 6 ground .* such as "rain"'),
+        (rows(4, agent_name="tool_agent"), "4 samples ask for the agent loop 'tool_agent'"),
+        (rows(4, agent_name="my_loop"), "rollout.agent or rollout.environment"),
+        (rows(4, reward_manager="prime"), "reward_manager 'prime', and there"),
+        (MODEL_REWARD, "a reward model .*rollout.reward is final_number"),
+        (rows(4, extra_info={"interaction_kwargs": {"name": "gsm8k"}}), "'gsm8k' .*set rollout.environment"),
+        (
+            rows(4, extra_info={"tools_kwargs": {"calc": {"a": 1}}}),
+            "'calc', which is not in rollout.tools; ig",
+        ),
+        (
+            rows(4, extro_info={}, level=3, agent_name=None),
+            r"columns extro_info \(meant extra_info\?\), level; ",
+        ),
+        ([data(*4 * [{"messages": SAID, "tools": [], "uid": 1}]), SFT], "nothing reads the columns uid; "),
+    ],
+    "error: device": [([gpus(0), {"model.device": "cuda"}], "model.device is cuda, and torch sees no GPU")],
+    "error: memory": [([large, MEMORY], r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank")],
+    "error: weights": [
+        (beyond_shared_memory, "weights.directory=run"),
+        (file("f", "", "weights.directory=/weights"), "f is not a writable directory; set weights.directory"),
+        ({"weights.directory": "shared"}, "'shared' is none of auto, shm, run, an absolute path"),
+    ],
+    "error: servers": [
+        ([SGLANG, {"engine.api_key_env": "ASYNCRL_NO_KEY"}], "engine.api_key_env: ASYNCRL_NO_KEY is not set"),
+        (
+            [NO_SGLANG, SGLANG],
+            "not installed.*engine.urls.*on a CPU, make sglang-cpu .*then engine=sglang_cpu",
+        ),
+        ([SGLANG, {"engine.server_command": ["/nowhere/python"]}], "engine.server_command: /nowhere/python"),
+        (
+            [{"launch.host": "127.0.0.1"}, SGLANG | {"engine.urls": ["http://127.0.0.1:9"]}],
+            "engine.urls.*http://127.0.0.1:9",
+        ),
+        *(
+            ([{"launch.host": host}, {"engine.urls": [url]}, BROADCAST], says)
+            for host, url, says in ADDRESSES
+        ),
+    ],
+    "warning: settings": [
+        (
+            {"rollout.slots": 27} | THREE,
+            r"at most 80 episodes run at once, \(1 \+ max_staleness\).*1 of 81 slots",
+        ),
+        (
+            [THREE | {"rollout.slots": 11}, {"buffer.target_staleness": 1}],
+            r"at most 32 .* \(1 \+ target_staleness\).*1 of 33 slots",
+        ),
+        ({"checkpoint.every": 0, "total_steps": 51}, "checkpoint.every=0.*all turns stay on the disk"),
+        (
+            [edit(max_position_embeddings=2048), FORKS, {"rollout.max_rows": 9}],
+            "may have 9216 .*tokens .8192",
+        ),
+        ([gpus(0), SGLANG], "engine=sglang starts servers on GPUs.*then engine=sglang_cpu"),
+        ([MISTRAL, CALCULATOR], "parser is hermes.*set rollout.parser=mistral"),
+        (
+            [large, {"trainer.lr": 1e-6}],
+            "lr=1e-06 is far from the usual 2e-05 for 100.0 M param.* than 1.5e-06",
+        ),
+        ([large, {"model.lora_rank": 8, "trainer.lr": 1e-2}], "for adapters on 100.0 M parameters"),
+        ([CORES[2], {"launch.threads": 2}], "makes 4 busy threads on 2 cores.*set launch.threads=1"),
+        ([large, DISK_4GB], "checkpoints need 4.8 GB .*has 4.0 GB free"),
+    ],
+    "warning: data, settings": [([PLAIN, CALCULATOR], NO_CALLS), ([MINIMAX, CALCULATOR], NO_CALLS)],
+}
+# By check: what is no mistake, or one that another check reports.
+FINE: dict[str, list[Spoil | list[Spoil]]] = {
+    "run directory": [
+        lambda given: (given.runs / "x").mkdir(parents=True),
+        run_with("config.yaml", resume="auto"),
+        run_with("config.yaml", resume="must"),
+        mounted("nfs", "ext4"),
+    ],
+    "model": [
+        like_gpt2(n_positions=300),
+        [edit(num_attention_heads=9), SHARED | {"trainer.sequence_parallel": 3}],
+        [begun, {"algorithm.advantage": "rloo"}],
+    ],
+    "data": [
+        rows(4, note=None),
+        [rows(4, ground_truth=None, answer={"value": 1}), {"data.columns": {"ground_truth": "answer.value"}}],
+        [OTHER_TOOLS, file("a.py", AN_AGENT, "rollout.agent=:f")],
+        [rows(5, ground_truth="rain"), {"rollout.reward": "exact"}],
+        [
+            begun,
+            run_with("run.db", ""),
+            rows(4, data_source="new"),
+        ],  # its first coordinator was killed at once
+        [rows(4, agent_name="my_loop"), {"rollout.environment": "scripted_user"}],
+        rows(4, agent_name="single_turn_agent"),
+        [MODEL_REWARD, {"rollout.reward": {**JUDGE, "format": {}}}],
+        rows(4, reward_model={"style": "rule"}),
+        *([UNTRUE, {"rollout.reward": reward}] for reward in UNCOMPARED),
+    ],
+    "device": [[gpus(0), RAY, {"model.device": "cuda"}], [gpus(1), {"model.device": "cuda"}]],
+    "memory": [[large, MEMORY, {"trainer.optimizer": "sgd"}], [large, MEMORY, RAY]],
+    "settings": [
+        THREE | {"rollout.slots": 26},
+        {"checkpoint.every": 0, "total_steps": 50},
+        [edit(max_position_embeddings=2048), FORKS, {"rollout.max_rows": 8}],
+        SGLANG | {"engine.urls": ["http://127.0.0.1:1"]},
+        [SGLANG, {"engine.server_command": ["launch"]}],
+        [gpus(1), SGLANG],
+        [MISTRAL, CALCULATOR, {"rollout.parser": "mistral"}],
+        MISTRAL,  # no tools, no calls
+        [CORES[4], {"launch.threads": 2}],
+        [large, DISK_4GB, {"checkpoint.keep": 1}],
+        [PLAIN, CALCULATOR],  # without data, of which another check says why
+    ],
+    "data, settings": [PLAIN, [PLAIN, CALCULATOR, file("my.py", "def read(t): ...", "rollout.parser=:read")]],
+}
+
+
+@pytest.mark.parametrize(
+    ("expected", "spoils", "text"),
+    [(key, *case) for key, cases in SPOILT.items() for case in cases],
+    ids=[text for cases in SPOILT.values() for _, text in cases],
+)
+def test_what_is_spoilt_is_said(given: Given, expected: str, spoils: Any, text: str) -> None:
+    assert_found(given, expected, spoils, text)
+
+
+@pytest.mark.parametrize(
+    ("check", "spoils"), [(name, each) for name, cases in FINE.items() for each in cases]
+)
+def test_what_is_fine_is_not_mentioned(given: Given, check: str, spoils: Any) -> None:
+    assert_found(given, f"ok: {check}", spoils)
