@@ -68,11 +68,11 @@ class VersionWriter:
                 of_ranks = pinned.shares(part, base=base[1]) if base else pinned.shares(part, str(path))
                 for spec, shares in zip(snapshot.layout[part], of_ranks, strict=True):
                     entries.append(joined(spec, shares))
-                    changed.append(tuple((one.count, len(one.data)) for one in shares if one.count))
+                    changed.append(tuple((one.count, one.size) for one in shares if one.count))
                     for one in shares:
                         file.seek(at)
-                        file.write(one.data)
-                        at += len(one.data) if base else one.count
+                        file.writelines(one.data)
+                        at += one.size if base else one.count
         delta = Delta(base[0].version, base[0].checksum, tuple(changed)) if base else None
         return describe(snapshot.version, tuple(entries), delta)
 

@@ -22,18 +22,24 @@ import xxhash
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorEntry, TensorSpec, WeightsError
 
 GRID = 1 << 16  # bytes of a block
+MOST = 1 << 30  # bytes that msgpack is given at once: it takes less than 4 GiB
 NOTHING = memoryview(b"")
 
 
 class RangeShare(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive bytes of one tensor: how many, the checksums of the blocks within them, the bytes of blocks
-    that others have a part of, and what goes into a version's file for them."""
+    that others have a part of, and what goes into a version's file for them, cut into MOST bytes each."""
 
     count: int
     head: bytes
     blocks: bytes
     tail: bytes
-    data: memoryview
+    data: tuple[memoryview, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of `data`."""
+        return sum(map(len, self.data))
 
 
 def share(spec: TensorSpec, own: np.ndarray, start: int = 0, data: memoryview = NOTHING) -> RangeShare:
@@ -42,7 +48,8 @@ def share(spec: TensorSpec, own: np.ndarray, start: int = 0, data: memoryview = 
     open_end = (own.size - first) % GRID if start + own.size < spec.nbytes else 0  # the last block is short
     end = own.size - open_end
     blocks = (xxhash.xxh3_64_digest(own[at : min(at + GRID, end)].data) for at in range(first, end, GRID))
-    return RangeShare(own.size, own[:first].tobytes(), b"".join(blocks), own[end:].tobytes(), data)
+    cut = tuple(data[at : at + MOST] for at in range(0, len(data), MOST))
+    return RangeShare(own.size, own[:first].tobytes(), b"".join(blocks), own[end:].tobytes(), cut)
 
 
 def joined(spec: TensorSpec, shares: Iterable[RangeShare]) -> TensorEntry:

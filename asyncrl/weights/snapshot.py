@@ -55,7 +55,7 @@ class Snapshot:
 
 def whole(shares: Iterable[RangeShare]) -> Tensor:
     """The bytes of some shares one behind the other, [n] of uint8."""
-    arrays = [np.frombuffer(one.data, np.uint8) for one in shares if one.count]
+    arrays = [np.frombuffer(data, np.uint8) for one in shares for data in one.data]
     return torch.from_numpy(np.concatenate(arrays or [NONE]))
 
 

@@ -64,7 +64,7 @@ class Trainer:
 def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool, str, list[tuple[str, str]]]]:
     """Four versions: whole, two deltas, whole. Returns of each whether it is a delta, its checksum, and those
     of its tensors; they are the trainer's weights."""
-    ranges.GRID = 256
+    ranges.GRID, ranges.MOST = 256, 100
     trainer, found = Trainer(world, folder, full_every=3, **weights), []
     for _ in range(4):
         state = trainer.publish()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import codec, disk
+from asyncrl.weights import codec, disk, ranges
 from asyncrl.weights.delta import VersionWriter, materialise
 from asyncrl.weights.manifest import Superseded, WeightsError, WeightsRef
 from asyncrl.weights.snapshot import Pinned, Snapshot, Tensors
@@ -94,6 +94,17 @@ def test_versions_between_whole_ones_are_deltas(training: Training):
         (Path(training.ref(v).path) / name).stat().st_size for v, name in ((1, disk.DELTA), (0, disk.PAYLOAD))
     ]
     assert sizes[0] < sizes[1] / 20
+
+
+def test_a_share_is_cut_into_what_one_message_holds(training: Training, monkeypatch: pytest.MonkeyPatch):
+    """MessagePack takes less than 4 GiB at once; a test of ranks sends such shares."""
+    monkeypatch.setattr(ranges, "MOST", 100)
+    with training.snapshot().pin() as pinned:
+        (embedding,) = pinned.shares(slice(0, 3))[2]
+    assert embedding.count == embedding.size == 400 * 16 * 2
+    assert max(map(len, embedding.data)) == 100
+    for _ in range(3):
+        training.check(training.publish())
 
 
 def test_a_delta_has_the_checksum_of_the_whole(training: Training, tmp_path: Path):
