@@ -17,7 +17,6 @@ from tests.fakes.training import Episode
 
 # The options' defaults, written out again.
 LOW, HIGH, CAP_POSITIVE, CAP_NEGATIVE = 0.5, 5.0, 5.0, 2.0
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 def rewards(row: PlannedTrajectory) -> tuple[float, ...]:
@@ -74,26 +73,6 @@ def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig
                 continue
             if LOW <= rho <= HIGH:
                 total = total - weight * min(rho, cap) * a * logp
-    return total / denominator
-
-
-def decoupled_loss(model: Any, prox: Any, episodes: list[Episode], config: RunConfig) -> Tensor:
-    """Decoupled PPO with token_mean, on fresh tokens: prox is a frozen copy of the model."""
-    algorithm = config.algorithm
-    total, denominator = torch.zeros((), dtype=torch.float64), 0
-    for episode in episodes:
-        row, _ = episode
-        a = advantage(algorithm.advantage, row.own.reward, rewards(row))
-        cap = CAP_NEGATIVE if a < 0 else CAP_POSITIVE
-        pairs = zip(token_log_probs(model, episode), token_log_probs(prox, episode), strict=True)
-        for (logp, mu, _), (old, _, _) in pairs:
-            denominator += 1
-            rho = math.exp(old.item() - mu)
-            if not LOW <= rho <= HIGH:
-                continue
-            u = torch.exp(logp - old.detach())
-            clipped = torch.clamp(u, 1 - CLIP_LOW, 1 + CLIP_HIGH)
-            total = total + min(rho, cap) * torch.max(-u * a, -clipped * a)
     return total / denominator
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.models import VOCABULARY, save_small
 
+Made = Callable[..., Learner]
 Episode = tuple[PlannedTrajectory, list[Turn]]
 
 

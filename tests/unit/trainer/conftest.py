@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fakes.training import plain_model, save_tiny_model
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.world import World
+from tests.fakes.training import Made, make_learner, plain_model, save_tiny_model, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +25,15 @@ def model(model_path: str) -> Any:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def made(world: World, model_path: str) -> Made:
+    """Makes a learner of the tiny model; keyword arguments are sections of the config."""
+
+    def make(step: int = 0, dtype: str = "float64", **sections: Any) -> Learner:
+        learner = make_learner(tiny_config(model_path, **copy.deepcopy(sections)), world, dtype)
+        learner.step = step
+        return learner
+
+    return make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,14 +21,13 @@ from tests.fakes.recipes import COMPARING, RECIPES, UNFILTERED, trained
 from tests.fakes.reference import gradients, token_log_probs
 from tests.fakes.training import (
     Episode,
+    Made,
     Recorder,
     difference,
     full_state,
     gradient_gap,
-    make_learner,
     random_cut,
     run_batch,
-    tiny_config,
 )
 
 pytestmark = pytest.mark.slow
@@ -68,12 +68,9 @@ def tokens_of(episodes: list[Episode]) -> int:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "straight_through"])
-def test_kl_in_the_loss(
-    world: World, model_path: str, model: Any, episodes: list[Episode], estimator: str
-) -> None:
+def test_kl_in_the_loss(made: Made, model: Any, episodes: list[Episode], estimator: str) -> None:
     """The reference is the initial policy; the learner has moved away from it."""
-    config = tiny_config(model_path, kl={"where": "loss", "coef": 0.3, "estimator": estimator})
-    learner = make_learner(config, world)
+    learner = made(kl={"where": "loss", "coef": 0.3, "estimator": estimator})
     run_batch(learner, [[episodes]])
     learner.step, initial = 0, copy.deepcopy(model)
     moved = full_state(learner.policy)
@@ -94,39 +91,119 @@ def test_kl_in_the_loss(
     assert gradient_gap(learner, episodes, wanted) < TOLERANCE
 
 
-def test_entropy_bonus(world: World, model_path: str, model: Any, episodes: list[Episode]) -> None:
-    """Of the whole vocabulary at the temperature of sampling."""
-    learner = make_learner(tiny_config(model_path, algorithm={"entropy_coef": 0.1}), world)
+def entropy(model: Any, episode: Episode) -> Tensor:
+    """Of the whole vocabulary at the temperature of sampling, summed over the model tokens."""
+    row, turns = episode
+    ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
+    table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, -1)
+    total, position = torch.zeros((), dtype=torch.float64), 0
+    for turn in turns:
+        start = position + len(turn.context)
+        position = start + len(turn.ids)
+        rows = table[start - 1 : position - 1]
+        total = total - (rows.exp() * rows).sum()
+    return total
+
+
+def std_of(episodes: list[Episode]) -> float:
+    return float(np.std([centred(e) for e in episodes], ddof=1)) + 1e-6
+
+
+def plain(model: Any, episodes: list[Episode]) -> Tensor:
+    return torch.stack([policy_gradient(model, e, centred(e)) for e in episodes]).sum()
+
+
+def with_entropy(model: Any, episodes: list[Episode]) -> Tensor:
+    return plain(model, episodes) - 0.1 * torch.stack([entropy(model, e) for e in episodes]).sum()
+
+
+def whitened(model: Any, episodes: list[Episode]) -> Tensor:
+    joined = torch.tensor([centred(e) for e in episodes for _ in range(tokens_of([e]))], dtype=torch.float64)
+    mean, std = joined.mean(), joined.std() + 1e-6
+    return torch.stack([policy_gradient(model, e, (centred(e) - mean) / std) for e in episodes]).sum()
+
+
+def divided(model: Any, episodes: list[Episode]) -> Tensor:
+    return plain(model, episodes) / std_of(episodes)
+
+
+def dro(model: Any, episodes: list[Episode]) -> Tensor:
+    """Not proportional to A: dividing its gradient by the std would divide the pull to mu as well."""
     total = torch.zeros((), dtype=torch.float64)
-    for row, turns in episodes:
-        ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
-        table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, -1)
-        entropy, position = torch.zeros((), dtype=torch.float64), 0
-        for turn in turns:
-            start = position + len(turn.context)
-            position = start + len(turn.ids)
-            rows = table[start - 1 : position - 1]
-            entropy = entropy - (rows.exp() * rows).sum()
-        total = total + policy_gradient(model, (row, turns), centred((row, turns))) - 0.1 * entropy
-    wanted = gradients(model, total / tokens_of(episodes))
-    assert gradient_gap(learner, episodes, wanted, micros=2) < TOLERANCE
+    for e in episodes:
+        pi, mu = logp(model, e)
+        total = total - (centred(e) / std_of(episodes) * pi - (pi - mu) ** 2 / 2).sum()
+    return total
 
 
-def whitened(values: list[Tensor]) -> list[Tensor]:
-    joined = torch.cat(values)
-    return [(v - joined.mean()) / (joined.std() + 1e-6) for v in values]
+def batch_mean(model: Any, episodes: list[Episode]) -> Tensor:
+    """The weights are divided by their mean."""
+    weights = []
+    for e in episodes:
+        pi, mu = logp(model, e)
+        weights.append(truncated(pi - mu, torch.full_like(pi, centred(e))))
+    joined = torch.cat(weights)
+    return plain(model, episodes) / joined[joined > 0].mean()
 
 
-def test_whitening_waits_for_the_whole_batch(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
+def penalised(model: Any, episodes: list[Episode]) -> Tensor:
+    """R_i - beta·Σ(log mu - log ref), for the siblings too; the model of now is the reference."""
+    found: dict[tuple[str, int], float] = {}
+    for e in episodes:
+        ref, mu = logp(model, e)
+        found[e[0].group, e[0].place] = e[0].own.reward - 0.2 * float((mu - ref.detach()).sum())
+    total = torch.zeros((), dtype=torch.float64)
+    for e in episodes:
+        group = [found[e[0].group, place] for place in range(len(e[0].siblings))]
+        total = total + policy_gradient(model, e, found[e[0].group, e[0].place] - sum(group) / len(group))
+    return total
+
+
+def clipped_around_mu(model: Any, episodes: list[Episode]) -> Tensor:
+    """One step, no barrier: u = pi/mu is not 1 for stale data, and the clip acts."""
+    total, cut = torch.zeros((), dtype=torch.float64), 0
+    for e in episodes:
+        pi, mu = logp(model, e)
+        a, u = torch.full_like(mu, centred(e)), (pi - mu).exp()
+        ppo = torch.maximum(-u * a, -u.clamp(0.8, 1.2) * a)
+        total, cut = total + ppo.sum(), cut + int((ppo > -u * a).sum())
+    assert cut
+    return total
+
+
+STD = {"normalise": "batch_std"}
+MEAN = {"mask": {}, "truncate": {}, "batch_mean": {}}
+# Sections, the sum over all tokens that is minimised, the tolerance, and whether the learner waits for all.
+FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Any, list[Episode]], Tensor], float, bool | None]] = {
+    "entropy": ({"algorithm": {"entropy_coef": 0.1}}, with_entropy, TOLERANCE, None),
+    "whitened": (
+        {"algorithm": {"advantage": "reinforce_pp_baseline"}, "buffer": UNFILTERED},
+        *(whitened, 1e-7, True),
+    ),
+    "batch_std in a stream": ({"algorithm": STD}, divided, 1e-5, False),
+    "batch_std behind a barrier": ({"algorithm": {**STD, "entropy_coef": 1e-9}}, divided, 1e-5, True),
+    "batch_std of dro": ({"algorithm": {**STD, "loss": {"dro": {"beta": 1.0}}}}, dro, TOLERANCE, None),
+    "batch_mean": ({"algorithm": {"correction": MEAN}}, batch_mean, TOLERANCE, None),
+    "kl in the reward": (
+        {"kl": {"where": "reward", "coef": 0.2}, "buffer": UNFILTERED},
+        *(penalised, TOLERANCE, None),
+    ),
+    "a clip around mu": (
+        {"algorithm": {"loss": {"ppo": {"dual_clip": 0}}, "prox": "mu"}},
+        *(clipped_around_mu, TOLERANCE, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMULAS)
+def test_gradients_are_those_of_the_formula(
+    case: str, made: Made, model: Any, episodes: list[Episode]
 ) -> None:
-    algorithm = {"advantage": "reinforce_pp_baseline"}
-    learner = make_learner(tiny_config(model_path, algorithm=algorithm, buffer=UNFILTERED), world)
-    sizes = [sum(len(turn.ids) for turn in turns) for _, turns in episodes]
-    raw = [torch.full((n,), centred(e), dtype=torch.float64) for n, e in zip(sizes, episodes, strict=True)]
-    loss = sum(policy_gradient(model, e, a) for e, a in zip(episodes, whitened(raw), strict=True))
-    wanted = gradients(model, loss / tokens_of(episodes))
-    assert gradient_gap(learner, episodes, wanted) < 1e-7
+    sections, formula, tolerance, waits = FORMULAS[case]
+    learner = made(**sections)
+    assert waits in (None, learner.waits)
+    wanted = gradients(model, formula(model, episodes) / tokens_of(episodes))
+    assert gradient_gap(learner, episodes, wanted) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -140,9 +217,9 @@ def test_whitening_waits_for_the_whole_batch(
     ],
 )
 def test_advantages_are_reported_as_they_are_trained(
-    world: World, model_path: str, episodes: list[Episode], algorithm: dict[str, Any]
+    made: Made, episodes: list[Episode], algorithm: dict[str, Any]
 ) -> None:
-    learner = make_learner(tiny_config(model_path, algorithm=algorithm, buffer=UNFILTERED), world)
+    learner = made(algorithm=algorithm, buffer=UNFILTERED)
     metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=0))
     by_episode = torch.tensor([centred(e) for e in episodes], dtype=torch.float64)
     sizes = torch.tensor([sum(len(turn.ids) for turn in turns) for _, turns in episodes])
@@ -158,48 +235,18 @@ def test_advantages_are_reported_as_they_are_trained(
     wanted = {"mean": by_token.mean(), "max": by_token.max(), "min": by_token.min()}
     found = {name: metrics[f"critic/advantages/{name}"] for name in wanted}
     if algorithm.get("normalise") == "batch_std":
-        held = make_learner(tiny_config(model_path, algorithm=algorithm | {"prox": "recompute"}), world)
+        held = made(algorithm=algorithm | {"prox": "recompute"})
         again = run_batch(held, random_cut(episodes, 1, 3, seed=0))
         assert held.waits and again["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-9)
     assert found == pytest.approx({name: float(x) for name, x in wanted.items()}, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 1e-9], ids=["streamed", "behind a barrier"])
-def test_the_batch_std_divides_the_gradient(
-    world: World, model_path: str, model: Any, episodes: list[Episode], entropy_coef: float
-) -> None:
-    algorithm = {"normalise": "batch_std", "entropy_coef": entropy_coef}
-    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
-    assert learner.waits == (entropy_coef > 0)
-    std = float(np.std([centred(e) for e in episodes], ddof=1)) + 1e-6
-    loss = sum(policy_gradient(model, e, centred(e)) for e in episodes)
-    wanted = gradients(model, loss / tokens_of(episodes) / std)
-    assert gradient_gap(learner, episodes, wanted) < 1e-5
-
-
-def test_the_batch_std_divides_advantages_only(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
-) -> None:
-    """dro is not proportional to A: dividing its gradient would divide the pull to mu as well."""
-    algorithm = {"loss": {"dro": {"beta": 1.0}}, "normalise": "batch_std"}
-    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
-    std = float(np.std([centred(e) for e in episodes], ddof=1)) + 1e-6
-    total = torch.zeros((), dtype=torch.float64)
-    for e in episodes:
-        pi, mu = logp(model, e)
-        total = total - (centred(e) / std * pi - (pi - mu) ** 2 / 2).sum()
-    wanted = gradients(model, total / tokens_of(episodes))
-    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
-
-
-def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
-    world: World, model_path: str, model: Any
-) -> None:
+def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(made: Made, model: Any) -> None:
     """m2po masks, cispo_scalerl caps: both show where a correction's masks and caps would."""
     noisy = Recorder(model, seed=3, noise=0.8).groups(4, 3, [0])
     reports = {}
     for name, options in (("m2po", {}), ("cispo_scalerl", {"cap": 2})):
-        learner = make_learner(tiny_config(model_path, algorithm={"loss": {name: options}}), world)
+        learner = made(algorithm={"loss": {name: options}})
         reports[name] = run_batch(learner, [[noisy]])
     ratios = torch.cat([(pi - mu).detach().exp() for pi, mu in (logp(model, e) for e in noisy)])
     capped, m2po = reports["cispo_scalerl"], reports["m2po"]
@@ -214,13 +261,10 @@ def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
     )  # dropped tokens are clipped ones
 
 
-def test_running_whitening_uses_the_batches_before(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
-) -> None:
+def test_running_whitening_uses_the_batches_before(made: Made, model: Any, episodes: list[Episode]) -> None:
     """The first batch waits and is whitened by itself; the second streams, whitened by the first."""
     algorithm = {"advantage": "reinforce_pp_baseline", "normalise": "whiten_running"}
-    config = tiny_config(model_path, algorithm=algorithm, buffer=UNFILTERED, trainer={"lr": 1e-12})
-    learner = make_learner(config, world)
+    learner = made(algorithm=algorithm, buffer=UNFILTERED, trainer={"lr": 1e-12})
     assert learner.waits
     run_batch(learner, [[episodes]])
     learner.step = 0
@@ -235,47 +279,12 @@ def test_running_whitening_uses_the_batches_before(
     assert gradient_gap(learner, other, wanted) < 1e-6
 
 
-def test_batch_mean_divides_the_weights(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
-) -> None:
-    algorithm = {"correction": {"mask": {}, "truncate": {}, "batch_mean": {}}}
-    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
-    weights = []
-    for e in episodes:
-        pi, mu = logp(model, e)
-        w = truncated(pi - mu, torch.full_like(pi, centred(e)))
-        weights.append(w[w > 0])
-    loss = sum(policy_gradient(model, e, centred(e)) for e in episodes)
-    wanted = gradients(model, loss / tokens_of(episodes) / torch.cat(weights).mean())
-    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
-
-
-def test_kl_in_the_reward_reaches_the_baseline(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
-) -> None:
-    """R_i - beta·Σ(log mu - log ref), for the siblings too."""
-    config = tiny_config(model_path, kl={"where": "reward", "coef": 0.2}, buffer=UNFILTERED)
-    learner = make_learner(config, world)
-    penalised: dict[tuple[str, int], float] = {}
-    for row, turns in episodes:
-        ref, mu = logp(model, (row, turns))  # the learner has not moved: it is the reference
-        penalised[row.group, row.place] = row.own.reward - 0.2 * float((mu - ref.detach()).sum())
-    loss = torch.zeros((), dtype=torch.float64)
-    for row, turns in episodes:
-        group = [penalised[row.group, place] for place in range(len(row.siblings))]
-        loss = loss + policy_gradient(
-            model, (row, turns), penalised[row.group, row.place] - sum(group) / len(group)
-        )
-    wanted = gradients(model, loss / tokens_of(episodes))
-    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
-
-
-def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path: str, model: Any) -> None:
+def test_epochs_repeat_the_mini_batches_around_one_prox(made: Made, model: Any) -> None:
     algorithm = {"loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "steps_per_batch": 2, "epochs": 2}
-    learner = make_learner(tiny_config(model_path, algorithm=algorithm, trainer={"lr": 0.5}), world)
+    learner = made(algorithm=algorithm, trainer={"lr": 0.5})
     episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
-    run_batch(learner, random_cut(episodes, 1, 3, seed=1))
+    metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=1))
     optimizer, prox = torch.optim.SGD(model.parameters(), lr=0.5), copy.deepcopy(model)
     for step in range(4):
         part_of = deal({e[0].group for e in episodes}, 2, f"0/0/{step // 2}")
@@ -291,35 +300,19 @@ def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path
         optimizer.zero_grad()
         (loss / tokens_of(part)).backward()
         optimizer.step()
-    plain = {name: p.detach() for name, p in model.named_parameters()}
-    assert difference(full_state(learner.policy), plain) < TOLERANCE
-    assert learner.step == 1
+    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    assert difference(full_state(learner.policy), wanted) < TOLERANCE
+    assert learner.step == 1 and metrics["actor/pg_clipfrac"] > 0
 
 
-def test_a_clip_around_mu_in_a_stream(world: World, model_path: str, model: Any) -> None:
-    """One step, no barrier: u = pi/mu is not 1 for stale data, and the clip acts."""
-    algorithm = {"loss": {"ppo": {"dual_clip": 0}}, "prox": "mu"}
-    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
-    noisy = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
-    loss, cut = torch.zeros((), dtype=torch.float64), 0
-    for e in noisy:
-        pi, mu = logp(model, e)
-        a, u = torch.full_like(mu, centred(e)), (pi - mu).exp()
-        ppo = torch.maximum(-u * a, -u.clamp(0.8, 1.2) * a)
-        loss, cut = loss + ppo.sum(), cut + int((ppo > -u * a).sum())
-    wanted = gradients(model, loss / tokens_of(noisy))
-    assert cut and not learner.waits
-    assert gradient_gap(learner, noisy, wanted) < TOLERANCE
-
-
-def test_on_policy_a_clip_around_mu_is_that_around_prox(world: World, model_path: str, model: Any) -> None:
+def test_on_policy_a_clip_around_mu_is_that_around_prox(made: Made, model: Any) -> None:
     """Four steps, without the forward that computes prox."""
     algorithm = {"loss": "ppo", "steps_per_batch": 2, "epochs": 2, "correction": {}}
     same = Recorder(model, seed=7).groups(4, 3, [0])
     found = []
     for around in ("mu", "recompute"):
         options = {"algorithm": {**algorithm, "prox": around}, "buffer": {"max_staleness": 0}}
-        learner = make_learner(tiny_config(model_path, **options), world)
+        learner = made(**options)
         learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
         metrics = run_batch(learner, random_cut(same, 1, 3, seed=1))
         found.append(full_state(learner.policy))
@@ -338,14 +331,14 @@ def test_groups_are_dealt_anew_in_every_epoch_and_evenly() -> None:
 
 @pytest.mark.parametrize("beside", ["entropy", "shared head"])
 def test_what_a_skipped_step_left_does_not_reach_the_next_batch(
-    world: World, model_path: str, model: Any, episodes: list[Episode], beside: str
+    made: Made, episodes: list[Episode], beside: str
 ) -> None:
     """All tokens are masked by the correction, but entropy and value loss have gradients of their own."""
     sections: dict[str, Any] = {
         "entropy": {"algorithm": {"entropy_coef": 0.1}},
         "shared head": RECIPES["gae, shared"],
     }[beside]
-    learner = make_learner(tiny_config(model_path, **copy.deepcopy(sections)), world)
+    learner = made(**sections)
     far = [
         (row, [msgspec.structs.replace(t, logprobs=(-30.0,) * len(t.ids)) for t in turns])
         for row, turns in episodes
@@ -356,9 +349,9 @@ def test_what_a_skipped_step_left_does_not_reach_the_next_batch(
 
 
 def test_the_learning_rate_follows_the_effective_sample_size(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
+    made: Made, model: Any, episodes: list[Episode]
 ) -> None:
-    learner = make_learner(tiny_config(model_path, algorithm={"ess_lr": True}), world)
+    learner = made(algorithm={"ess_lr": True})
     metrics = run_batch(learner, [[episodes]])
     weights = []
     for e in episodes:
@@ -389,15 +382,14 @@ def test_what_the_engine_said_of_a_stale_token_changes_nothing(
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_an_empty_batch_is_legal(world: World, model_path: str, name: str) -> None:
-    learner = make_learner(tiny_config(model_path, **copy.deepcopy(RECIPES[name])), world)
+def test_an_empty_batch_is_legal(made: Made, name: str) -> None:
+    learner = made(**RECIPES[name])
     metrics = run_batch(learner, [[[]], [[]]])
     assert learner.step == 1 and metrics["actor/skipped_steps"] == learner.recipe.optimizer_steps
 
 
-def test_a_critic_that_warms_up_moves_alone(world: World, model_path: str, episodes: list[Episode]) -> None:
-    config = tiny_config(model_path, **RECIPES["gae"], critic={"warmup_steps": 1, "lr": 1e-2})
-    learner = make_learner(config, world)
+def test_a_critic_that_warms_up_moves_alone(made: Made, episodes: list[Episode]) -> None:
+    learner = made(**RECIPES["gae"], critic={"warmup_steps": 1, "lr": 1e-2})
     before = full_state(learner.policy)
     metrics = run_batch(learner, [[episodes]])
     after = full_state(learner.policy)
@@ -407,8 +399,7 @@ def test_a_critic_that_warms_up_moves_alone(world: World, model_path: str, episo
     assert difference(full_state(learner.policy), before) > 0
 
 
-def test_the_critic_learns_the_returns(world: World, model_path: str, episodes: list[Episode]) -> None:
-    config = tiny_config(model_path, **RECIPES["gae"], critic={"warmup_steps": 100, "lr": 1e-2, "clip": 0.0})
-    learner = make_learner(config, world)
+def test_the_critic_learns_the_returns(made: Made, episodes: list[Episode]) -> None:
+    learner = made(**RECIPES["gae"], critic={"warmup_steps": 100, "lr": 1e-2, "clip": 0.0})
     losses = [run_batch(learner, [[episodes]])["critic/vf_loss"] for _ in range(30)]
     assert losses[-1] < losses[0] / 3

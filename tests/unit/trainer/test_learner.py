@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,20 @@ import torch
 from asyncrl.algorithms.recipe import compose
 from asyncrl.observe import ratios
 from asyncrl.trainer import learner as learning
-from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.model import score
 from asyncrl.trainer.optimizer import LEAST, SpikeError, note_norm
 from asyncrl.trainer.report import Ratios
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult, Turn
+from asyncrl.types import EpisodeResult
 from tests.fakes import reference
 from tests.fakes.training import (
     Episode,
+    Made,
     Recorder,
     difference,
     final_gradients,
     full_state,
-    make_learner,
     random_cut,
     run_batch,
     tiny_config,
@@ -52,45 +52,35 @@ def whole(episodes: list[Episode]) -> list[list[list[Episode]]]:
     return [[episodes]]
 
 
-def at_step(learner: Any, step: int = STEP) -> Any:
-    learner.step = step
-    return learner
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
 def test_gradient_is_the_reference(
-    world: World, model_path: str, model: Any, episodes: list[Episode], aggregation: str, advantage: str
+    made: Made, model: Any, episodes: list[Episode], aggregation: str, advantage: str
 ) -> None:
-    config = tiny_config(model_path, algorithm={"aggregation": aggregation, "advantage": advantage})
-    wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, config))
-    found = final_gradients(at_step(make_learner(config, world)), random_cut(episodes, 1, 3, seed=0))
+    learner = made(STEP, algorithm={"aggregation": aggregation, "advantage": advantage})
+    wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, learner.config))
+    found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
     assert difference(found, wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed", "tree"])
-def test_a_shared_prompt_changes_no_gradient(world: World, model_path: str, model: Any, packing: str) -> None:
+def test_a_shared_prompt_changes_no_gradient(made: Made, model: Any, packing: str) -> None:
     """Micro-batches are cut again where they exceed the budget, groups too."""
     episodes = Recorder(model, seed=2, noise=0.8, temperature=0.9, prompt=20).groups(4, 4, VERSIONS)
-    config = tiny_config(
-        model_path,
-        trainer={"packing": packing, "micro_batch_tokens": 70},
-        rollout={"max_tokens": 64, "max_new_tokens": 40},
-    )
-    wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, config))
-    learner = at_step(make_learner(config, world))
+    limits = {"max_tokens": 64, "max_new_tokens": 40}
+    learner = made(STEP, trainer={"packing": packing, "micro_batch_tokens": 70}, rollout=limits)
+    wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, learner.config))
     assert difference(final_gradients(learner, whole(episodes)), wanted) < TOLERANCE
-    metrics = run_batch(at_step(learner), whole(episodes))
+    learner.step = STEP
+    metrics = run_batch(learner, whole(episodes))
     computed, rows = metrics["perf/computed_tokens"], metrics["perf/total_num_tokens"]
     assert computed < (0.9 if packing == "tree" else 1.1) * rows
 
 
-def test_ratios_of_transcribed_episodes_are_kept(
-    world: World, model_path: str, model: Any, tmp_path: Path
-) -> None:
+def test_ratios_of_transcribed_episodes_are_kept(made: Made, model: Any, tmp_path: Path) -> None:
     """log pi - log mu of the policy before the step, over the same tokens as a plain forward has them."""
     episodes = Recorder(model, seed=1, noise=0.8, temperature=0.9).groups(4, 4, VERSIONS, name="")
-    learner = at_step(make_learner(tiny_config(model_path), world))
+    learner = made(STEP)
     learner.recipe = dataclasses.replace(learner.recipe, skips_inert=False)
     learner.ratios = Ratios(tmp_path, rank=0, groups_per_batch=2)
     wanted = {row.uid: reference.token_log_probs(model, (row, turns)) for row, turns in episodes}
@@ -104,18 +94,15 @@ def test_ratios_of_transcribed_episodes_are_kept(
     assert any(known is not None and any(known.dropped) for known in found.values())
 
 
-def test_loss_and_counts_are_reported(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
-) -> None:
-    config = tiny_config(model_path)
-    learner = at_step(make_learner(config, world))
+def test_loss_and_counts_are_reported(made: Made, model: Any, episodes: list[Episode]) -> None:
+    learner = made(STEP)
     learner.recipe = dataclasses.replace(learner.recipe, skips_inert=False)  # all episodes are scored
     metrics = run_batch(learner, whole(episodes))
     tokens = [t for e in episodes for t in reference.token_log_probs(model, e)]
     fresh = [(math.exp(p.item() - mu), v) for p, mu, v in tokens if STEP - v <= 4]
     kept = [rho for rho, _ in fresh if 0.5 <= rho <= 5]
     lags = sorted(STEP - v for rho, v in fresh if 0.5 <= rho <= 5)
-    loss = reference.batch_loss(model, episodes, STEP, config).item()
+    loss = reference.batch_loss(model, episodes, STEP, learner.config).item()
     assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-9)
     assert metrics["trainer/model_tokens"] == len(tokens)
     assert metrics["trainer/kept_tokens"] == len(kept) < len(fresh) < len(tokens)
@@ -132,7 +119,7 @@ def test_loss_and_counts_are_reported(
 
 
 def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
-    world: World, model_path: str, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
+    made: Made, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`staleness/lag/max` is measured on what entered the loss, not derived from the bound."""
 
@@ -141,13 +128,13 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
         return dataclasses.replace(micro, fresh=torch.ones_like(micro.fresh))
 
     monkeypatch.setattr(learning, "collate", careless)
-    metrics = run_batch(at_step(make_learner(tiny_config(model_path), world)), whole(episodes))
+    metrics = run_batch(made(STEP), whole(episodes))
     assert metrics["staleness/lag/max"] == 6 > 4
 
 
-def test_gradient_does_not_depend_on_the_cut(world: World, model_path: str, episodes: list[Episode]) -> None:
+def test_gradient_does_not_depend_on_the_cut(made: Made, world: World, episodes: list[Episode]) -> None:
     """Nor on the probe, which is scored between two micro-batches."""
-    learner = at_step(make_learner(tiny_config(model_path), world))
+    learner = made(STEP)
     one, probed = final_gradients(learner, whole(episodes)), list[tuple[float, ...]]()
     for micros in (1, 2, 3, 7):
         cut = random_cut(episodes, 1, micros, seed=micros)
@@ -156,28 +143,8 @@ def test_gradient_does_not_depend_on_the_cut(world: World, model_path: str, epis
     assert len(probed) >= 3 and len(set(probed)) == 1
 
 
-def test_a_stale_token_has_no_gradient_but_keeps_its_place_in_the_denominator(
-    world: World, model_path: str, episodes: list[Episode]
-) -> None:
-    """Nonsense as the log-prob of a stale token changes nothing; a token less in D would."""
-    learner = at_step(make_learner(tiny_config(model_path), world))
-
-    def garble(turn: Turn) -> Turn:
-        old = {p for s in turn.spans if STEP - s.version > 4 for p in range(s.start, s.end)}
-        changed = tuple(-50.0 if i in old else p for i, p in enumerate(turn.logprobs))
-        return msgspec.structs.replace(turn, logprobs=changed)
-
-    garbled = [(row, [garble(turn) for turn in turns]) for row, turns in episodes]
-    assert garbled != episodes
-    found = final_gradients(learner, whole(garbled))
-    assert difference(found, final_gradients(learner, whole(episodes))) == 0.0
-
-
-def test_a_batch_without_a_kept_token_moves_nothing_but_the_step(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
-) -> None:
-    config = tiny_config(model_path, trainer={"weight_decay": 0.1})
-    learner = at_step(make_learner(config, world))
+def test_a_batch_without_a_kept_token_moves_nothing_but_the_step(made: Made, episodes: list[Episode]) -> None:
+    learner = made(STEP, trainer={"weight_decay": 0.1})
     run_batch(learner, whole(episodes))  # so that Adam has momentum
     before = full_state(learner.policy)
     moments = copy.deepcopy(learner.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor())
@@ -191,33 +158,23 @@ def test_a_batch_without_a_kept_token_moves_nothing_but_the_step(
     assert torch.equal(moments, learner.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor())
 
 
-def test_an_idle_rank_and_an_empty_batch_are_legal(world: World, model_path: str) -> None:
-    metrics = run_batch(make_learner(tiny_config(model_path), world), [[[]]])
-    assert metrics["actor/skipped_steps"] == 1
-
-
-def test_a_singleton_group_has_no_gradient(world: World, model_path: str, model: Any) -> None:
+def test_a_singleton_group_has_no_gradient(made: Made, model: Any) -> None:
     alone = Recorder(model, seed=3).groups(1, 1, [0])
-    found = final_gradients(make_learner(tiny_config(model_path), world), whole(alone))
+    found = final_gradients(made(), whole(alone))
     assert all(not gradient.any() for gradient in found.values())
 
 
-def test_episodes_without_advantage_are_not_scored(
-    world: World, model_path: str, model: Any, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_episodes_without_advantage_are_not_scored(made: Made, episodes: list[Episode]) -> None:
     """But the first of each group. Gradient and counts are those of a backward over all of them, and no count
     depends on the cut."""
-    unmasked = tiny_config(model_path, algorithm={"correction": {"truncate": {}}})
-    learner, other = (at_step(make_learner(unmasked, world)) for _ in range(2))
+    learner, other = (made(STEP, algorithm={"correction": {"truncate": {}}}) for _ in range(2))
     other.recipe = dataclasses.replace(learner.recipe, skips_inert=False)
-    equal = [(with_equal_rewards(row), turns) for row, turns in episodes[:8]]
+    equal = [(with_rewards(row, lambda reward: 0.5), turns) for row, turns in episodes[:8]]
     batch, again = (random_cut([*equal, *episodes[8:]], 1, 3, seed=seed) for seed in (0, 1))
     assert difference(final_gradients(learner, batch), final_gradients(other, batch)) < TOLERANCE
-    metrics, recut, whole_metrics = (
-        run_batch(learner, batch),
-        run_batch(at_step(learner), again),
-        run_batch(other, batch),
-    )
+    metrics, whole_metrics = run_batch(learner, batch), run_batch(other, batch)
+    learner.step = STEP
+    recut = run_batch(learner, again)
     assert metrics["critic/zero_advantage_frac"] >= 0.5
     assert metrics["perf/computed_tokens"] < 0.7 * whole_metrics["perf/computed_tokens"]
     assert metrics["actor/entropy"] != whole_metrics["actor/entropy"]
@@ -230,12 +187,12 @@ def test_episodes_without_advantage_are_not_scored(
     assert "staleness/lag/mean" in lean and lean == pytest.approx(full, rel=1e-9, abs=1e-12)
 
 
-def test_a_batch_without_any_advantage_shows_its_log_prob_gap(
-    world: World, model_path: str, model: Any
-) -> None:
+def test_a_batch_without_any_advantage_shows_its_log_prob_gap(made: Made, model: Any) -> None:
     """One episode of each group is scored, and the step is taken, as with Adam's moments of before."""
-    equal = [(with_equal_rewards(row), t) for row, t in Recorder(model, seed=6).groups(2, 4, [0])]
-    metrics = run_batch(make_learner(tiny_config(model_path), world), random_cut(equal, 1, 2, seed=0))
+    equal = [
+        (with_rewards(row, lambda reward: 0.5), t) for row, t in Recorder(model, seed=6).groups(2, 4, [0])
+    ]
+    metrics = run_batch(made(), random_cut(equal, 1, 2, seed=0))
     assert metrics["rollout_corr/logprob_diff_tokens"] > 0 and metrics["actor/skipped_steps"] == 0
     assert metrics["actor/grad_norm"] == 0 and metrics["trainer/kept_tokens"] > 20
 
@@ -255,15 +212,10 @@ def test_all_episodes_are_scored_where_something_reads_them(sections: Any, model
     assert not compose(tiny_config(model_path, **sections)).skips_inert
 
 
-def with_equal_rewards(row: Any) -> Any:
-    equal = tuple(msgspec.structs.replace(row.own, reward=0.5, turn_rewards=()) for _ in row.siblings)
-    return msgspec.structs.replace(row, own=equal[0], siblings=equal)
-
-
-def test_extreme_log_probs_stay_finite(world: World, model_path: str, model: Any) -> None:
+def test_extreme_log_probs_stay_finite(made: Made, model: Any) -> None:
     row, turns = Recorder(model, seed=4).groups(1, 2, [0])[0]
     good = Recorder(model, seed=5).groups(2, 4, [0], name="h")
-    learner = make_learner(tiny_config(model_path), world)
+    learner = made()
     for bad in (-1e4, 1e4, math.nan, math.inf, -math.inf):
         spoiled = [msgspec.structs.replace(turn, logprobs=(bad,) * len(turn.ids)) for turn in turns]
         learner.step = 0
@@ -273,12 +225,9 @@ def test_extreme_log_probs_stay_finite(world: World, model_path: str, model: Any
         assert (metrics["rollout_corr/nonfinite_tokens"] > 0) == (not math.isfinite(bad))
 
 
-def test_clipping_keeps_the_direction(
-    world: World, model_path: str, model: Any, episodes: list[Episode]
-) -> None:
-    free = final_gradients(at_step(make_learner(tiny_config(model_path), world)), whole(episodes))
-    config = tiny_config(model_path, trainer={"grad_clip": 0.01})
-    held = final_gradients(at_step(make_learner(config, world)), whole(episodes))
+def test_clipping_keeps_the_direction(made: Made, episodes: list[Episode]) -> None:
+    free = final_gradients(made(STEP), whole(episodes))
+    held = final_gradients(made(STEP, trainer={"grad_clip": 0.01}), whole(episodes))
     norm = torch.stack([gradient.norm() for gradient in free.values()]).norm()
     assert norm > 0.01
     assert (
@@ -286,64 +235,31 @@ def test_clipping_keeps_the_direction(
     )  # clip's own epsilon
 
 
-def test_several_steps_behind_the_barrier_are_two_plain_ppo_steps(
-    world: World, model_path: str, model: Any
-) -> None:
-    """Prox is the policy before both."""
-    algorithm = {"loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "steps_per_batch": 2}
-    trainer = {"lr": 0.5, "micro_batch_tokens": 1024}
-    config = tiny_config(model_path, algorithm=algorithm, trainer=trainer)
-    episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
-    learner = make_learner(config, world)
-    learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
-    metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=1))
-    prox = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    part_of = deal({e[0].group for e in episodes}, 2, "0/0/0")
-    for k in range(2):
-        part = [e for e in episodes if part_of[e[0].group] == k]
-        optimizer.zero_grad()
-        reference.decoupled_loss(model, prox, part, config).backward()
-        optimizer.step()
-    found = full_state(learner.policy)
-    assert difference(found, {name: p.detach() for name, p in model.named_parameters()}) < TOLERANCE
-    assert learner.step == 1
-    assert metrics["actor/pg_clipfrac"] > 0
+def with_rewards(row: Any, change: Callable[[float], float]) -> Any:
+    """The planned trajectory with other rewards of its group, and so other gradients."""
 
+    def changed(result: EpisodeResult) -> EpisodeResult:
+        by_turn = tuple(map(change, result.turn_rewards))
+        return msgspec.structs.replace(result, reward=change(result.reward), turn_rewards=by_turn)
 
-def times(factor: float, result: EpisodeResult) -> EpisodeResult:
-    rewards = tuple(factor * reward for reward in result.turn_rewards)
-    return msgspec.structs.replace(result, reward=factor * result.reward, turn_rewards=rewards)
-
-
-def rewarded(episodes: list[Episode], factor: float) -> list[Episode]:
-    """With rewards, and so gradients, so many times as large."""
-    return [
-        (
-            msgspec.structs.replace(
-                row, own=times(factor, row.own), siblings=tuple(times(factor, one) for one in row.siblings)
-            ),
-            turns,
-        )
-        for row, turns in episodes
-    ]
+    siblings = tuple(map(changed, row.siblings))
+    return msgspec.structs.replace(row, own=changed(row.own), siblings=siblings)
 
 
 @pytest.mark.parametrize(("factor", "spikes"), [(9.0, False), (11.0, True), (math.nan, True)])
 @pytest.mark.parametrize("on_spike", ["skip", "rollback"])
 def test_a_spike_takes_no_step(
-    world: World, model_path: str, episodes: list[Episode], factor: float, spikes: bool, on_spike: str
+    made: Made, episodes: list[Episode], factor: float, spikes: bool, on_spike: str
 ) -> None:
     """A norm over ten times the median of eight batches; one that is not finite even without them."""
-    config = tiny_config(model_path, trainer={"on_spike": on_spike, "spike_factor": 10.0, "lr": 1e-9})
-    learner = at_step(make_learner(config, world))
+    learner = made(STEP, trainer={"on_spike": on_spike, "spike_factor": 10.0, "lr": 1e-9})
     norm = run_batch(learner, whole(episodes))["actor/grad_norm"]
     assert norm in learner.state.values()
     for place in range(LEAST if math.isfinite(factor) else 0):
         note_norm(learner.state, place, norm)
-    at_step(learner)  # for the same lags
+    learner.step = STEP  # for the same lags
     before, norms = full_state(learner.policy), dict(learner.state)
-    batch = whole(rewarded(episodes, factor))
+    batch = whole([(with_rewards(row, lambda reward: factor * reward), turns) for row, turns in episodes])
     if spikes and on_spike == "rollback":
         with pytest.raises(SpikeError, match=rf"step {STEP + 1} spiked: its gradient norm is (nan|\d)"):
             run_batch(learner, batch)
