@@ -33,8 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
     from asyncrl.launch.checks import ALL, MACHINE, examine
-    from asyncrl.launch.data import Inputs
-    from asyncrl.launch.notes import Note
+    from asyncrl.launch.data import Inputs, Note
 
     checks = ALL
     try:

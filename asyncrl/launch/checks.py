@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.launch import gpus, machine, preflight
-from asyncrl.launch.data import Inputs
-from asyncrl.launch.notes import Check, Note
+from asyncrl.launch.data import Check, Inputs, Note
 
 
 def check(config: RunConfig) -> tuple[Inputs, list[str]]:

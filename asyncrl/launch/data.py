@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -289,3 +289,39 @@ class Inputs:
             return tuple(self.parts.rules.chat.prompt_ids(sample.prompt, schemas))
         turns = demonstrated(self.parts.rules, sample, schemas)
         return () if isinstance(turns, Fail) else tuple(turns[0].context)
+
+
+Level = Literal["ok", "warning", "error", "skipped"]
+
+
+class Note(NamedTuple):
+    """One thing that a check has found."""
+
+    level: Level
+    text: str
+    check: str = ""  # by which one, once it is collected
+
+
+def ok(text: str) -> Note:
+    return Note("ok", text)
+
+
+def warning(text: str) -> Note:
+    return Note("warning", text)
+
+
+@dataclass(frozen=True)
+class Check:
+    """`needs`: names of checks without which this one says nothing new; it is skipped if one fails."""
+
+    name: str
+    needs: tuple[str, ...]
+    run: Callable[[Inputs], Iterable[Note]]
+
+    def __call__(self, inputs: Inputs) -> Iterable[Note]:
+        return self.run(inputs)
+
+
+def check(name: str, needs: tuple[str, ...] = ()) -> Callable[[Callable[[Inputs], Iterable[Note]]], Check]:
+    """Make a check of a generator of notes. It raises ConfigError for what has to be corrected."""
+    return lambda run: Check(name, needs, run)

@@ -11,9 +11,9 @@ from math import sqrt
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.launch.model_directory import parameter_count
 from asyncrl.launch.run_directory import creatable
 from asyncrl.runtime.process import is_imported
+from asyncrl.weights.model_files import parameter_count
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # other CPUs take longer with bfloat16 than with float32

@@ -10,10 +10,9 @@ import psutil
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
-from asyncrl.launch.data import Inputs
+from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import sized
 from asyncrl.launch.nodes import is_loopback
-from asyncrl.launch.notes import Note, check, ok, warning
 from asyncrl.launch.placement import ENGINE, TRAINER, dealt
 from asyncrl.observe.machine import gpu_driver, list_gpus
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import asyncrl
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES, describe_exit
-from asyncrl.launch.data import Inputs
+from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import sized
 from asyncrl.launch.gpus import grouped, servers_here
-from asyncrl.launch.notes import Note, check, ok, warning
 from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports

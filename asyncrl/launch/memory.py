@@ -24,11 +24,10 @@ import psutil
 
 from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig, leaves
 from asyncrl.errors import ConfigError, recorded
+from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.estimates import EXPORTED, own_critic, sized
-from asyncrl.launch.model_directory import weight_shapes
-from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.runtime.process import main_memory
-from asyncrl.weights.model_files import read_json
+from asyncrl.weights.model_files import read_json, weight_shapes
 
 MASTER = 4  # bytes of a weight, a gradient, and a number of the optimizer's state
 CHUNK = 512  # tokens whose logits exist at once (trainer/scores.py)

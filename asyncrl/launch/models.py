@@ -1,5 +1,5 @@
-"""Models as the configuration names them: a directory, or a repository of the Hugging Face hub; and the chat
-template in place of the model's own.
+"""Resolves and checks models as the configuration names them: a directory, or a repository of the Hugging
+Face hub; and the chat template in place of the model's own.
 
 The launcher resolves the names once. From there on the configuration, and with it config.yaml, holds
 directories and the template's text. A directory in the hub's cache names its repository and commit, so that
@@ -11,15 +11,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
+from asyncrl.weights.model_files import read_json, weight_files, weight_shapes
 
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 UNWANTED = ("*/*", "consolidated*")  # exports to other formats; a second copy of the weights (Mistral)
@@ -114,3 +116,65 @@ def fetch(model: HubModel, key: str) -> str:
     except Exception as error:  # of the network, the disk, the cache
         why = f"cannot be fetched from the hub ({one_line(error)})"
     raise ConfigError(f"{key}: {name} is no directory here, and {why}") from None
+
+
+def check_model(config: RunConfig) -> None:
+    """config.json, weights, tokenizer and chat template are there; the context is long enough."""
+    path = Path(config.model.path)
+    settings = read_json(path / "config.json")
+    files = weight_files(config.model.path)
+    if not files:
+        raise ConfigError(f"{path}: no model.safetensors; save the weights with save_pretrained(...)")
+    if missing := sorted(file.name for file in files if not file.is_file()):
+        raise ConfigError(
+            f"{path}: {len(missing)} of {len(files)} files of weights are missing, first {missing[0]}; "
+            "fetch or save the model anew"
+        )
+    _check_width(path, settings)
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
+        )
+    if not chat_template(config):
+        raise ConfigError(
+            f"{path}: no chat template; set model.template to a Jinja file, or to chatml_tools where the "
+            "tokenizer has <|im_start|> and <|im_end|>"
+        )
+    longest = settings.get("max_position_embeddings", settings.get("n_positions"))  # GPT-2
+    if isinstance(longest, int) and longest < config.rollout.max_tokens:
+        raise ConfigError(
+            f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
+            "lower it"
+        )
+    heads = settings.get("num_attention_heads", settings.get("n_head"))  # GPT-2
+    sharing = config.trainer.sequence_parallel
+    if isinstance(heads, int) and heads % sharing:
+        raise ConfigError(
+            f"trainer.sequence_parallel ({sharing}) does not divide the model's {heads} attention heads; set "
+            f"it to one of {divisors(gcd(heads, config.trainer.ranks))}, which divide these and trainer.ranks"
+        )
+
+
+def _check_width(path: Path, settings: dict[str, Any]) -> None:
+    """The embedding in the weights is as wide as one of the sizes in config.json, whatever its name."""
+    sizes = dict(leaves(settings))
+    vocabulary = sizes.get("vocab_size", sizes.get("text_config.vocab_size"))
+    matrices = (shape for shape in weight_shapes(str(path)).values() if len(shape) == 2)
+    widths = {width for rows, width in matrices if rows == vocabulary}
+    if widths and not any(value in widths for value in sizes.values() if isinstance(value, int)):
+        hidden = sizes.get("hidden_size", sizes.get("text_config.hidden_size", "another size"))
+        raise ConfigError(
+            f"{path}: config.json says hidden_size {hidden}, and the embedding in the weights is "
+            f"{vocabulary} × {min(widths)}: they are not of one model; fetch or save it anew"
+        )
+
+
+def chat_template(config: RunConfig) -> str:
+    """The text of the chat template: `model.template`, or the model's own; '' if there is none."""
+    if config.model.template:
+        return config.model.template
+    path = Path(config.model.path)
+    file, inside = path / "chat_template.jinja", path / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text()
+    return str((read_json(inside) if inside.is_file() else {}).get("chat_template") or "")

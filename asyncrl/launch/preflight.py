@@ -19,10 +19,9 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch import estimates, memory, placement
-from asyncrl.launch.data import Inputs
+from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
-from asyncrl.launch.model_directory import chat_template, check_model
-from asyncrl.launch.notes import Note, check, ok, warning
+from asyncrl.launch.models import chat_template, check_model
 from asyncrl.launch.run_directory import (
     check_resumed,
     check_run_directory,

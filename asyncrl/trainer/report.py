@@ -17,9 +17,8 @@ from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
 from asyncrl.algorithms.normalise import Moments, end_factor, explained_variance
 from asyncrl.buffer.prompts import TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
-from asyncrl.observe import ratios
 from asyncrl.observe.metrics import LAG_TOKENS
-from asyncrl.observe.transcripts import is_kept
+from asyncrl.observe.transcripts import MOST_TOKENS, TokenRatios, is_kept, save_ratios
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.objective import Terms
 
@@ -261,7 +260,7 @@ class Ratios:
 
     def __init__(self, run_dir: Path, rank: int, groups_per_batch: int) -> None:
         self._run_dir, self._rank, self._groups = run_dir, rank, groups_per_batch
-        self._found: dict[str, ratios.TokenRatios] = {}
+        self._found: dict[str, TokenRatios] = {}
 
     def note(self, examples: Sequence[Example], log_ratio: Tensor, dropped: Tensor) -> None:
         """Tensors are [N], over the model tokens of all examples in order. What was noted of an episode
@@ -270,11 +269,11 @@ class Ratios:
         for e, (start, end) in zip(examples, pairwise(edges), strict=True):
             uid, member = e.planned.uid, int(e.planned.uid[len(e.group) + 1 :])
             if uid not in self._found and is_kept(int(e.group), member, self._groups):
-                own = slice(start, min(end, start + ratios.MOST_TOKENS))
+                own = slice(start, min(end, start + MOST_TOKENS))
                 values = [round(value, 5) for value in log_ratio[own].tolist()]
-                self._found[uid] = ratios.TokenRatios(uid, values, dropped[own].tolist())
+                self._found[uid] = TokenRatios(uid, values, dropped[own].tolist())
 
     def save(self, step: int) -> None:
         """Write what was noted, as of this step (counted from 1), and forget it."""
-        ratios.save(self._run_dir, step, self._rank, self._found.values())
+        save_ratios(self._run_dir, step, self._rank, self._found.values())
         self._found = {}

@@ -1,20 +1,31 @@
-"""The episodes of a run's store: a page of those that fit a filter, and the members of a group."""
+"""Reads the episodes of a run's store: a page of those that fit a filter, the members of a group, and one
+episode token by token, with what training made of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Any
+from math import exp
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from asyncrl.buffer.records import State
+from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.staleness import lag
-from asyncrl.errors import ConfigError
+from asyncrl.config import RunConfig, texts
+from asyncrl.conversation.watch import GrowingText
+from asyncrl.data import Samples, samples_path
+from asyncrl.episodes.recorded import kept_turns
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.observe.transcripts import TokenRatios, read_ratios
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
-from asyncrl.types import TurnReply
+from asyncrl.types import Sample, Turn, TurnReply
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.batch import Example
 
 PAGE = 100  # episodes
 LOOKED_AT = 5000  # episodes of which one search for a tool reads the replies
@@ -158,3 +169,111 @@ def shown(episode: Listed) -> dict[str, Any]:
         "lag": lag_of(episode),
         "greedy": episode.greedy,
     }
+
+
+LARGEST = 20.0  # nats
+Decode = Callable[[Sequence[int]], str]
+
+
+def decoder(model: str) -> Decode:
+    """The text of ids, by the tokenizer of a model directory; takes a second or two. ConfigError."""
+    from asyncrl.conversation.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return lambda ids: tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; of several tokens that are one character the last one has it."""
+    growing, read, found = GrowingText(decode), list[int](), list[str]()
+    for token in ids:
+        read.append(token)
+        before = len(growing.text)
+        growing.grow(read)
+        found.append(growing.text[before:])
+    return found
+
+
+def transcript(
+    run_dir: Path, config: RunConfig, reader: RunReader, uid: str, decode: Decode
+) -> dict[str, Any]:
+    """Return an episode as JSON. `turns` are those that are kept; `missing` says why there are fewer than the
+    episode had, `no_advantage` why there are none. StoreError, ConfigError."""
+    episode = reader.episode(uid)
+    sample: Sample = Samples.open(samples_path(run_dir, "train"))[reader.group(episode.group).sample]
+    turns, missing = kept_turns(reader, episode)
+    seen, why = (None, missing) if missing else _as_trained(config, reader, episode, turns)
+    known = read_ratios(run_dir, episode.step + 1, uid) if episode.step >= 0 else None
+    return {
+        **msgspec.to_builtins(episode),
+        "step": episode.step + 1 if episode.step >= 0 else None,
+        "landed": episode.stats.turns > 0,
+        "bound": config.buffer.max_staleness,
+        "sample": {
+            "row": sample.row,
+            "source": sample.data_source,
+            "prompt": [message.openai() for message in sample.prompt],
+            "truth": sample.ground_truth,
+        },
+        "turns": list(_turns(turns, decode, seen, known, episode.step >= 0)),
+        "missing": missing,
+        "no_advantage": why,
+    }
+
+
+def _as_trained(
+    config: RunConfig, reader: RunReader, episode: EpisodeRecord, turns: Sequence[Turn]
+) -> tuple[Example | None, str]:
+    """Compute the advantages of an episode that landed, by the trainer's own code; or say why it has none.
+    Functions that the configuration names are code of the run's: it is not run here."""
+    if not turns or not episode.stats.turns:
+        return None, "it has not landed"
+    if any(":" in text for text in texts(msgspec.to_builtins(config.algorithm))):
+        return None, "algorithm names a function of the user's, which a viewer does not run"
+    from asyncrl.algorithms.recipe import compose
+    from asyncrl.trainer.repeat import credited
+
+    try:
+        baseline = reader.baseline(episode.group)
+        if episode.greedy or not baseline.results:
+            return None, "it is compared with nothing: " + (
+                "it is the greedy one" if episode.greedy else "its group is not settled"
+            )
+        found = credited(config, compose(config), episode, baseline, turns)
+    except (AsyncrlError, ValueError) as error:
+        return None, one_line(error)
+    return found, "" if found.advantage is not None else "the advantage reads what models compute"
+
+
+def _turns(
+    turns: Sequence[Turn], decode: Decode, seen: Example | None, known: TokenRatios | None, taken: bool
+) -> Iterator[dict[str, Any]]:
+    """Per-token lists are aligned with `ids`; None: not known. `ratios` are pi/mu; they and `dropped` may be
+    shorter."""
+    start = 0
+    for turn in turns:
+        own = slice(start, start := start + len(turn.ids))
+        spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
+        yield {
+            "index": turn.index,
+            "row": turn.row,
+            "agent": turn.agent,
+            "stop": turn.stop,
+            "seconds": turn.seconds,
+            "context": {"ids": turn.context, "texts": token_texts(decode, turn.context)},
+            "ids": turn.ids,
+            "texts": token_texts(decode, turn.ids),
+            "logprobs": turn.logprobs,
+            "versions": [version for version, _ in spans],
+            "kv_versions": [version for _, version in spans],
+            "lags": seen.lag[own].tolist() if seen is not None and taken else None,
+            "stale": seen.stale[own].tolist() if seen is not None and taken else None,
+            "ratios": known and [None if x is None else exp(min(x, LARGEST)) for x in known.log_ratio[own]],
+            "dropped": known and known.dropped[own],
+            "rewards": seen.rewards[own].tolist() if seen is not None else None,
+            "advantages": None if seen is None or seen.advantage is None else seen.advantage[own].tolist(),
+            "replies": msgspec.to_builtins(turn.replies),
+            "observation": msgspec.to_builtins(turn.observation),
+        }

@@ -20,11 +20,10 @@ from asyncrl.observe.summary import flow_line
 from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
-from asyncrl.viewer.alerts import alerts
+from asyncrl.viewer.episodes import Decode, decoder, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
 from asyncrl.viewer.results import results
-from asyncrl.viewer.series import renamed, series
-from asyncrl.viewer.transcript import Decode, decoder, transcript
+from asyncrl.viewer.series import alerts, renamed, series
 
 Query = Mapping[str, str]
 

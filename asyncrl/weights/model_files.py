@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,31 @@ def weight_files(path: str) -> list[Path]:
 def weight_bytes(path: str) -> int:
     """Bytes of the files of weights; 0 without any."""
     return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
+
+
+def parameter_count(path: str) -> int:
+    """Count the parameters, where shared ones are one. 0 without files of weights."""
+    return sum(map(prod, weight_shapes(path).values()))
+
+
+def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor, by its name, as the headers of the files of weights say."""
+    headers = (_header(file) for file in weight_files(path))
+    entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
+    return {name: tuple(tensor["shape"]) for name, tensor in entries}
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: {name: {dtype, shape, …}}. ConfigError if it has none."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("it is cut off, or no safetensors file")
+            found: dict[str, Any] = json.loads(opened.read(length))
+            return found
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
 
 
 def identity(path: str) -> dict[str, Any]:

@@ -20,8 +20,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.launch.checks import ALL, examine
-from asyncrl.launch.data import Inputs
-from asyncrl.launch.notes import Note
+from asyncrl.launch.data import Inputs, Note
 
 Keys = Mapping[str, Any]  # dotted
 Spoil = Keys | Callable[["Given"], Any]

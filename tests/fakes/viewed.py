@@ -12,8 +12,8 @@ from asyncrl.config import parse
 from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
-from asyncrl.observe import ratios
 from asyncrl.observe.timeline import Timeline
+from asyncrl.observe.transcripts import TokenRatios, save_ratios
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import DropReason, EpisodeStats, ToolCall, ToolReply, TurnReply, VersionSpan
 from tests.fakes.data import rows, stored
@@ -69,8 +69,8 @@ def save_run(run_dir: Path, **training: float) -> Path:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     entry = {"sample": 7, "mode": "greedy", "score": 1.0, "text": MARKUP}
     save_transcripts(run_dir, "validation", 1, [entry])
-    kept = ratios.TokenRatios("0.0", [math.log(2), None] + [0.0] * 8, [True] + [False] * 9)
-    ratios.save(run_dir, 1, 0, [kept])
+    kept = TokenRatios("0.0", [math.log(2), None] + [0.0] * 8, [True] + [False] * 9)
+    save_ratios(run_dir, 1, 0, [kept])
     timeline = Timeline(run_dir / "timeline" / "trainer-0.jsonl")
     for step in range(4000):
         timeline.record("train", step, step + 1, step=step)

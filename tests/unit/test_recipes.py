@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.composition import compose
-from asyncrl.launch.model_directory import check_model, parameter_count
+from asyncrl.launch.models import check_model
+from asyncrl.weights.model_files import parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/recipes.md").read_text()

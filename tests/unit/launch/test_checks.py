@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asyncrl.runtime.memory import MainMemory
 
 from asyncrl.launch import run_directory
 from asyncrl.rewards import RewardInput, needs_truth
+from asyncrl.runtime.process import MainMemory
 from asyncrl.weights import disk
 from tests.fakes.checked import (
     Given,

@@ -31,7 +31,7 @@ from asyncrl.observe.metrics import (
     label,
     value_of,
 )
-from asyncrl.observe.transcripts import Transcript, newest
+from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.shared import Status
 
 FAILED = "attempts failed: 123,456 reward_error, 7,890 worker_lost; the newest: KeyError: 'b' (bad.py:41)"
@@ -98,21 +98,6 @@ def test_a_transcript_has_the_whole_room_and_shows_its_end(width: int, height: i
     if width >= 60:
         assert len(lines) == height or width == 200
         assert lines[-2:] == ["the end 42", "any other key: back"]
-
-
-def test_the_newest_good_and_the_newest_bad_one(tmp_path: Path) -> None:
-    assert newest(tmp_path, True, 1.0) is None
-    entry = {"uid": "u", "end": "answered", "ground_truth": "4"}
-    save_transcripts(tmp_path, "training", 1, [entry | {"score": 3.0, "text": "a"}])
-    save_transcripts(tmp_path, "training", 2, [entry | {"score": 0.0, "text": "b"}, entry | {"failed": "x"}])
-    save_transcripts(tmp_path, "validation", 2, [entry | {"score": 0.5, "success": True, "text": "c"}])
-    for age, name in enumerate(("training/step-2", "validation/step-2", "training/step-1")):
-        os.utime(tmp_path / "transcripts" / f"{name}.jsonl", (1000 - age, 1000 - age))
-    good, bad = newest(tmp_path, True, 2.0), newest(tmp_path, False, 2.0)
-    assert good and bad and (good.text, bad.text) == ("c", "b")
-    assert good.title == (
-        "newest good transcript: validation, step 2, u, score 0.5, ground truth 4, end answered"
-    )
 
 
 CHILD = """

@@ -24,9 +24,9 @@ from asyncrl.launch.estimates import (
     learning_rates,
 )
 from asyncrl.launch.memory import Footprint, describe_memory
-from asyncrl.launch.model_directory import parameter_count
 from asyncrl.launch.placement import describe, processes_of
 from asyncrl.runtime.process import MainMemory
+from asyncrl.weights.model_files import parameter_count
 from asyncrl.weights.snapshot import Buffers
 from tests.fakes.checked import write_header
 

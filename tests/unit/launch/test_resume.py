@@ -15,7 +15,7 @@ from asyncrl.config import RunConfig, parse, read_config
 from asyncrl.coordinator.state import load_state
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_directory as run_directories
-from asyncrl.launch.model_directory import check_model
+from asyncrl.launch.models import check_model
 from asyncrl.launch.run_directory import check_resumed, locked, resumed_with, run_directory
 from asyncrl.store.launches import tree
 from asyncrl.store.runstore import RunStore

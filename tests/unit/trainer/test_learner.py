@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.recipe import compose
-from asyncrl.observe import ratios
+from asyncrl.observe.transcripts import read_ratios
 from asyncrl.trainer import learner as learning
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.model import score
@@ -86,7 +86,7 @@ def test_ratios_of_transcribed_episodes_are_kept(made: Made, model: Any, tmp_pat
     wanted = {row.uid: reference.token_log_probs(model, (row, turns)) for row, turns in episodes}
     run_batch(learner, whole(episodes))
     learner.ratios.save(learner.step)
-    found = {uid: ratios.read(tmp_path, STEP + 1, uid) for uid in wanted}
+    found = {uid: read_ratios(tmp_path, STEP + 1, uid) for uid in wanted}
     assert {uid[0] for uid, known in found.items() if known is not None} == {"0", "2"}
     for uid, known in found.items():
         if known is not None:
