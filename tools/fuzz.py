@@ -39,7 +39,7 @@ from asyncrl.engines.sglang.transport import error_text
 from asyncrl.episodes.recorded import turns_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError
 from asyncrl.gateway import completions, responses
-from asyncrl.gateway.openai import ApiError
+from asyncrl.gateway.exchange import ApiError
 from asyncrl.types import Message, Sample, Turn, TurnReply
 from asyncrl.weights import collective_messages
 from asyncrl.wire.addresses import incarnation_of

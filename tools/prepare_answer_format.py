@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.written import verl_row, write_task
+from asyncrl.data.rows import verl_row, write_task
 
 DEMONSTRATIONS = 256
 SYSTEM = (

@@ -14,7 +14,7 @@ from typing import Any
 
 from prepare_two_operations import asked, truth, worked
 
-from asyncrl.data.written import verl_row, write_task
+from asyncrl.data.rows import verl_row, write_task
 
 EXAMPLES = ((23, 41), (12, 67))
 SYSTEM = "You cannot multiply. Call the tool calculator, then state the result."

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Options
-from asyncrl.data.written import verl_row, write_splits
+from asyncrl.data.rows import verl_row, write_splits
 from asyncrl.environments import load_environment
 from asyncrl.environments.verifiers import KEY, load
 from asyncrl.types import Message, Sample

@@ -14,8 +14,7 @@ import msgspec
 
 from asyncrl.commands.arguments import command_parser
 from asyncrl.data.benchmarks import BENCHMARKS, Benchmark, passages_of, rows_of
-from asyncrl.data.rows import Row
-from asyncrl.data.written import verl_row, write_splits
+from asyncrl.data.rows import Row, verl_row, write_splits
 from asyncrl.errors import ConfigError, one_line
 
 GYM = "reasoning_gym:"

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.commands.eval import argument_parser, evaluate, find_target
 from asyncrl.config import read_config
-from asyncrl.data.written import write_rows
+from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import SAMPLED, Judged
 from asyncrl.types import Sample

@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.commands.arguments import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
-from asyncrl.data.written import write_rows
+from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError, one_line
 
 if TYPE_CHECKING:

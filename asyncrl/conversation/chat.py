@@ -20,9 +20,8 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.chat_probe import TemplateProbe, alike
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
-from asyncrl.conversation.chunks import ChunkEncoder
 from asyncrl.conversation.commands import Cut
-from asyncrl.conversation.shorten import CHARACTERS, shorten
+from asyncrl.conversation.tokenizer import CHARACTERS, ChunkEncoder, shorten
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
 

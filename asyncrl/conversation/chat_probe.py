@@ -259,7 +259,7 @@ def _before(roles: tuple[str, ...]) -> list[tuple[tuple[Message, ...], tuple[str
 
 
 def _answers(roles: tuple[str, ...]) -> tuple[Message, ...]:
-    """One message of each role; two of a tool."""
+    """Write one message of each role; two of a tool."""
     messages: list[Message] = []
     for role in roles:
         if role == "tool":

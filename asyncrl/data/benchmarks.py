@@ -7,9 +7,8 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.data.rows import READERS, Row, read_rows
+from asyncrl.data.rows import READERS, Row, read_rows, verl_row
 from asyncrl.data.sources import load_split
-from asyncrl.data.written import verl_row
 from asyncrl.errors import ConfigError
 
 STEPS = "Think step by step, then"

@@ -1,4 +1,4 @@
-"""Which samples an epoch draws, and in which order: a function of the epoch alone, also after a restart.
+"""Draws the samples of an epoch in an order: a function of the epoch alone, also after a restart.
 
 An epoch has as many draws as there are samples. Without weights each sample is drawn once. With weights a
 source gets its share of the draws, exactly up to rounding, and goes through its own samples again and again.

@@ -77,8 +77,9 @@ def _hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
 
 
 def load_split(name: str, config: str, split: str, hint: str, revision: str = "") -> Iterator[Row]:
-    """One split of a hub repository, or of a directory with a copy of one, through `datasets`, which maps it
-    into memory. A copy of the files alone has one configuration, whose name does not matter. ConfigError."""
+    """Read one split of a hub repository, or of a directory with a copy of one, through `datasets`, which
+    maps it into memory. A copy of the files alone has one configuration, whose name does not matter.
+    ConfigError."""
     import datasets  # here: it takes a second
 
     datasets.disable_progress_bars()

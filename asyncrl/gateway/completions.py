@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.conversation.branches import AgentRequest
-from asyncrl.gateway.openai import (
+from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
     AnswerFormat,

@@ -19,7 +19,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from asyncrl.conversation.branches import AgentRequest
-from asyncrl.gateway.openai import (
+from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
     AnswerFormat,
@@ -46,7 +46,7 @@ Text = str | list[ContentPart] | None
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One item of the input."""
+    """An item of the input."""
 
     type: str = "message"
     role: str = ""
@@ -63,7 +63,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect, as have those in openai.IGNORED."""
+    """The body of a request. Fields that are not here have no effect, as have those in exchange.IGNORED."""
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None

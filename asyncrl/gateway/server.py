@@ -22,8 +22,8 @@ from aiohttp import web
 
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.gateway import completions, openai, responses
-from asyncrl.gateway.openai import AgentReply, ApiError, Event, Exchange, OnDelta
+from asyncrl.gateway import completions, exchange, responses
+from asyncrl.gateway.exchange import AgentReply, ApiError, Event, Exchange, OnDelta
 
 log = logging.getLogger("asyncrl.gateway")
 
@@ -39,7 +39,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     base_url: str
     api_key: str
-    model: str = openai.MODEL
+    model: str = exchange.MODEL
 
 
 class Host(Protocol):
@@ -112,18 +112,18 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json({"object": "list", "data": [openai.model()]})
+        return _json({"object": "list", "data": [exchange.model()]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json(openai.model(request.match_info["name"]))  # requests may have any name for it
+        return _json(exchange.model(request.match_info["name"]))  # requests may have any name for it
 
     async def _exchange(self, read: Callable[[bytes], Exchange], request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)  # before the body is read
         async with asyncio.timeout(READ_SECONDS):
             asked = read(await request.read())
         deltas, stream = asyncio.Queue[_Delta](), bool(asked.request.stream)
-        self._log_unheeded(openai.unheeded(asked))
+        self._log_unheeded(exchange.unheeded(asked))
         on_delta: OnDelta | None = (lambda *what: deltas.put_nowait(what)) if stream else None
         task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, on_delta))
         admitted.running.add(task)
@@ -198,7 +198,7 @@ async def _outcome(task: Answering) -> Sequence[AgentReply]:
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
     if isinstance(found, Refusal):
-        raise openai.refused(found)
+        raise exchange.refused(found)
     return found
 
 

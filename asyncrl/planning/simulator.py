@@ -80,7 +80,7 @@ class _Play:
 
 
 class Simulation:
-    """One run. Its flow control moves the live limit, unless buffer.target_staleness is a number."""
+    """A simulated run. Its flow control moves the live limit, unless buffer.target_staleness is a number."""
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
         self.w, self.now, self.random = workload, 0.0, Random(seed)
@@ -110,7 +110,7 @@ class Simulation:
     # -- time ----------------------------------------------------------------------------------------
 
     def run(self, steps: int, changes: Mapping[int, Workload] = MappingProxyType({})) -> list[SimulatedStep]:
-        """One record per step. `changes`: by step, the workload from that step on."""
+        """Give one record per step. `changes`: by step, the workload from that step on."""
         while len(self.steps) < steps:
             self.w = changes.get(len(self.steps), self.w)
             if self._changed:

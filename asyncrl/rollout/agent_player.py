@@ -23,7 +23,7 @@ from asyncrl.conversation.turns import opening, problem, scored
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
-from asyncrl.gateway.openai import AgentReply, OnDelta
+from asyncrl.gateway.exchange import AgentReply, OnDelta
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError

@@ -1,4 +1,4 @@
-"""One attempt at one episode: what both players use to sample a turn, post records and compute the reward.
+"""Attempts at episodes: what both players use to sample a turn, post records and compute the reward.
 
 generate -> post_turn -> until_durable -> (tools, environment or agent) -> post_reply -> ... -> reward
 """
@@ -81,7 +81,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @dataclass
 class EpisodeRun:
-    """One attempt. One task uses it, but several may call `generate`."""
+    """An attempt. One task uses it, but several may call `generate`."""
 
     context: EpisodeContext
     assign: Assign

@@ -64,7 +64,7 @@ Connect = Callable[[EngineEntry, EngineUse], Client]  # the client counts what i
 
 @dataclass(eq=False)
 class PooledServer:
-    """One incarnation of a server, and the client of it."""
+    """An incarnation of a server, and the client of it."""
 
     entry: EngineEntry
     client: Client

@@ -1,158 +1,224 @@
-"""Hello-worlds of agents off the shelf, as their own pages show them, in real episodes over the gateway."""
+"""Clients as people use them, in real episodes over the gateway: each solves the same task with a tool, as
+its own page shows. A client is a row of the table; then what single clients see, and programs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from asyncrl.gateway import Agent, Endpoint
+from asyncrl.config import composition
+from asyncrl.episodes.parts import EpisodeParts
+from asyncrl.errors import EngineError
+from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
-from asyncrl.types import EpisodeStats, Sample
-from asyncrl.wire.messages.worker import Finished
-from tests.fakes.agents import AgentBench
+from asyncrl.rollout.samplers import engine_factory
+from asyncrl.types import EpisodeEnd, Sample, StopReason
+from asyncrl.wire.messages.worker import Failed, Finished
+from tests.fakes.agents import AgentBench, read
 from tests.fakes.chat import call
 
+NUMBER = {"type": "number"}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]},
+    },
+}
+ADD = call("add", '{"a":  1, "b": 2}')  # with a blank that no client sends back
+QUESTION = "What is 1 + 2?"
 
-def played(agent: Agent, script: Callable[[str], str]) -> tuple[Any, EpisodeStats]:
-    """What the agent returned, and the size of its episode."""
-    results = []
 
-    def reward(given: RewardInput) -> float:
-        results.append(given.result)
-        return 1.0
+def adder(prompt: str) -> str:
+    """Calls the tool once, then answers with what it said."""
+    _, found, reply = prompt.rpartition("[")
+    return f"it is {reply.rstrip(']')}" if found and reply.endswith("]") else "let me see " + ADD
 
-    end = AgentBench(agent, script, reward, limits={"max_tokens": 40_000}).play()
+
+def finished(bench: AgentBench) -> Finished:
+    end = bench.play()
     assert isinstance(end, Finished), end
-    return results[0], end.stats
+    return end
 
 
-@pytest.mark.full
-def test_smolagents_code_agent() -> None:
-    """Its requests name texts to stop at; the model's tag after the code is one of them. It adds text of its
-    own to the model's messages, so each turn begins a row."""
-    smolagents = pytest.importorskip("smolagents")
-
-    def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
-        model = smolagents.OpenAIModel(endpoint.model, api_base=endpoint.base_url, api_key=endpoint.api_key)
-        code_agent = smolagents.CodeAgent(tools=[], model=model, verbosity_level=0)
-        return {"said": code_agent.run("What is 1 + 2?")}
-
-    def script(prompt: str) -> str:
-        if "Out - Final" in prompt or "Last output" in prompt:
-            return "Thought: it is three.\n<code>\nfinal_answer(x)\n</code>never read"
-        return "Thought: I add.\n<code>\nx = 1 + 2\nprint(x)\nx\n</code>never read"
-
-    result, stats = played(agent, script)
-    assert (result, stats.turns, stats.rows) == ({"said": 3}, 2, 2)
+def led(lead: Callable[[Endpoint], Any]) -> Callable[[Sample, Endpoint], Any]:
+    """An agent that does not look at its sample."""
+    return lambda sample, endpoint: lead(endpoint)
 
 
-@pytest.mark.full
-def test_smolagents_tool_calling_agent() -> None:
-    """Its requests demand a call of a tool."""
-    smolagents = pytest.importorskip("smolagents")
-
-    @smolagents.tool
-    def add(a: float, b: float) -> float:
-        """Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
-        return a + b
-
-    def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
-        model = smolagents.OpenAIModel(endpoint.model, api_base=endpoint.base_url, api_key=endpoint.api_key)
-        caller = smolagents.ToolCallingAgent(tools=[add], model=model, verbosity_level=0)
-        return {"said": str(caller.run("What is 1 + 2?"))}
-
-    def script(prompt: str) -> str:
-        said = "Observation:\n3" in prompt
-        return call("final_answer", '{"answer": "3"}') if said else call("add", '{"a": 1, "b": 2}')
-
-    result, stats = played(agent, script)
-    assert (result, stats.turns, stats.tool_calls) == ({"said": "3"}, 2, 2)
+def keys(endpoint: Endpoint) -> dict[str, str]:
+    return {"base_url": endpoint.base_url, "api_key": endpoint.api_key}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("model", ["OpenAIChatModel", "OpenAIResponsesModel"])
-def test_pydantic_ai_with_a_typed_output(model: str) -> None:
-    """Its requests demand a call of the tool that takes the output."""
-    pytest.importorskip("pydantic_ai")
-    from pydantic import BaseModel
-    from pydantic_ai import Agent
-    from pydantic_ai.models import openai
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    class City(BaseModel):
-        name: str
-        country: str
-
-    async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
-        provider = OpenAIProvider(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        asked = Agent(getattr(openai, model)(endpoint.model, provider=provider), output_type=City)
-
-        @asked.tool_plain
-        def year() -> int:
-            """The year."""
-            return 2012
-
-        return dict((await asked.run("Where were the Olympics?")).output)
-
-    def script(prompt: str) -> str:
-        if "[2012]" not in prompt:
-            return call("year")
-        return call("final_result", '{"name": "London", "country": "UK"}')
-
-    result, stats = played(agent, script)
-    assert result == {"name": "London", "country": "UK"}
-    assert (stats.turns, stats.rows) == (2, 1)
+# -- the table ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_openai_agents(streamed: bool) -> None:
-    """By default it asks /v1/responses."""
-    agents = pytest.importorskip("agents")
+def openai_sync(endpoint: Endpoint) -> str:
+    from openai import OpenAI
+
+    with OpenAI(**keys(endpoint)) as client:
+        assert [model.id for model in client.models.list()] == [endpoint.model]
+        history: list[Any] = [{"role": "user", "content": QUESTION}]
+        for _ in range(2):
+            answer = client.chat.completions.create(
+                model=endpoint.model, messages=history, tools=[TOOL], temperature=0.2
+            )
+            message = answer.choices[0].message
+            history.append(message.model_dump(exclude_none=True))
+            for made in message.tool_calls or ():
+                given = json.loads(made.function.arguments)
+                content = str(given["a"] + given["b"])
+                history.append({"role": "tool", "tool_call_id": made.id, "content": content})
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len("it is 3") + 1
+        return str(message.content)
+
+
+async def openai_streams(endpoint: Endpoint) -> str:
     from openai import AsyncOpenAI
 
-    @agents.function_tool
-    def weather(city: str) -> str:
-        """The weather in a city."""
-        return f"sunny in {city}"
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    asked: Any = {"model": endpoint.model, "messages": history, "tools": [strict]}
+    async with AsyncOpenAI(**keys(endpoint)) as client:
+        async with client.chat.completions.stream(**asked) as events:
+            async for _ in events:
+                pass
+            message = (await events.get_final_completion()).choices[0].message
+        assert message.tool_calls is not None
+        history.append({"role": "assistant", "content": message.content, "tool_calls": message.tool_calls})
+        history.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"})
+        chunks = await client.chat.completions.create(stream=True, **asked)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
-    async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
-        client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        model = agents.OpenAIResponsesModel(endpoint.model, client)
-        asked = agents.Agent(name="Hello", instructions="You help.", model=model, tools=[weather])
+
+async def langgraph(endpoint: Endpoint) -> str:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    @tool
+    def add(a: float, b: float) -> str:
+        """Add two numbers."""
+        return f"{a + b:g}"
+
+    bound = ChatOpenAI(model=endpoint.model, **keys(endpoint)).bind_tools([add])  # type: ignore[arg-type]
+
+    async def think(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await bound.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("think", think)
+    graph.add_node("tools", ToolNode([add]))
+    graph.add_edge(START, "think")
+    graph.add_conditional_edges("think", tools_condition)
+    graph.add_edge("tools", "think")
+    state = await graph.compile().ainvoke({"messages": [("user", QUESTION)]})
+    return str(state["messages"][-1].content)
+
+
+def agents_of_openai(streamed: bool) -> Callable[[Endpoint], Awaitable[str]]:
+    """By default it asks /v1/responses."""
+
+    async def lead(endpoint: Endpoint) -> str:
+        agents = pytest.importorskip("agents")
+        from openai import AsyncOpenAI
+
+        @agents.function_tool
+        def add(a: int, b: int) -> str:
+            """Add two numbers."""
+            return str(a + b)
+
+        model = agents.OpenAIResponsesModel(endpoint.model, AsyncOpenAI(**keys(endpoint)))
+        asked = agents.Agent(name="Hello", instructions="You help.", model=model, tools=[add])
         quiet = agents.RunConfig(tracing_disabled=True)
         if not streamed:
-            return {"said": (await agents.Runner.run(asked, "Tokyo?", run_config=quiet)).final_output}
-        run, heard = agents.Runner.run_streamed(asked, "Tokyo?", run_config=quiet), ""
+            return str((await agents.Runner.run(asked, QUESTION, run_config=quiet)).final_output)
+        run, heard = agents.Runner.run_streamed(asked, QUESTION, run_config=quiet), ""
         async for event in run.stream_events():
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
                 heard += event.data.delta
         assert heard == "let me see" + run.final_output
-        return {"said": run.final_output}
+        return str(run.final_output)
 
-    def script(prompt: str) -> str:
-        found = "[sunny in Tokyo]" in prompt
-        return "It is sunny." if found else "let me see" + call("weather", '{"city": "Tokyo"}')
-
-    result, stats = played(agent, script)
-    assert result == {"said": "It is sunny."}
-    assert (stats.turns, stats.rows, stats.tool_calls) == (2, 1, 1)
+    return lead
 
 
-@pytest.mark.full
-def test_mini_swe_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def pydantic_ai(model: str) -> Callable[[Endpoint], Awaitable[str]]:
+    """Its requests demand a call of the tool that takes the typed output."""
+
+    async def lead(endpoint: Endpoint) -> str:
+        pytest.importorskip("pydantic_ai")
+        from pydantic import BaseModel
+        from pydantic_ai import Agent
+        from pydantic_ai.models import openai
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        class Sum(BaseModel):
+            text: str
+
+        provider = OpenAIProvider(**keys(endpoint))
+        asked = Agent(getattr(openai, model)(endpoint.model, provider=provider), output_type=Sum)
+
+        @asked.tool_plain
+        def add(a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+        return str((await asked.run(QUESTION)).output.text)
+
+    return lead
+
+
+def final_result(prompt: str) -> str:
+    return call("final_result", '{"text": "it is 3"}') if "[3]" in prompt else adder(prompt)
+
+
+def smolagents(kind: str) -> Callable[[Endpoint], str]:
+    """A code agent names texts to stop at; the model's tag after the code is one of them, and it adds text of
+    its own to the model's messages, so each turn begins a row. A tool calling agent demands calls."""
+
+    def lead(endpoint: Endpoint) -> str:
+        package = pytest.importorskip("smolagents")
+
+        @package.tool
+        def add(a: int, b: int) -> int:
+            """Add two numbers.
+
+            Args:
+                a: The first.
+                b: The second.
+            """
+            return a + b
+
+        model = package.OpenAIModel(endpoint.model, api_base=endpoint.base_url, api_key=endpoint.api_key)
+        tools = [] if kind == "CodeAgent" else [add]
+        return str(getattr(package, kind)(tools=tools, model=model, verbosity_level=0).run(QUESTION))
+
+    return lead
+
+
+def code(prompt: str) -> str:
+    if "Out - Final" in prompt or "Last output" in prompt:
+        return "Thought: it is three.\n<code>\nfinal_answer(f'it is {x}')\n</code>never read"
+    return "Thought: I add.\n<code>\nx = 1 + 2\nprint(x)\nx\n</code>never read"
+
+
+def final_answer(prompt: str) -> str:
+    return call("final_answer", '{"answer": "it is 3"}') if "Observation:\n3" in prompt else adder(prompt)
+
+
+def mini_swe_agent(endpoint: Endpoint) -> str:
     """It asks by litellm."""
-    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
-    monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     pytest.importorskip("minisweagent")
     import yaml
     from minisweagent.agents.default import DefaultAgent
@@ -162,22 +228,92 @@ def test_mini_swe_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     config = yaml.safe_load((builtin_config_dir / "mini.yaml").read_text())
     config["agent"].pop("mode")
+    own = {"api_base": endpoint.base_url, "api_key": endpoint.api_key}
+    settings = {**config["model"], "model_kwargs": {**config["model"]["model_kwargs"], **own}}
+    model = LitellmModel(model_name=f"openai/{endpoint.model}", cost_tracking="ignore_errors", **settings)
+    runner = DefaultAgent(model, LocalEnvironment(), **config["agent"])
+    return str(runner.run(QUESTION)["submission"]).strip()
 
-    def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
-        own = {"api_base": endpoint.base_url, "api_key": endpoint.api_key}
-        settings = {**config["model"], "model_kwargs": {**config["model"]["model_kwargs"], **own}}
-        model = LitellmModel(model_name=f"openai/{endpoint.model}", cost_tracking="ignore_errors", **settings)
-        runner = DefaultAgent(model, LocalEnvironment(cwd=str(tmp_path)), **config["agent"])
-        return dict(runner.run("Write hello."))
 
-    def script(prompt: str) -> str:
-        written = '"returncode": 0' in prompt.rpartition("echo hello")[2]
-        line = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat said" if written else "echo hello > said"
-        return "I do it." + call("bash", json.dumps({"command": line}))
+def shell(prompt: str) -> str:
+    written = '"returncode": 0' in prompt.rpartition("echo it is 3")[2]
+    line = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat said" if written else "echo it is 3 > said"
+    return "I do it." + call("bash", json.dumps({"command": line}))
 
-    result, stats = played(agent, script)
-    assert result["submission"] == "hello\n"
-    assert (stats.turns, stats.rows) == (2, 1)
+
+class Client(NamedTuple):
+    """Its episode is of two turns. `calls`: of tools; `rows`: of tokens."""
+
+    lead: Callable[[Endpoint], Any]
+    script: Callable[[str], str] = adder
+    calls: int = 1
+    rows: int = 1
+
+
+CLIENTS = {
+    "openai": Client(openai_sync),
+    "openai, streamed": Client(openai_streams),
+    "langgraph": Client(langgraph),
+    "openai-agents": Client(agents_of_openai(streamed=False)),
+    "openai-agents, streamed": Client(agents_of_openai(streamed=True)),
+    "pydantic-ai": Client(pydantic_ai("OpenAIChatModel"), final_result, calls=2),
+    "pydantic-ai by responses": Client(pydantic_ai("OpenAIResponsesModel"), final_result, calls=2),
+    "smolagents' code agent": Client(smolagents("CodeAgent"), code, calls=0, rows=2),
+    "smolagents' tool calling agent": Client(smolagents("ToolCallingAgent"), final_answer, calls=2, rows=2),
+    "mini-swe-agent": Client(mini_swe_agent, shell, calls=2),
+}
+IN_THE_GATE = ("openai", "openai, streamed", "langgraph", "openai-agents", "openai-agents, streamed")
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        pytest.param(made, id=name, marks=[] if name in IN_THE_GATE else [pytest.mark.full])
+        for name, made in CLIENTS.items()
+    ],
+)
+def test_clients(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the shell of an agent writes
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    answers = []
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
+        said = client.lead(endpoint)
+        return {"said": said if isinstance(said, str) else await said}
+
+    def reward(given: RewardInput) -> float:
+        answers.append(given.result)
+        return 1.0
+
+    bench = AgentBench(agent, client.script, reward, limits={"max_tokens": 40_000})
+    stats = finished(bench).stats
+    assert answers == [{"said": "it is 3"}]
+    assert (stats.turns, stats.tool_calls, stats.rows) == (2, client.calls, client.rows)
+    if client.script is adder:
+        (row,) = bench.rows
+        assert row.endswith(f"let me see {ADD}[3]it is 3")
+
+
+# -- what single clients see -------------------------------------------------------------------------
+
+
+def test_the_client_sees_limits_and_strange_keys() -> None:
+    from openai import AuthenticationError, OpenAI
+
+    def lead(endpoint: Endpoint) -> None:
+        with (
+            OpenAI(base_url=endpoint.base_url, api_key="sk-other") as stranger,
+            pytest.raises(AuthenticationError),
+        ):
+            stranger.models.list()
+        with OpenAI(**keys(endpoint)) as client:
+            for text in ("q", "x" * 5000):
+                client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": text}])
+
+    end = finished(AgentBench(led(lead)))  # the client's BadRequestError ended the agent
+    assert (end.result.end, end.stats.turns) == (EpisodeEnd.LENGTH, 1)
 
 
 @pytest.mark.full
@@ -185,18 +321,168 @@ def test_litellm_knows_a_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
 
-    def agent(sample: Sample, endpoint: Endpoint) -> None:
-        own = {
-            "api_base": endpoint.base_url,
-            "api_key": endpoint.api_key,
-            "model": f"openai/{endpoint.model}",
-        }
-        for text in ("q", "long " * 10_000, "long " * 200_000):
-            asked = [{"role": "user", "content": text}]
-            if text == "q":
-                litellm.completion(messages=asked, **own)
-            else:
-                with pytest.raises(litellm.exceptions.ContextWindowExceededError):
-                    litellm.completion(messages=asked, **own)
+    def lead(endpoint: Endpoint) -> None:
+        own = {"api_base": endpoint.base_url, "api_key": endpoint.api_key}
 
-    assert played(agent, lambda prompt: "42")[1].turns == 1
+        def complete(text: str) -> None:
+            asked = [{"role": "user", "content": text}]
+            litellm.completion(messages=asked, model=f"openai/{endpoint.model}", **own)
+
+        complete("q")
+        for times in (10_000, 200_000):
+            with pytest.raises(litellm.exceptions.ContextWindowExceededError):
+                complete("long " * times)
+
+    assert finished(AgentBench(led(lead), limits={"max_tokens": 40_000})).stats.turns == 1
+
+
+def test_the_client_gets_several_answers_that_stop_at_a_text() -> None:
+    from openai import OpenAI
+
+    texts = iter(["a. b", "c. d", "e. f"])
+
+    def lead(endpoint: Endpoint) -> None:
+        with OpenAI(**keys(endpoint)) as client:
+            assert client.models.retrieve("gpt-4o").id == "gpt-4o"
+            messages = [{"role": "user", "content": "q"}]
+            asked: Any = {"model": endpoint.model, "messages": messages, "stop": "."}
+            whole = client.chat.completions.create(n=2, **asked)
+            said = [choice.message.content for choice in whole.choices]
+            for chunk in client.chat.completions.create(stream=True, **asked):
+                said.append(chunk.choices[0].delta.content or "")
+            assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+            assert "".join(map(str, said)) == "ace"
+
+    bench = AgentBench(led(lead), lambda prompt: next(texts))
+    assert finished(bench).stats.rows == 3
+    assert bench.rows == ["qa.", "qc.", "qe."]
+
+
+@pytest.mark.long
+def test_a_model_that_is_streamed_and_stopped() -> None:
+    """The demo model on its own engine: what was streamed is the message, and a text at which the turn stops
+    leaves the beginning of the same turn, its log-probs and its row."""
+    from openai import OpenAI
+
+    config = composition.compose(["experiment=calculator", "validation.samples=0"])
+    said: list[str] = []
+
+    def lead(endpoint: Endpoint) -> None:
+        with OpenAI(**keys(endpoint)) as client:
+            history: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
+            stop = [said[0][2:6]] if said else []
+            stream = client.chat.completions.create(
+                model=endpoint.model, messages=history, stream=True, stop=stop
+            )
+            said.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+
+    turns = []
+    for _ in range(2):
+        bench = AgentBench(led(lead))
+        bench.context = replace(bench.context, rules=EpisodeParts(config).rules)
+        bench.engine = engine_factory(config)()  # type: ignore[assignment]
+        finished(bench)
+        turns += bench.turns
+    whole, cut = turns
+    count = len(cut.ids)
+    assert len(whole.ids) > count and said[1] == said[0][:2]
+    assert (cut.stop, cut.ids, cut.logprobs) == (StopReason.TEXT, whole.ids[:count], whole.logprobs[:count])
+
+
+# -- programs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_a_shell_script_with_curl(tmp_path: Path) -> None:
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        """
+set -e
+ask() {
+  curl -sSf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" -d "$1"
+}
+ask '{"messages": [{"role": "user", "content": "q"}]}' >&2
+ask '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "42"},
+                   {"role": "user", "content": "sure?"}]}' >&2
+echo 0.75
+"""
+    )
+    bench = AgentBench(load_agent({"command": {"line": f"sh {script}"}}))
+    assert finished(bench).stats.turns == 2
+    assert bench.rows == ["q42sure?42"]
+
+
+CURIOUS = '''
+"""Asks for all that there is, and writes what it was given and told into a file."""
+import json, os, sys
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+seen, statuses = [sys.stdin.read(), str(dict(os.environ))], []
+
+
+def ask(path, body=None, key=os.environ["OPENAI_API_KEY"]):
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    url = os.environ["OPENAI_BASE_URL"] + path
+    try:
+        answer = urlopen(Request(url, data, {"Authorization": "Bearer " + key}))
+    except HTTPError as error:
+        answer = error
+    statuses.append(answer.status)
+    seen.append(f"{answer.headers}{answer.read().decode()}")
+
+
+def said(text):
+    return {"messages": [{"role": "system", "content": "Cheat."}, {"role": "user", "content": text}]}
+
+
+for path in ("/models", "/models/ground_truth", "/ground_truth", "/../sample", "/responses/1"):
+    ask(path)
+ask("/models", key="guess")
+ask("/chat/completions", b"{")
+ask("/chat/completions", {"messages": "x"})
+ask("/chat/completions", said("q"))
+ask("/chat/completions", {**said("q"), "n": 2, "logprobs": True, "metadata": {"ground_truth": ""}})
+ask("/chat/completions", {**said("q"), "stream": True, "stream_options": {"include_usage": True}})
+ask("/responses", {"input": "q"})
+ask("/responses", {"input": "q", "stream": True})
+
+
+def write(path):
+    with open(path + ".new", "w") as file:
+        json.dump([statuses, seen], file)
+    os.replace(path + ".new", path)
+
+
+write(sys.argv[1])
+ask("/chat/completions", said(sys.argv[2]))
+write(sys.argv[1])
+'''
+
+
+@pytest.mark.parametrize(("last", "status", "end"), [("x" * 5000, 400, Finished), ("break", 500, Failed)])
+def test_a_client_never_sees_the_ground_truth(tmp_path: Path, last: str, status: int, end: type) -> None:
+    """Nor does the model. Only the reward does."""
+    (tmp_path / "curious.py").write_text(CURIOUS)
+    secret, scored = '"the-hidden-answer"', list[str]()
+
+    def script(prompt: str) -> str:
+        if prompt.endswith("break"):
+            raise EngineError("broke")
+        return "42"
+
+    def reward(given: RewardInput) -> float:
+        scored.append(given.sample.ground_truth)
+        return 1.0
+
+    line = f"{sys.executable} {tmp_path}/curious.py {tmp_path}/seen.json {last}"
+    bench = AgentBench(load_agent({"command": {"line": line}}), script, reward)
+    bench.sample = Sample(7, "test", bench.sample.prompt, secret, extra_info=f'{{"answer": {secret}}}')
+    assert isinstance(bench.play(), end)
+    statuses, seen = json.loads((tmp_path / "seen.json").read_text())
+    assert statuses[:13] == [200, 200, 404, 404, 404, 401, 400, 400, *[200] * 5]
+    killed_before = not statuses[13:] and end is Failed  # an episode that fails does not wait for its program
+    assert statuses[13:] == [status] or killed_before
+    assert not [text for text in seen if "hidden" in text] and json.loads(seen[0])["row"] == 7
+    assert not any("hidden" in read(request.ids) for request in bench.engine.requests)
+    assert scored == [secret] * (end is Finished)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import parse
 from asyncrl.coordinator.workers import sampling_key
 from asyncrl.data import load_samples
-from asyncrl.data.written import write_splits
+from asyncrl.data.rows import write_splits
 
 sys.path.insert(0, str(ROOT / "tools"))
 from prepare_chain_math import rows

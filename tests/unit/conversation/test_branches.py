@@ -51,39 +51,52 @@ def test_news_extend_the_row_after_the_very_ids_of_the_model() -> None:
     assert shape(branches) == [0, 0]
 
 
-SPELLINGS = {
-    "whitespace": Message("assistant", " \nlook ", (ToolCall("a", '{"x": 1, "y": [2]}', "call_0"),)),
-    "arguments": Message("assistant", "look", (ToolCall("a", '{"y":[2],"x":1}', "other"),)),
-    "reasoning left out": Message("assistant", "look", (ToolCall("a", '{"x": 1, "y": [2]}'),)),
+def look(arguments: str = "{}", *, content: str = "look", name: str = "a", **fields: Any) -> Message:
+    return Message("assistant", content, (ToolCall(name, arguments, "other"),), **fields)
+
+
+SAID = Message("assistant", "42")
+CALLING, REPLY = (
+    "look" + call("a", '{"x": 1, "y": [2]}'),
+    Message("tool", "7", tool_call_id="other", name="a"),
+)
+SAME = '{"y":[2],"x":1}'
+REQUESTS: dict[str, tuple[str, tuple[Message, ...], int | None]] = {
+    "the same and more": ("42", (USER, SAID, AGAIN), 0),
+    "the same prompt again": ("42", (USER,), None),
+    "another conversation": ("42", (Message("user", "other"), USER), None),
+    "no news": ("42", (USER, SAID), None),
+    "words put in its mouth": ("42", (USER, SAID, Message("assistant", "43"), AGAIN), None),
+    "other white space": (CALLING, (USER, look(SAME, content=" \nlook "), REPLY), 0),
+    "other spelling of arguments": (CALLING, (USER, look(SAME), REPLY), 0),
+    "other content": (CALLING, (USER, look(SAME, content="looked"), REPLY), None),
+    "other arguments": (CALLING, (USER, look('{"x": 2}'), REPLY), None),
+    "another name": (CALLING, (USER, look(SAME, name="b"), REPLY), None),
+    "a call less": (CALLING, (USER, Message("assistant", "look"), REPLY), None),
+    "another role": (CALLING, (USER, Message("user", "look"), REPLY), None),
+    "other reasoning": (CALLING, (USER, look(SAME, reasoning="no"), REPLY), None),
 }
 
 
-@pytest.mark.parametrize("theirs", SPELLINGS.values(), ids=SPELLINGS)
-def test_what_the_model_said_is_known_in_other_spellings(theirs: Message) -> None:
+@pytest.mark.parametrize(("said", "messages", "row"), REQUESTS.values(), ids=REQUESTS)
+def test_the_row_of_a_request(said: str, messages: tuple[Message, ...], row: int | None) -> None:
+    """A row goes on with what the model said in another spelling; all else begins one, as do other tools."""
     branches = Branches(rules())
-    say(branches, "look" + call("a", '{"x": 1, "y": [2]}'), USER, tools=TOOLS)
-    reply = Message("tool", "7", tool_call_id="call_0", name="a")
-    assert placed(branches, USER, theirs, reply, tools=TOOLS).row == 0
+    say(branches, said, USER, tools=TOOLS)
+    assert placed(branches, *messages, tools=('{"name": "t"}',)).row is None
+    place = placed(branches, *messages, tools=TOOLS)
+    assert place.row == row
+    if row is None:
+        assert place.ids == place.context
+        answered(branches, place, "ok")
+        assert shape(branches) == [0, 1]
 
 
-EDITS = {
-    "content": Message("assistant", "looked", (ToolCall("a", "{}"),)),
-    "arguments": Message("assistant", "look", (ToolCall("a", '{"x": 2}'),)),
-    "name": Message("assistant", "look", (ToolCall("b", "{}"),)),
-    "a call less": Message("assistant", "look"),
-    "role": Message("user", "look", (ToolCall("a", "{}"),)),
-    "reasoning": Message("assistant", "look", (ToolCall("a", "{}"),), reasoning="no"),
-}
-
-
-@pytest.mark.parametrize("theirs", EDITS.values(), ids=EDITS)
-def test_an_edited_history_begins_a_row(theirs: Message) -> None:
-    branches = Branches(rules())
-    say(branches, "look" + call("a"), USER, tools=TOOLS)
-    place = placed(branches, USER, theirs, AGAIN, tools=TOOLS)
-    assert (place.row, place.ids) == (None, place.context)
-    answered(branches, place, "ok")
-    assert shape(branches) == [0, 1]
+def test_a_template_that_rewrites_begins_a_row() -> None:
+    branches = Branches(rules(chat=FakeChat(rewrites=("user",))))
+    said = say(branches, "42", USER)
+    assert placed(branches, USER, said, AGAIN).row is None
+    assert placed(branches, USER, said, Message("tool", "7")).row == 0
 
 
 def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:
@@ -95,29 +108,6 @@ def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:
     again = placed(branches, USER, theirs, reply, tools=TOOLS)  # the row has gone on since
     assert again.row is None
     assert again.messages[1].tool_calls[0].arguments == said.tool_calls[0].arguments
-
-
-NEW_ROWS: dict[str, tuple[tuple[Message, ...], dict[str, Any]]] = {
-    "the same prompt again": ((USER,), {}),
-    "another conversation": ((Message("user", "other"), Message("user", "q")), {}),
-    "other tools": ((USER, Message("assistant", "42"), AGAIN), {"tools": ('{"name": "t"}',)}),
-    "no news": ((USER, Message("assistant", "42")), {}),
-    "words put in its mouth": ((USER, Message("assistant", "42"), Message("assistant", "43"), AGAIN), {}),
-}
-
-
-@pytest.mark.parametrize(("messages", "options"), NEW_ROWS.values(), ids=NEW_ROWS)
-def test_everything_else_begins_a_row(messages: tuple[Message, ...], options: dict[str, Any]) -> None:
-    branches = Branches(rules())
-    say(branches, "42", USER)
-    assert placed(branches, *messages, **options).row is None
-
-
-def test_a_template_that_rewrites_begins_a_row() -> None:
-    branches = Branches(rules(chat=FakeChat(rewrites=("user",))))
-    said = say(branches, "42", USER)
-    assert placed(branches, USER, said, AGAIN).row is None
-    assert placed(branches, USER, said, Message("tool", "7")).row == 0
 
 
 def test_a_turn_that_was_cut_has_no_end_to_go_on_from() -> None:
@@ -161,15 +151,6 @@ def test_answers_of_which_one_cannot_be_written_leave_no_trace(monkeypatch: pyte
     assert placed(branches, USER, said, AGAIN).row == 0
 
 
-def test_rows_are_numbered_as_their_first_turns_are_done() -> None:
-    branches = Branches(rules())
-    slow, quick = placed(branches, USER), placed(branches, AGAIN)
-    answered(branches, quick, "b")
-    branches.cancel(slow)
-    say(branches, "c", Message("user", "third"))
-    assert shape(branches) == [0, 1]
-
-
 # -- limits ------------------------------------------------------------------------------------------
 
 
@@ -186,13 +167,19 @@ def test_limits_refuse_and_name_the_end() -> None:
         assert (refusal.end, branches.end) == (end, end)
 
 
-def test_requests_under_way_count() -> None:
-    branches = Branches(rules(max_turns=1))
+@pytest.mark.parametrize("limit", ["max_turns", "max_rows"])
+def test_requests_under_way_count(limit: str) -> None:
+    branches = Branches(rules(**{limit: 1}))
     placed(branches, USER)
     assert isinstance(branches.place(AgentRequest((AGAIN,))), Refusal)
-    branches = Branches(rules(max_rows=1))
-    placed(branches, USER)
-    assert isinstance(branches.place(AgentRequest((AGAIN,))), Refusal)
+
+
+def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
+    branches = Branches(rules(max_turns=2))
+    refusal = branches.find(AgentRequest((USER,)), 3)
+    assert isinstance(refusal, Refusal) and refusal.end is EpisodeEnd.MAX_TURNS
+    found = branches.find(AgentRequest((USER,)), 2)
+    assert not isinstance(found, Refusal) and len(found) == 2
 
 
 def test_an_agent_that_goes_on_after_a_refusal_is_not_held_to_it() -> None:
@@ -311,22 +298,6 @@ def test_a_turn_that_its_row_goes_on_from_was_heard() -> None:
 
 
 # -- recalling ---------------------------------------------------------------------------------------
-
-
-def test_recorded_turns_answer_the_same_requests() -> None:
-    first = Branches(rules())
-    said = say(first, "42", USER)
-    say(first, "43", USER, said, AGAIN)
-    second = Branches(rules(), first.turns)
-    for messages in ((USER,), (USER, said, AGAIN)):
-        assert second.replaying
-        place = placed(second, *messages)
-        turn = second.recorded_turn(place)
-        assert turn is not None
-        second.add(place, turn)
-    assert second.rows == first.rows
-    assert not second.replaying
-    assert second.recorded_turn(placed(second, AGAIN)) is None
 
 
 def test_an_agent_that_does_not_repeat_itself_is_found_out() -> None:

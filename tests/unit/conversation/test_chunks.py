@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from asyncrl.conversation.chunks import KEPT, LONGEST, ChunkEncoder
+from asyncrl.conversation.tokenizer import KEPT, LONGEST, ChunkEncoder
 from tests.fakes.families import FAMILIES, tokenizer_of
 
 PARTS = (

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.conversation.commands import Cut
-from asyncrl.conversation.shorten import shorten
+from asyncrl.conversation.tokenizer import shorten
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
 

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, load_agent, result_of
-from asyncrl.gateway.command import CommandError
+from asyncrl.gateway.agents import CommandError
 from asyncrl.types import Message, Sample
 from tests.fakes.processes import gone
 

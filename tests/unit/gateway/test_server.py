@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,35 +13,51 @@ import pytest
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.gateway import Endpoint, Gateway, server
-from asyncrl.gateway.openai import AgentReply
+from asyncrl.gateway.exchange import AgentReply
 from asyncrl.types import EpisodeEnd, Message, StopReason, Turn, VersionSpan
 from tests.fakes.agents import ask
+from tests.fakes.dialects import DIALECTS, Dialect, events_of
 
-Test = Callable[[Gateway], Awaitable[None]]
+USER = Message("user", "q")
+
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read bodies of 1,000 bytes at most."""
+    monkeypatch.setattr(server, "MAX_BODY", 1000)
 
 
 class FakeHost:
-    """Answers with `found`, when the gate is open; an exception is raised."""
+    """Answers with `found`, when the gate is open; an exception is raised. It first streams `streamed`; when
+    it is cancelled, it goes on until it is cancelled again if it is `slow`."""
 
-    def __init__(self, found: Any = "42") -> None:
-        self.found = found
+    def __init__(self, found: Any = "42", streamed: str = "", slow: bool = False) -> None:
+        self.found, self.streamed, self.slow = found, streamed, slow
         self.asked: list[AgentRequest] = []
+        self.lost: list[AgentReply] = []
         self.entered, self.gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
-        self.cancelled = asyncio.Event()
-        self.lost: list[AgentReply] = []
+        self.cancelled, self.ended = asyncio.Event(), False
 
     def lose(self, reply: AgentReply) -> None:
         self.lost.append(reply)
 
-    async def answer(self, ask: AgentRequest, count: int, told: Any) -> list[AgentReply] | Refusal:
+    async def answer(self, ask: AgentRequest, count: int, on_delta: Any) -> list[AgentReply] | Refusal:
         self.asked.append(ask)
         self.entered.set()
+        if self.streamed:
+            on_delta(0, "", self.streamed)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
+            if self.slow:
+                await asyncio.Event().wait()
             raise
+        finally:
+            self.ended = True
         if isinstance(self.found, Exception):
             raise self.found
         if isinstance(self.found, Refusal):
@@ -50,42 +66,53 @@ class FakeHost:
         return [AgentReply(Message("assistant", self.found), turn, 1)] * count
 
 
-def serve(test: Test) -> None:
-    """Run it with a gateway, for at most 30 s."""
+def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Give the test a gateway, for at most 30 s."""
 
-    async def main() -> None:
-        gateway = Gateway(lambda ids: "".join(map(chr, ids)))
-        await gateway.start()
-        try:
-            async with asyncio.timeout(30):
-                await test(gateway)
-        finally:
-            await gateway.close()
+    def run(**given: Any) -> None:
+        async def main() -> None:
+            gateway = Gateway(lambda ids: "".join(map(chr, ids)))
+            await gateway.start()
+            try:
+                async with asyncio.timeout(30):
+                    await test(gateway, **given)
+            finally:
+                await gateway.close()
 
-    asyncio.run(main())
+        asyncio.run(main())
 
-
-async def post(endpoint: Endpoint, data: bytes, path: str = "/chat/completions") -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    url = endpoint.base_url + path
-    async with aiohttp.ClientSession(headers=headers) as session, session.post(url, data=data) as answer:
-        return answer.status, await answer.json()
+    given = list(inspect.signature(test).parameters.values())[1:]
+    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    return run
 
 
-def test_a_key_names_an_episode_and_dies_with_it() -> None:
-    async def test(gateway: Gateway) -> None:
-        one, two = FakeHost("one"), FakeHost("two")
-        async with gateway.admit(one) as first, gateway.admit(two) as second:
-            assert first.api_key != second.api_key
-            for endpoint, text in ((first, "one"), (second, "two")):
-                status, body = await ask(endpoint, "q")
-                assert (status, body["choices"][0]["message"]["content"]) == (200, text)
-        for key in (first.api_key, "", "guess"):
-            status, body = await ask(Endpoint(first.base_url, key), "q")
-            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
-        assert len(one.asked) == len(two.asked) == 1
+async def fetch(
+    endpoint: Endpoint, path: str, key: str | None = None, method: str = "GET", **options: Any
+) -> tuple[int, Any]:
+    """(status, body), of which JSON is decoded. POST with `json` or `data`."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key if key is None else key}"}
+    method = "POST" if options else method
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.request(method, endpoint.base_url + path, **options) as answer,
+    ):
+        is_json = answer.content_type == "application/json"
+        return answer.status, await (answer.json() if is_json else answer.text())
 
-    serve(test)
+
+@served
+async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None:
+    one, two = FakeHost("one"), FakeHost("two")
+    async with gateway.admit(one) as first, gateway.admit(two) as second:
+        assert first.api_key != second.api_key
+        for endpoint, text in ((first, "one"), (second, "two")):
+            status, body = await ask(endpoint, "q")
+            assert (status, body["choices"][0]["message"]["content"]) == (200, text)
+    for key in (first.api_key, "", "guess"):
+        status, body = await ask(Endpoint(first.base_url, key), "q")
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert (await fetch(first, "/models", key))[0] == 401
+    assert len(one.asked) == len(two.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,165 +126,111 @@ def test_a_key_names_an_episode_and_dies_with_it() -> None:
     ],
     ids=str,
 )
-def test_what_goes_wrong_is_an_answer(found: Any, status: int, code: str | None) -> None:
-    async def test(gateway: Gateway) -> None:
-        host = FakeHost(found)
-        async with gateway.admit(host) as endpoint:
-            got, body = await ask(endpoint, "q")
-            assert (got, body["error"]["code"]) == (status, code)
-            host.found = "42"
-            assert (await ask(endpoint, "q"))[0] == 200  # the server goes on
-
-    serve(test)
-
-
-def test_broken_requests_get_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_BODY", 1000)
-
-    async def test(gateway: Gateway) -> None:
-        async with gateway.admit(FakeHost()) as endpoint:
-            assert (await post(endpoint, b"{"))[0] == 400
-            assert (await post(endpoint, b" " * 1001))[0] == 413
-            status, body = await post(endpoint, b"{}", "/embeddings")
-            assert (status, body["error"]["type"]) == (404, "invalid_request_error")
-            assert "there is no POST /v1/embeddings; there are POST /v1/chat" in body["error"]["message"]
-            url = endpoint.base_url + "/chat/completions"
-            async with aiohttp.ClientSession() as session, session.get(url) as answer:
-                found = (answer.status, (await answer.json())["error"]["code"])
-                assert found == (405, "unknown_url")
-
-    serve(test)
+@every_dialect
+@served
+async def test_what_goes_wrong_is_an_answer(
+    gateway: Gateway, dialect: Dialect, found: Any, status: int, code: str | None
+) -> None:
+    host = FakeHost(found)
+    async with gateway.admit(host) as endpoint:
+        got, body = await fetch(endpoint, dialect.path, json=dialect.body([USER]))
+        assert (got, body["error"]["code"]) == (status, code)
+        host.found = "42"
+        assert (await ask(endpoint, "q"))[0] == 200  # the server goes on
 
 
-def test_a_request_that_never_arrives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "READ_SECONDS", 0.05)
-
-    async def never() -> Any:
-        yield b"{"
-        await asyncio.Event().wait()
-
-    async def test(gateway: Gateway) -> None:
-        async with gateway.admit(FakeHost()) as endpoint:
-            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-            async with aiohttp.ClientSession(headers=headers) as session:
-                url = endpoint.base_url + "/chat/completions"
-                async with session.post(url, data=never()) as answer:
-                    assert answer.status == 408
-
-    serve(test)
+async def never() -> Any:
+    yield b"{"
+    await asyncio.Event().wait()
 
 
-def test_the_models_are_listed_for_guests() -> None:
-    async def test(gateway: Gateway) -> None:
-        async with gateway.admit(FakeHost()) as endpoint, aiohttp.ClientSession() as session:
-            async with session.get(endpoint.base_url + "/models") as answer:
-                assert answer.status == 401
-            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-            async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
-                assert [model["id"] for model in (await answer.json())["data"]] == [endpoint.model]
-            for name in (endpoint.model, "org/model"):
-                async with session.get(f"{endpoint.base_url}/models/{name}", headers=headers) as answer:
-                    assert (await answer.json())["id"] == name
-
-    serve(test)
+BROKEN: dict[str, tuple[dict[str, Any], int, str]] = {
+    "open": ({"data": b"{"}, 400, "cannot be read"),
+    "too large": ({"data": b" " * 1001}, 413, "Too Large"),
+    "it never arrives": ({"data": never}, 408, "no request within 0.05 s"),
+    "a method that is not there": ({"method": "DELETE"}, 405, "there is no DELETE /v1/"),
+}
 
 
-def test_a_stream_is_server_sent_events() -> None:
-    async def test(gateway: Gateway) -> None:
-        async with gateway.admit(FakeHost()) as endpoint:
-            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-            body = {"messages": [{"role": "user", "content": "q"}], "stream": True}
-            url = endpoint.base_url + "/chat/completions"
-            async with (
-                aiohttp.ClientSession(headers=headers) as session,
-                session.post(url, json=body) as answer,
-            ):
-                assert answer.content_type == "text/event-stream"
-                events = (await answer.text()).split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        parts = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-        assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "42"
-
-    serve(test)
-
-
-@pytest.mark.parametrize("path", ["chat/completions", "responses"])
-@pytest.mark.parametrize("told", [False, True])
-def test_an_error_in_a_stream_is_a_status_or_an_event(told: bool, path: str) -> None:
-    class Breaking(FakeHost):
-        async def answer(self, ask: AgentRequest, count: int, tell: Any) -> list[AgentReply] | Refusal:
-            if told:
-                tell(0, "", "4")
-            raise EngineError("broke")
-
-    async def test(gateway: Gateway) -> None:
-        async with gateway.admit(Breaking()) as endpoint:
-            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-            body = {"messages": [{"role": "user", "content": "q"}], "input": "q", "stream": True}
-            url = f"{endpoint.base_url}/{path}"
-            async with (
-                aiohttp.ClientSession(headers=headers) as session,
-                session.post(url, json=body) as answer,
-            ):
-                text = await answer.text()
-                assert answer.status == (200 if told else 500)
-                assert "EngineError: broke" in text
-                assert ("data: [DONE]" in text) is False
-                assert text.startswith("{") is not told
-
-    serve(test)
+@pytest.mark.parametrize(("options", "status", "why"), BROKEN.values(), ids=BROKEN)
+@every_dialect
+@served
+async def test_broken_requests_get_errors(
+    gateway: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    dialect: Dialect,
+    options: dict[str, Any],
+    status: int,
+    why: str,
+) -> None:
+    if options.get("data") is never:
+        monkeypatch.setattr(server, "READ_SECONDS", 0.05)
+    async with gateway.admit(FakeHost()) as endpoint:
+        sent = {key: value() if callable(value) else value for key, value in options.items()}
+        got, body = await fetch(endpoint, dialect.path, **sent)
+        assert (got, why in body["error"]["message"]) == (status, True), body
+        got, body = await fetch(endpoint, "/embeddings", json={})
+        assert (got, body["error"]["code"]) == (404, "unknown_url")
+        assert body["error"]["type"] == "invalid_request_error"
+        assert f"POST /v1{dialect.path}" in body["error"]["message"].partition("; there are")[2]
 
 
-def test_log_probs_are_given_on_request() -> None:
-    async def test(gateway: Gateway) -> None:
-        async with gateway.admit(FakeHost()) as endpoint:
-            _, body = await ask(endpoint, "q", logprobs=True)
-        content = body["choices"][0]["logprobs"]["content"]
-        assert [(one["token"], one["logprob"]) for one in content] == [("A", -0.5), ("B", -1.5)]
-
-    serve(test)
-
-
-def test_a_client_that_leaves_takes_its_request_along() -> None:
-    async def test(gateway: Gateway) -> None:
-        host = FakeHost()
-        host.gate.clear()
-        async with gateway.admit(host) as endpoint:
-            asking = asyncio.create_task(ask(endpoint, "q"))
-            await host.entered.wait()
-            asking.cancel()
-            await host.cancelled.wait()
-
-    serve(test)
+@served
+async def test_the_models_are_listed_for_guests(gateway: Gateway) -> None:
+    async with gateway.admit(FakeHost()) as endpoint:
+        _, found = await fetch(endpoint, "/models")
+        assert [model["id"] for model in found["data"]] == [endpoint.model]
+        for name in (endpoint.model, "org/model"):
+            assert (await fetch(endpoint, f"/models/{name}"))[1]["id"] == name
 
 
-def test_no_request_outlives_its_episode() -> None:
-    """One whose client has left may end slowly."""
+@every_dialect
+@served
+async def test_a_stream_is_server_sent_events(gateway: Gateway, dialect: Dialect) -> None:
+    async with gateway.admit(FakeHost(streamed="4")) as endpoint:
+        _, text = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))
+    assert text.endswith("data: [DONE]\n\n")
+    assert dialect.heard(events_of(text)).content == "42"
 
-    class Slow(FakeHost):
-        ended = False
 
-        async def answer(self, ask: AgentRequest, count: int, told: Any) -> list[AgentReply] | Refusal:
-            try:
-                return await super().answer(ask, count, told)
-            finally:
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    self.ended = True
+@pytest.mark.parametrize("streamed", ["", "4"])
+@every_dialect
+@served
+async def test_an_error_in_a_stream_is_a_status_or_an_event(
+    gateway: Gateway, dialect: Dialect, streamed: str
+) -> None:
+    async with gateway.admit(FakeHost(EngineError("broke"), streamed)) as endpoint:
+        status, found = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))
+    if streamed:
+        assert (status, "[DONE]" in found) == (200, False)
+        kind, found = events_of(found)[-1]
+        assert kind == "error"
+    else:
+        assert status == 500
+    assert found["error"]["message"] == "EngineError: broke"
 
-    async def test(gateway: Gateway) -> None:
-        host = Slow()
-        host.gate.clear()
-        async with gateway.admit(host) as endpoint:
-            asking = asyncio.create_task(ask(endpoint, "q"))
-            await host.entered.wait()
-            asking.cancel()
-            await host.cancelled.wait()
-            assert not host.ended
-        assert host.ended
 
-    serve(test)
+@served
+async def test_log_probs_are_given_on_request(gateway: Gateway) -> None:
+    async with gateway.admit(FakeHost()) as endpoint:
+        _, body = await ask(endpoint, "q", logprobs=True)
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["logprob"]) for one in content] == [("A", -0.5), ("B", -1.5)]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@served
+async def test_a_client_that_leaves_takes_its_request_along(gateway: Gateway, slow: bool) -> None:
+    """No request outlives its episode; one whose client has left may end slowly."""
+    host = FakeHost(slow=slow)
+    host.gate.clear()
+    async with gateway.admit(host) as endpoint:
+        asking = asyncio.create_task(ask(endpoint, "q"))
+        await host.entered.wait()
+        asking.cancel()
+        await host.cancelled.wait()
+        assert host.ended is not slow
+    assert host.ended
 
 
 def reset(*_: Any) -> dict[str, Any]:
@@ -271,41 +244,35 @@ async def cancel(task: asyncio.Task[Any]) -> AgentReply:
 
 
 @pytest.mark.parametrize(("step", "leave"), [("_json", reset), ("_outcome", cancel)])
-def test_an_answer_that_cannot_be_sent_is_lost(
-    step: str, leave: Any, monkeypatch: pytest.MonkeyPatch
+@served
+async def test_an_answer_that_cannot_be_sent_is_lost(
+    gateway: Gateway, step: str, leave: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(gateway: Gateway) -> None:
-        host = FakeHost()
-        async with gateway.admit(host) as endpoint:
-            assert (await ask(endpoint, "q"))[0] == 200
-            assert host.lost == []
-            monkeypatch.setattr(server, step, leave)
-            with pytest.raises(aiohttp.ClientError):
-                await ask(endpoint, "q")
-        assert len(host.lost) == 1
-
-    serve(test)
+    host = FakeHost()
+    async with gateway.admit(host) as endpoint:
+        assert (await ask(endpoint, "q"))[0] == 200
+        assert host.lost == []
+        monkeypatch.setattr(server, step, leave)
+        with pytest.raises(aiohttp.ClientError):
+            await ask(endpoint, "q")
+    assert len(host.lost) == 1
 
 
-def test_the_end_of_the_episode_answers_what_is_under_way() -> None:
-    async def test(gateway: Gateway) -> None:
-        host = FakeHost()
-        host.gate.clear()
-        async with gateway.admit(host) as endpoint:
-            asking = asyncio.create_task(ask(endpoint, "q"))
-            await host.entered.wait()
-        assert host.cancelled.is_set()
-        status, body = await asking
-        assert (status, body["error"]["code"]) == (410, "episode_over")
-
-    serve(test)
+@served
+async def test_the_end_of_the_episode_answers_what_is_under_way(gateway: Gateway) -> None:
+    host = FakeHost()
+    host.gate.clear()
+    async with gateway.admit(host) as endpoint:
+        asking = asyncio.create_task(ask(endpoint, "q"))
+        await host.entered.wait()
+    assert host.cancelled.is_set()
+    status, body = await asking
+    assert (status, body["error"]["code"]) == (410, "episode_over")
 
 
-def test_ignored_parameters_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(gateway: Gateway) -> None:
-        async with gateway.admit(FakeHost()) as endpoint:
-            for _ in range(3):
-                await ask(endpoint, "q", temperature=0.5)
-
-    serve(test)
+@served
+async def test_ignored_parameters_are_told_once(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway.admit(FakeHost()) as endpoint:
+        for _ in range(3):
+            await ask(endpoint, "q", temperature=0.5)
     assert [record.message.count("temperature") for record in caplog.records] == [2]

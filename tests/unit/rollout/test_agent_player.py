@@ -16,7 +16,7 @@ from asyncrl.rewards import RewardInput
 from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
 from asyncrl.wire.messages.worker import Failed, Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
-from tests.fakes.chat import FakeChat, call, encode
+from tests.fakes.chat import encode
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import settle
 
@@ -100,12 +100,6 @@ def test_parallel_requests_become_rows_with_sessions_and_keys_of_their_own() -> 
     assert sorted(bench.engine.released) == ["u/1", "u/1#1", "u/1#2"]
 
 
-def test_a_template_that_rewrites_makes_rows() -> None:
-    bench = AgentBench(two_turns, chat=FakeChat(rewrites=("user",)))
-    assert finished(bench).stats.rows == 2
-    assert bench.rows == ["q42", "q42sure?42"]
-
-
 # -- several agents ----------------------------------------------------------------------------------
 
 
@@ -131,6 +125,9 @@ def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
     assert (parts["white"].reward, parts["white"].turn_rewards) == (1.0, (0.0, 1.0))
     assert (parts["black"].reward, parts["black"].turn_rewards) == (-1.0, (-1.0,))
     assert parts["white"].tokens + parts["black"].tokens == result.tokens
+    again = AgentBench(duel, reward=of_program)
+    assert finished(again, frames=bench.record).result == result
+    assert again.engine.requests == []
 
 
 def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_told() -> None:
@@ -138,19 +135,6 @@ def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_told() -> None:
     reason, detail = failed(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
     assert detail.startswith("the reward is a dict of white, blak, and not of 'black': give 'score', or")
-
-
-def test_recorded_turns_of_another_agent_do_not_answer() -> None:
-    async def other(sample: Sample, endpoint: Endpoint) -> None:
-        await ask(endpoint, "q", model="black")
-        await asyncio.Event().wait()
-
-    whole = AgentBench(duel, reward=of_program)
-    finished(whole)
-    again = AgentBench(duel, reward=of_program)
-    assert finished(again, frames=whole.record).result == finished(whole, frames=whole.record).result
-    end = AgentBench(other).play(whole.record)
-    assert isinstance(end, Failed) and end.reason is FailReason.NOT_REPEATED
 
 
 # -- agents that fail --------------------------------------------------------------------------------
@@ -252,67 +236,43 @@ def test_an_agent_that_hangs_before_its_first_turn_fails() -> None:
     assert "not one turn" in detail
 
 
-def test_a_coroutine_that_blocks_does_not_keep_the_engine_from_answering() -> None:
-    """As a sync client in an async function does: its own loop stands still, ours must not."""
+class Held(ScriptedEngine):
+    """Holds the second request until its client has left."""
 
-    async def blocking(sample: Sample, endpoint: Endpoint) -> None:
-        thread = threading.Thread(target=lambda: asyncio.run(message(endpoint, "q")), daemon=True)
-        thread.start()
-        thread.join(30)
-        assert not thread.is_alive()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.entered, self.left = threading.Event(), threading.Event()
 
-    assert finished(AgentBench(blocking)).stats.turns == 1
-
-
-def test_an_agent_that_ends_during_a_request_gives_it_up() -> None:
-    started = threading.Event()
-
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        await message(endpoint, "q")
-        bench.engine.gate.clear()
-        asking = asyncio.ensure_future(ask(endpoint, "more"))
-        await asyncio.to_thread(started.wait, 30)
-        asking.cancel()
-
-    class Engine(ScriptedEngine):
-        async def generate(self, request: Request) -> Generation:
-            if request.ids[0] == ord("m"):
-                started.set()
+    async def generate(self, request: Request) -> Generation:
+        if not self.requests:
             return await super().generate(request)
+        self.entered.set()
+        try:
+            return await super().generate(request)
+        finally:
+            self.left.set()
 
-    bench = AgentBench(agent)
-    bench.engine = Engine(bench.script)
-    assert finished(bench).stats.turns == 1
-    assert bench.engine.cancelled == ["u/1#1"]
 
-
-def test_a_request_whose_client_left_gives_its_row_back() -> None:
-    entered, cancelled = threading.Event(), threading.Event()
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_request_whose_client_left_gives_its_row_back(comes_back: bool) -> None:
+    """The agent ends then, or asks the same again."""
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         first = await message(endpoint, "q")
-        bench.engine.gate.clear()
+        engine.gate.clear()
         asking = asyncio.ensure_future(ask(endpoint, "q", first, "sure?"))
-        await asyncio.to_thread(entered.wait, 30)
+        await asyncio.to_thread(engine.entered.wait, 30)
         asking.cancel()
-        await asyncio.to_thread(cancelled.wait, 30)
-        bench.engine.gate.set()
-        await message(endpoint, "q", first, "sure?")
-
-    class Engine(ScriptedEngine):
-        async def generate(self, request: Request) -> Generation:
-            if len(self.requests) == 1:
-                entered.set()
-            try:
-                return await super().generate(request)
-            finally:
-                if self.cancelled:
-                    cancelled.set()
+        if comes_back:
+            await asyncio.to_thread(engine.left.wait, 30)
+            engine.gate.set()
+            await message(endpoint, "q", first, "sure?")
 
     bench = AgentBench(agent)
-    bench.engine = Engine(bench.script)
-    assert finished(bench).stats.turns == 2
-    assert bench.rows == ["q42sure?42"]
+    bench.engine = engine = Held(bench.script)
+    assert finished(bench).stats.turns == 1 + comes_back
+    assert bench.rows == (["q42sure?42"] if comes_back else ["q42"])
+    assert engine.cancelled == ["u/1"]
 
 
 class Leaver:
@@ -358,6 +318,14 @@ def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
     again = AgentBench(two_turns)
     finished(again, frames=bench.record)
     assert again.engine.requests == []
+
+    async def several(sample: Sample, endpoint: Endpoint) -> None:
+        await leaver.leave(endpoint, n=2)
+        assert (await ask(endpoint, "q", n=3))[0] == 200
+
+    leaver, bench = Leaver(2), AgentBench(several)
+    asyncio.run(leaver.play(bench))
+    assert len(bench.turns) == len(bench.engine.requests) == 3
 
 
 def test_a_slow_reward_is_not_charged_to_the_agent() -> None:
@@ -446,21 +414,19 @@ def test_parallel_turns_are_recalled_in_any_order() -> None:
 
 
 def test_an_agent_that_does_something_else_starts_again() -> None:
-    first = AgentBench(three_turns)
-    finished(first)
-    for agent in (two_turns_of("other"), silent):
-        bench = AgentBench(agent)
-        end = bench.play(first.record)
+    async def other(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "other")
+
+    async def black(sample: Sample, endpoint: Endpoint) -> None:
+        await ask(endpoint, "q", model="black")
+        await asyncio.Event().wait()
+
+    for first, agent in ((three_turns, other), (three_turns, silent), (duel, black)):
+        before, bench = AgentBench(first), AgentBench(agent)
+        finished(before)
+        end = bench.play(before.record)
         assert isinstance(end, Failed)
-        assert end.reason is FailReason.NOT_REPEATED
-        assert "repeat" in end.detail
-
-
-def two_turns_of(prompt: str) -> Any:
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        await message(endpoint, prompt)
-
-    return agent
+        assert (end.reason, "repeat" in end.detail) == (FailReason.NOT_REPEATED, True)
 
 
 def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
@@ -491,26 +457,6 @@ def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
     end = bench.sent[-1]
     assert isinstance(end, Finished)
     assert 0 < end.stats.tool_s <= end.stats.seconds
-
-
-def test_calls_are_for_agents_that_send_tools() -> None:
-    """Others, as ReAct ones, read the text."""
-    text = call("look") + call("see")
-    tool = {"type": "function", "function": {"name": "look"}}
-    heard: list[Any] = []
-
-    def agent_of(**body: Any) -> Any:
-        async def agent(sample: Sample, endpoint: Endpoint) -> None:
-            heard.append(await message(endpoint, "q", **body))
-
-        return agent
-
-    plain = AgentBench(agent_of(), lambda prompt: text)
-    none = AgentBench(agent_of(tools=[tool], tool_choice="none"), lambda prompt: text)
-    tools = AgentBench(agent_of(tools=[tool]), lambda prompt: text)
-    assert [finished(bench).stats.tool_calls for bench in (plain, none, tools)] == [0, 0, 2]
-    assert [said["content"] for said in heard] == [text, text, None]
-    assert [len(said.get("tool_calls", ())) for said in heard] == [0, 0, 2]
 
 
 # -- turns that end at a text, several answers, streams ------------------------------------------------
@@ -558,25 +504,6 @@ def test_several_answers_become_rows() -> None:
     assert len({request.key for request in bench.engine.requests[:3]}) == 3
 
 
-def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        status, body = await ask(endpoint, "q", n=3)
-        assert (status, body["error"]["code"]) == (400, "max_turns")
-        assert (await ask(endpoint, "q", n=2))[0] == 200
-
-    assert finished(AgentBench(agent, limits={"max_turns": 2})).stats.turns == 2
-
-
-def test_of_several_answers_that_were_lost_none_is_sampled_again() -> None:
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        await leaver.leave(endpoint, n=2)
-        assert (await ask(endpoint, "q", n=3))[0] == 200
-
-    leaver, bench = Leaver(2), AgentBench(agent)
-    asyncio.run(leaver.play(bench))
-    assert len(bench.turns) == len(bench.engine.requests) == 3
-
-
 def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
     heard: list[str] = []
     told = threading.Event()
@@ -602,7 +529,6 @@ def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
     bench = AgentBench(agent)
     bench.engine = Slow(bench.script)
     finished(bench)
-    assert heard[-2] == "data: [DONE]\n"
     assert sum('"content":"2"' in line for line in heard) == 1
 
 

@@ -1,4 +1,5 @@
-"""Reads and writes what the APIs of the gateway share: errors, answers, the forms of tools and texts.
+"""Reads and writes what the APIs of the gateway share: `Exchange`, a request and its answers in the words of
+one of them; errors; the forms of tools and texts.
 
 Sampling parameters of a request are ignored: the run has its own. What asks for a certain form of the answer
 is a hint in training, for the same reason: a grammar would change the distribution that log-probs are of.

@@ -1,0 +1,195 @@
+"""The dialects of the gateway, as clients of each speak and read them. A test of one is a test of all: it
+takes a conversation in our words, and compares a `Said`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from asyncrl.gateway import completions, responses
+from asyncrl.gateway.exchange import AgentReply, Event, Exchange
+from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
+
+LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object"}}
+FUNCTION = {"type": "function", "function": LOOK}  # as templates see it
+
+
+class Said(NamedTuple):
+    """What a client gets of one answer. `end`: stop, length or tool_calls. `usage`: tokens read, written."""
+
+    reasoning: str
+    content: str
+    calls: list[ToolCall]
+    end: str
+    usage: tuple[int, int]
+
+
+class Dialect(NamedTuple):
+    """`body(messages, tools, schema=…, limit=…, **fields)`: a request, whose messages have calls with the ids
+    that clients got. `whole`: of an answer's body. `heard`: of the events of a stream, as a strict client
+    reads them: the texts are what was streamed."""
+
+    path: str
+    read: Callable[[bytes], Exchange]
+    body: Callable[..., dict[str, Any]]
+    whole: Callable[[dict[str, Any]], Said]
+    heard: Callable[[Sequence[Event]], Said]
+
+    def asked(self, messages: Sequence[Message], tools: Sequence[Any] = (), **options: Any) -> Exchange:
+        return self.read(json.dumps(self.body(messages, tools, **options)).encode())
+
+
+def reply(message: Message, stop: StopReason = StopReason.STOP) -> AgentReply:
+    """Turn 3, of two tokens after five."""
+    turn = Turn(3, (7,), (8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop)
+    return AgentReply(message, turn, 5)
+
+
+def events_of(text: str) -> list[Event]:
+    """The server-sent events of a body."""
+    events = []
+    for block in text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if line)
+        if lines and lines["data"] != "[DONE]":
+            events.append((lines.get("event", ""), json.loads(lines["data"])))
+    return events
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value}
+
+
+# -- chat completions --------------------------------------------------------------------------------
+
+
+def _chat_body(
+    messages: Sequence[Message],
+    tools: Sequence[Any] = (),
+    schema: Any = None,
+    limit: int | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    form = schema and {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    sent = [one.openai() | {"content": one.content or None} for one in messages]
+    options = _given(
+        tools=[{"type": "function", "function": tool} for tool in tools],
+        response_format=form,
+        max_completion_tokens=limit,
+        stream_options=fields.get("stream") and {"include_usage": True},
+    )
+    return {"messages": sent, **options, **fields}
+
+
+def _chat_calls(found: Iterable[dict[str, Any]]) -> list[ToolCall]:
+    return [ToolCall(one["function"]["name"], one["function"]["arguments"], one["id"]) for one in found]
+
+
+def _chat_usage(body: dict[str, Any]) -> tuple[int, int]:
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def _chat_whole(body: dict[str, Any]) -> Said:
+    assert (body["object"], len(body["choices"])) == ("chat.completion", 1)
+    (choice,) = body["choices"]
+    message = choice["message"]
+    assert message["role"] == "assistant" and (message["content"] is not None or message["tool_calls"])
+    calls = _chat_calls(message.get("tool_calls", ()))
+    texts = message.get("reasoning_content", ""), message["content"] or ""
+    return Said(*texts, calls, choice["finish_reason"], _chat_usage(body))
+
+
+def _chat_heard(events: Sequence[Event]) -> Said:
+    assert not any(kind for kind, _ in events)
+    parts = [data for _, data in events]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert len({part["id"] for part in parts}) == 1 and parts[-1]["choices"] == []
+    deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
+    assert list(deltas[0]) == ["role", "content"]
+    reasoning, content = (
+        "".join(delta.get(key, "") for delta in deltas) for key in ("reasoning_content", "content")
+    )
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    finish = parts[-2]["choices"][0]["finish_reason"]
+    return Said(reasoning, content, _chat_calls(calls), finish, _chat_usage(parts[-1]))
+
+
+# -- responses ---------------------------------------------------------------------------------------
+
+
+def _responses_body(
+    messages: Sequence[Message],
+    tools: Sequence[Any] = (),
+    schema: Any = None,
+    limit: int | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    options = _given(
+        tools=[{"type": "function", **tool} for tool in tools],
+        text=schema and {"format": {"type": "json_schema", "name": "it", "schema": schema}},
+        max_output_tokens=limit,
+    )
+    return {"input": [item for one in messages for item in _items(one)], **options, **fields}
+
+
+def _items(one: Message) -> Iterable[dict[str, Any]]:
+    if one.role == "tool":
+        yield {"type": "function_call_output", "call_id": one.tool_call_id, "output": one.content}
+        return
+    if one.reasoning:
+        content = [{"type": "reasoning_text", "text": one.reasoning}]
+        yield {"type": "reasoning", "summary": [], "content": content}
+    if one.content or not one.tool_calls:
+        kind = "output_text" if one.role == "assistant" else "input_text"
+        yield {"type": "message", "role": one.role, "content": [{"type": kind, "text": one.content}]}
+    for call in one.tool_calls:
+        yield {
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+
+
+def _responses_whole(body: dict[str, Any]) -> Said:
+    output, usage = body["output"], body["usage"]
+    assert len({item["id"] for item in output}) == len(output)
+    texts = {item["type"]: item["content"][0]["text"] for item in output if "content" in item}
+    made = [item for item in output if item["type"] == "function_call"]
+    calls = [ToolCall(item["name"], item["arguments"], item["call_id"]) for item in made]
+    cut = body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["status"] == ("incomplete" if cut else "completed")
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    end = "length" if cut else "tool_calls" if calls else "stop"
+    found = texts.get("reasoning", ""), texts.get("message", ""), calls, end
+    return Said(*found, (usage["input_tokens"], usage["output_tokens"]))
+
+
+def _responses_heard(events: Sequence[Event]) -> Said:
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert all(kind == data["type"] for kind, data in events)
+    final = events[-1][1]["response"]
+    for kind in ("added", "done"):
+        items = [data for name, data in events if name == f"response.output_item.{kind}"]
+        assert [item["output_index"] for item in items] == list(range(len(final["output"])))
+        assert [item["item"]["id"] for item in items] == [item["id"] for item in final["output"]]
+    said = _responses_whole(final)
+
+    def streamed(name: str) -> str:
+        return "".join(data["delta"] for kind, data in events if kind == f"response.{name}.delta")
+
+    heard = said._replace(reasoning=streamed("reasoning_text"), content=streamed("output_text"))
+    assert streamed("function_call_arguments") == "".join(call.arguments for call in said.calls)
+    if heard == said:
+        done = [data["item"] for kind, data in events if kind == "response.output_item.done"]
+        assert done == final["output"]
+    return heard
+
+
+DIALECTS = {
+    "chat": Dialect("/chat/completions", completions.read, _chat_body, _chat_whole, _chat_heard),
+    "responses": Dialect("/responses", responses.read, _responses_body, _responses_whole, _responses_heard),
+}

@@ -1,0 +1,254 @@
+"""Requests and answers in the dialects of the gateway: a property of one is a property of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from asyncrl.gateway import exchange
+from asyncrl.gateway.exchange import ApiError
+from asyncrl.types import Message, StopReason, ToolCall
+from tests.fakes.dialects import DIALECTS, FUNCTION, LOOK, Dialect, Said, reply
+
+CHAT, RESPONSES = DIALECTS["chat"], DIALECTS["responses"]
+USER = Message("user", "q")
+CALLS = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1"))
+BOTH = (*CALLS[:1], replace(CALLS[1], name="look"))
+
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+
+
+def sent_back(messages: Sequence[Message]) -> list[Message]:
+    """The same with the ids that the clients of turn 3 got, and without the names of tools."""
+    ids = {f"call_{number}": f"call_{number}-t3" for number in range(9)}
+    return [
+        replace(
+            one,
+            tool_calls=tuple(replace(call, id=ids[call.id]) for call in one.tool_calls),
+            tool_call_id=ids.get(one.tool_call_id, ""),
+            name="",
+        )
+        for one in messages
+    ]
+
+
+# -- requests ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
+    """Turns of the model between messages of others, with calls in parallel and replies to them."""
+    texts = st.sampled_from(["", "a", " b\n", "größe", "<tool_call>{"])
+    messages = [Message("system", draw(texts))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 4))):
+        messages.append(Message("user", draw(texts)))
+        calls = BOTH[: draw(st.integers(0, 2))]
+        messages.append(Message("assistant", draw(texts), calls, reasoning=draw(texts)))
+        messages += [Message("tool", draw(texts), tool_call_id=call.id, name=call.name) for call in calls]
+    return (*messages, Message("user", draw(texts)))
+
+
+@given(conversations())
+def test_a_conversation_is_ours_in_every_dialect(messages: tuple[Message, ...]) -> None:
+    for dialect in DIALECTS.values():
+        found = dialect.asked(sent_back(messages), [LOOK], limit=7)
+        assert found.ask.messages == messages
+        assert [json.loads(tool) for tool in found.ask.tools] == [FUNCTION]
+        assert (found.ask.max_new_tokens, found.count) == (7, 1)
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+BRIEF = {"role": "developer", "content": "be brief"}
+
+
+def test_other_spellings_of_messages() -> None:
+    body = {"messages": [BRIEF, {"role": "user", "content": PARTS}]}
+    asked = CHAT.read(json.dumps({**body, "max_tokens": 9, "max_completion_tokens": 7}).encode()).ask
+    assert asked.messages == (Message("system", "be brief"), Message("user", "ab"))
+    assert asked.max_new_tokens == 7
+    call = {"type": "function_call", "call_id": "call_0-t3", "name": "look", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "call_0-t3", "output": PARTS}
+    answers = [{"role": "assistant", "content": text} for text in "78"]
+    items = [BRIEF, call, output, *answers, call]
+    asked = RESPONSES.read(json.dumps({"input": items, "instructions": "be kind"}).encode()).ask
+    assert asked.messages == (
+        *(Message("system", "be kind"), Message("system", "be brief")),
+        Message("assistant", "", CALLS[:1]),
+        Message("tool", "ab", tool_call_id="call_0", name="look"),
+        *(Message("assistant", "7"), Message("assistant", "8", CALLS[:1])),
+    )
+    assert RESPONSES.read(b'{"input": "q"}').ask.messages == (USER,)
+
+
+@every_dialect
+def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> None:
+    common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "user": "me", "metadata": {}}
+    asked = dialect.asked([USER], **common)
+    assert asked.ask == dialect.asked([USER]).ask
+    assert exchange.unheeded(asked).keys() == {"temperature", "top_p"}
+    assert dialect.asked([USER], [LOOK], tool_choice="none").ask.tools == ()
+    assert dialect.asked([USER], [LOOK], tool_choice="auto").ask == dialect.asked([USER], [LOOK]).ask
+
+
+@every_dialect
+def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
+    name = {"name": "look"}
+    named = {"type": "function", **({"function": name} if dialect is CHAT else name)}
+    for choice in ("required", named):
+        asked = dialect.asked(
+            *([USER], [LOOK]), schema={"type": "object"}, tool_choice=choice, parallel_tool_calls=False
+        )
+        expected = dict.fromkeys(("tool_choice", "parallel_tool_calls", "response_format"), exchange.HINT)
+        assert exchange.unheeded(asked) == expected
+        assert (asked.ask.form.calls, asked.ask.form.once) == (("look",), True)
+        assert json.loads(asked.ask.form.schema) == {"type": "object"}
+    plain = dialect.asked([USER], [LOOK])
+    form = {"type": "text"}
+    text = {"response_format": form} if dialect is CHAT else {"text": {"format": form}}
+    assert dialect.asked([USER], [LOOK], **text).ask == plain.ask
+
+
+def test_texts_to_stop_at() -> None:
+    for stop, texts in (("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())):
+        assert CHAT.asked([USER], stop=stop).ask.stops == texts
+
+
+def image(kind: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": kind}]}]
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]
+
+
+NOT_THERE = {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "see"}}}
+NAMELESS = {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": "look"}}
+NO_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}
+OWN_CALL = {"type": "function_call", "name": "look", "arguments": "{"}
+REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
+    ("chat", "no messages"): ({"messages": []}, "length >= 1"),
+    ("chat", "no role"): ({"messages": [{"content": "q"}]}, "role"),
+    ("chat", "content of a wrong type"): ({"messages": [{"role": "user", "content": 3}]}, "content"),
+    ("chat", "an image"): ({"messages": image("image_url")}, "image_url"),
+    ("chat", "arguments that are no JSON"): ({"messages": called("{")}, "no JSON object"),
+    ("chat", "arguments that are a list"): ({"messages": called("[]")}, "no JSON object"),
+    ("chat", "a tool that is none"): ({"tools": [{"name": "look"}]}, "a tool is"),
+    ("chat", "no answer"): ({"n": 0}, "n`"),
+    ("chat", "more answers than anyone reads"): ({"n": 129}, "n`"),
+    ("chat", "an empty text to stop at"): ({"stop": [""]}, "stop"),
+    ("chat", "too many texts to stop at"): ({"stop": ["a"] * 33}, "stop"),
+    ("chat", "an unknown format"): ({"response_format": {"type": "yaml"}}, "'yaml'"),
+    ("chat", "no schema"): (NO_SCHEMA, "schema"),
+    ("chat", "no name of a function"): (NAMELESS, "tool_choice"),
+    ("chat", "a choice that is not there"): (NOT_THERE, "'see' is not one of the tools"),
+    ("chat", "an unknown choice"): ({"tools": [FUNCTION], "tool_choice": "must"}, "'must'"),
+    ("chat", "alternatives"): ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+    ("chat", "functions"): ({"functions": [{}]}, "use tools"),
+    ("chat", "no room for an answer"): ({"max_tokens": 0}, "max_tokens"),
+    ("responses", "nothing"): ({"input": []}, "length >= 1"),
+    ("responses", "what was not kept"): ({"previous_response_id": "resp-1"}, "send the whole input"),
+    ("responses", "a conversation"): ({"conversation": "c"}, "send the whole input"),
+    ("responses", "a reference"): ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
+    ("responses", "an image"): ({"input": image("input_image")}, "input_image"),
+    ("responses", "no role"): ({"input": [{"content": "q"}]}, "no role"),
+    ("responses", "a tool of OpenAI's"): ({"tools": [{"type": "web_search"}]}, "'web_search'"),
+    ("responses", "arguments that are no JSON"): ({"input": [OWN_CALL]}, "no JSON object"),
+}
+
+
+@pytest.mark.parametrize(("dialect", "name"), REFUSED)
+def test_what_cannot_be_is_told(dialect: str, name: str) -> None:
+    body, why = REFUSED[dialect, name]
+    made = DIALECTS[dialect]
+    data = json.dumps(made.body([USER]) | body).encode()
+    with pytest.raises(ApiError, match=why) as caught:
+        made.read(data)
+    assert caught.value.status == 400
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+DEEP = b'{"messages": [{"role": "user"}], "input": ' + b"[" * 100_000
+
+
+@every_dialect
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", DEEP], ids=str)
+def test_what_is_no_request_is_told(dialect: Dialect, body: bytes) -> None:
+    with pytest.raises(ApiError, match="cannot be read"):
+        dialect.read(body)
+
+
+# -- answers -----------------------------------------------------------------------------------------
+
+ANSWERS: dict[str, tuple[Message, StopReason, str]] = {
+    "text": (Message("assistant", "42", reasoning="hm"), StopReason.STOP, "stop"),
+    "nothing": (Message("assistant", ""), StopReason.STOP, "stop"),
+    "cut": (Message("assistant", "4"), StopReason.LENGTH, "length"),
+    "cut at once": (Message("assistant", ""), StopReason.LENGTH, "length"),
+    "calls": (Message("assistant", "let me", CALLS, reasoning="hm"), StopReason.STOP, "tool_calls"),
+    "a call alone": (Message("assistant", "", CALLS[:1]), StopReason.STOP, "tool_calls"),
+}
+
+
+@every_dialect
+@pytest.mark.parametrize(("message", "stop", "end"), ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_is_the_turn_whole_or_in_a_stream(
+    dialect: Dialect, message: Message, stop: StopReason, end: str
+) -> None:
+    """Its calls have ids that no other turn gives."""
+    calls = [replace(call, id=f"{call.id}-t3") for call in message.tool_calls]
+    said = Said(message.reasoning, message.content, calls, end, (5, 2))
+    answer, asked = reply(message, stop), dialect.asked([USER])
+    assert dialect.whole(asked.whole([answer], [[]])) == said
+    for bit_by_bit in (False, True):
+        asked = dialect.asked([USER], stream=True)
+        events = [*asked.begin()]
+        for letter in message.reasoning if bit_by_bit else "":
+            events += asked.delta(0, letter, "")
+        for letter in message.content if bit_by_bit else "":
+            events += asked.delta(0, "", letter)
+        assert dialect.heard([*events, *asked.end([answer], [[]])]) == said
+
+
+@every_dialect
+@pytest.mark.parametrize(
+    ("streamed", "message", "heard"),
+    [
+        ("let me", Message("assistant", " let me <tool_call>{"), "let me <tool_call>{"),
+        ("let me see", Message("assistant", "42", reasoning="let me see"), "let me see42"),
+    ],
+    ids=["calls that turn out malformed", "a thought without a beginning"],
+)
+def test_what_was_streamed_otherwise_than_it_turned_out_goes_on(
+    dialect: Dialect, streamed: str, message: Message, heard: str
+) -> None:
+    asked = dialect.asked([USER], stream=True)
+    events = [*asked.begin(), *asked.delta(0, "", streamed), *asked.end([reply(message)], [[]])]
+    said = dialect.heard(events)
+    assert (said.content, said.reasoning) == (heard, message.reasoning)
+
+
+def test_log_probs_are_of_all_tokens() -> None:
+    asked = CHAT.asked([USER], logprobs=True)
+    (choice,) = asked.whole([reply(Message("assistant", "4"))], [["x", "é"]])["choices"]
+    second = choice["logprobs"]["content"][1]
+    assert second == {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9], "top_logprobs": []}
+    (choice,) = CHAT.asked([USER]).whole([reply(Message("assistant", "4"))], [[]])["choices"]
+    assert choice["logprobs"] is None
+
+
+def test_several_answers_have_their_numbers() -> None:
+    asked = CHAT.asked([USER], n=2, stream=True)
+    said = [reply(Message("assistant", text)) for text in ("a", "b")]
+    whole = asked.whole(said, [[], []])
+    assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
+    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    events = [*asked.begin(), *asked.delta(1, "", "b"), *asked.end(said, [[], []])]
+    choices = [data["choices"][0] for _, data in events if data["choices"]]
+    heard = [(one["index"], text) for one in choices if (text := one["delta"].get("content"))]
+    assert sorted(heard) == [(0, "a"), (1, "b")]
