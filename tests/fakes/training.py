@@ -25,6 +25,7 @@ from asyncrl.trainer.checkpoint import StepFiles
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import Policy, shards
+from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -182,6 +183,20 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointManifest:
 def newest_checkpoint(directory: Path) -> Path | None:
     step = checkpoint.newest(Checkpoints(directory))
     return directory / f"step-{step}" if step >= 0 else None
+
+
+def few_tokens() -> Selected:
+    """Two rows of different length, four tokens, two temperatures."""
+    ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
+    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
+    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
+
+
+@torch.no_grad()
+def plain_logp(model: Any, tokens: Selected) -> Tensor:
+    """Their log-probs by a model without any of the trainer around it."""
+    logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor] / tokens.temperature[:, None]
+    return logits.log_softmax(-1).gather(1, tokens.labels[:, None])[:, 0]
 
 
 def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:

@@ -12,10 +12,9 @@ from transformers import AutoModel
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import Critic, load_critic
-from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
-from tests.fakes.training import save_tiny_model, save_tiny_qwen, tiny_config
+from tests.fakes.training import few_tokens, save_tiny_model, save_tiny_qwen, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -24,13 +23,6 @@ pytestmark = pytest.mark.slow
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("model")
     return save_tiny_model(directory) if request.param == "gpt2" else save_tiny_qwen(directory, tied=False)
-
-
-def tokens() -> Selected:
-    """Two rows of different length, four tokens."""
-    ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
-    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.ones(4))
 
 
 def set_head(critic: Critic) -> Tensor:
@@ -46,7 +38,7 @@ def set_head(critic: Critic) -> Tensor:
 
 
 def test_values_read_the_hidden_state_that_predicts_the_token(world: World, path: str) -> None:
-    critic, t = load_critic(tiny_config(path), world), tokens()
+    critic, t = load_critic(tiny_config(path), world), few_tokens()
     weight = set_head(critic)
     found = critic(t)
     hidden = AutoModel.from_pretrained(path).eval()(t.ids).last_hidden_state
@@ -58,7 +50,7 @@ def test_values_read_the_hidden_state_that_predicts_the_token(world: World, path
 
 @pytest.mark.parametrize(("changed", "moves"), [(5, True), (6, False), (9, False)])
 def test_a_value_knows_nothing_of_its_token(world: World, path: str, changed: int, moves: bool) -> None:
-    critic, t = load_critic(tiny_config(path), world), tokens()
+    critic, t = load_critic(tiny_config(path), world), few_tokens()
     set_head(critic)
     before = critic(t)[1]  # of the token at 6
     t.ids[0, changed] = (t.ids[0, changed] + 1) % 40
@@ -67,7 +59,7 @@ def test_a_value_knows_nothing_of_its_token(world: World, path: str, changed: in
 
 def test_it_starts_at_zero_with_an_optimizer_of_its_own(world: World, path: str) -> None:
     critic = load_critic(tiny_config(path, critic={"lr": 0.25}), world)
-    assert torch.equal(critic(tokens()), torch.zeros(4))
+    assert torch.equal(critic(few_tokens()), torch.zeros(4))
     (group,) = critic.optimizer.param_groups
     assert group["lr"] == 0.25 and len(group["params"]) == len(list(critic.parameters()))
 
@@ -76,7 +68,7 @@ def test_bfloat16_gives_float32_values(world: World, path: str) -> None:
     config = parse({"name": "t", "data": {"train": "x"}, "model": {"path": path, "dtype": "bfloat16"}})
     critic = load_critic(config, world)
     set_head(critic)
-    values = critic(tokens())
+    values = critic(few_tokens())
     values.sum().backward()
     assert values.dtype == torch.float32 and {p.dtype for p in critic.parameters()} == {torch.float32}
 
@@ -99,10 +91,10 @@ def step_of(world: World, folder: Path) -> Any:
     config: RunConfig = tiny_config(str(folder / "model"), critic={"lr": 0.1})
     critic = load_critic(config, world)
     set_head(critic)
-    first = critic(tokens())
+    first = critic(few_tokens())
     (first**2).sum().backward()  # the average over ranks of the same gradient
     critic.optimizer.step()
-    return first.detach(), critic(tokens()).detach()
+    return first.detach(), critic(few_tokens()).detach()
 
 
 def test_two_ranks_do_what_one_does(world: World, tmp_path: Path) -> None:

@@ -1,25 +1,42 @@
 from __future__ import annotations
 
+import json
 import logging
 import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
+from asyncrl import cli
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.layers import Adapters
-from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
+from asyncrl.trainer.model import Policy, load_policy, score, shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.shards import HostShards
 from tests.fakes.ranks import run_ranks
-from tests.fakes.training import export, full_state, plain_model, save_tiny_model, save_tiny_qwen
+from tests.fakes.training import (
+    export,
+    few_tokens,
+    full_state,
+    make_learner,
+    plain_logp,
+    plain_model,
+    save_checkpoint,
+    save_tiny_model,
+    save_tiny_qwen,
+    tiny_config,
+)
 from tests.fakes.weights import buckets
 
 pytestmark = pytest.mark.slow
@@ -48,41 +65,28 @@ def adapted(path: str, world: World, dtype: Any = "float64") -> Policy:
     return policy
 
 
-def tokens() -> Selected:
-    ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
-    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.ones(4))
-
-
-def plain_logp(model: Any) -> torch.Tensor:
-    t = tokens()
-    with torch.no_grad():
-        table = model(t.ids).logits.flatten(0, 1)[t.predictor].log_softmax(-1)
-    return table.gather(1, t.labels[:, None])[:, 0]
-
-
 def test_it_starts_as_its_base(world: World, path: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         policy = load_policy(ModelConfig(path=path, dtype="float64", lora_rank=RANK), world)
     (line,) = (record for record in caplog.records if "LoRA: adapted" in record.message)
     assert line.levelno == logging.INFO, "no warning: there are no experts that are left out"
     a = [p.full_tensor().detach() for name, p in policy.named_parameters() if name.endswith("lora_a")]
-    assert torch.allclose(policy(tokens()).logp, plain_logp(plain_model(path)), atol=1e-9)
+    assert torch.allclose(policy(few_tokens()).logp, plain_logp(plain_model(path), few_tokens()), atol=1e-9)
     assert all(0 < float(p.std()) < float(p.abs().max()) <= 1 / p.shape[1] ** 0.5 for p in a)
 
 
 def test_disabled_it_is_its_base(world: World, path: str) -> None:
-    policy, wanted = adapted(path, world), plain_logp(plain_model(path))
+    policy, wanted = adapted(path, world), plain_logp(plain_model(path), few_tokens())
     with torch.no_grad():
-        assert not torch.allclose(policy(tokens()).logp, wanted, atol=0.1)
+        assert not torch.allclose(policy(few_tokens()).logp, wanted, atol=0.1)
         with policy.base():
-            assert torch.allclose(policy(tokens()).logp, wanted, atol=1e-9)
-        assert not torch.allclose(policy(tokens()).logp, wanted, atol=0.1)
+            assert torch.allclose(policy(few_tokens()).logp, wanted, atol=1e-9)
+        assert not torch.allclose(policy(few_tokens()).logp, wanted, atol=0.1)
 
 
 def test_only_adapters_train(world: World, path: str) -> None:
     policy = adapted(path, world)
-    policy(tokens()).logp.sum().backward()
+    policy(few_tokens()).logp.sum().backward()
     trained = {name for name, p in policy.lm.named_parameters() if p.requires_grad}
     assert trained == {n for n, p in policy.lm.named_parameters() if p.grad is not None}
     assert trained == {name for name in dict(policy.lm.named_parameters()) if "lora_" in name}
@@ -92,11 +96,11 @@ def test_only_adapters_train(world: World, path: str) -> None:
 
 def test_the_merged_export_scores_as_the_adapters_do(world: World, path: str, tmp_path: Path) -> None:
     policy = adapted(path, world)
-    wanted = policy(tokens()).logp.detach()
+    wanted = policy(few_tokens()).logp.detach()
     policy.reshard()  # type: ignore[operator]
     exported = plain_model(export(tmp_path, policy, world, path))
-    assert torch.allclose(plain_logp(exported), wanted, atol=1e-6)
-    ids = tuple(tokens().ids[0].tolist())
+    assert torch.allclose(plain_logp(exported, few_tokens()), wanted, atol=1e-6)
+    ids = tuple(few_tokens().ids[0].tolist())
     state = full_state(policy)
     assert state.keys() == dict(plain_model(path).named_parameters()).keys()
     assert list(shards(policy)) == list(state)
@@ -169,7 +173,7 @@ def work(world: World, folder: Path) -> Any:
         local = {name: len(p.to_local()) for name, p in policy.lm.named_parameters()}
         assert all(s.placements[-1] == Shard(0) for s in published.values())
         assert all(len(s.to_local()) == local[name] for name, s in published.items())
-        policy(tokens()).logp.sum().backward()
+        policy(few_tokens()).logp.sum().backward()
         named = policy.lm.named_parameters()
         gradients = {f"grad {n}": p.grad.full_tensor() for n, p in named if p.grad is not None}
         found[name] = full_state(policy) | gradients
@@ -183,3 +187,71 @@ def test_two_ranks_do_what_one_does(world: World, tmp_path: Path) -> None:
         assert sum(key.startswith("grad") for key in wanted) in (16, 28)
         for key, tensor in wanted.items():
             assert torch.allclose(two[name][key], tensor, rtol=1e-6, atol=1e-7), key
+
+
+IDS = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("save", [save_tiny_model, save_tiny_qwen])  # GPT-2 keeps its weights transposed
+def test_merged_or_apart_it_is_the_policy(save: Any, world: World, tmp_path: Path) -> None:
+    path, run = save(tmp_path), tmp_path / "run"
+    config = tiny_config(path)
+    model = msgspec.structs.replace(config.model, lora_rank=3, lora_alpha=6.0)
+    learner = make_learner(msgspec.structs.replace(config, model=model), world, "float32")
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().normal_(std=0.3)  # type: ignore[attr-defined]
+    save_checkpoint(run / "checkpoints", learner, CheckpointManifest(step=1, trainer_epoch=1))
+    (run / "config.yaml").write_bytes(msgspec.yaml.encode(learner.config))
+    expected = plain_model(path).float()
+    base = logits(expected)
+    expected.load_state_dict(full_state(learner.policy), strict=False)
+    policy = logits(expected)
+    assert (policy - base).abs().max() > 0.01
+
+    given = str(run / "checkpoints" / "step-1")
+    assert cli.main(["merge", given, str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert torch.equal(logits(merged), policy)
+
+    assert cli.main(["merge", str(run), str(tmp_path / "apart"), "--adapters", "apart"]) == 0
+    assert (logits(applied(path, tmp_path / "apart")) - policy).abs().max() < 1e-5
+
+
+def applied(path: str, adapters: Path) -> nn.Module:
+    """The base model with adapters as PEFT applies them: W·x + (lora_alpha/r)·B·A·x."""
+    settings = json.loads((adapters / "adapter_config.json").read_text())
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    model, scale = plain_model(path).float(), settings["lora_alpha"] / settings["r"]
+    assert settings["target_modules"] and len(tensors) == 2 * len(settings["target_modules"])
+    for name in settings["target_modules"]:
+        a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        layer = model.get_submodule(name)
+        assert settings["fan_in_fan_out"] == (not isinstance(layer, nn.Linear))
+        layer.register_forward_hook(lambda _, x, y, a=a, b=b: y + scale * x[0] @ a.T @ b.T)
+    return model
+
+
+def test_what_cannot_be_written_is_said(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = make_learner(tiny_config(save_tiny_model(tmp_path)), world, "float32")
+    step = save_checkpoint(tmp_path / "checkpoints", learner, CheckpointManifest(step=1, trainer_epoch=1))
+    (tmp_path / "config.yaml").write_bytes(msgspec.yaml.encode(learner.config))
+    out = tmp_path / "out"
+    assert cli.main(["merge", str(step), str(out), "--adapters", "apart"]) == 2
+    assert "all weights were trained" in capsys.readouterr().err and not out.exists()
+    weights = step / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert cli.main(["merge", str(step), str(out)]) == 2
+    assert "hf/model.safetensors is not as written" in capsys.readouterr().err and not out.exists()
+    out.mkdir()
+    assert cli.main(["merge", str(step), str(out)]) == 2
+    assert "exists" in capsys.readouterr().err

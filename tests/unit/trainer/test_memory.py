@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.trainer import memory
 from asyncrl.trainer.memory import largest, try_largest
 from asyncrl.trainer.world import World
+from tests.fakes.forked import FORKED
 from tests.fakes.training import full_state, make_learner, save_tiny_model, tiny_config
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
@@ -65,3 +67,21 @@ def test_too_little_memory_is_that_of_a_micro_batch(
     with pytest.raises(MemoryError):
         try_largest(learner)
     assert learner.size == (60, 3), "what TrainerRank.report tells, for the coordinator to halve"
+
+
+def make_holes(found: Path) -> None:
+    """64 MB of blocks too small to be mapped one by one, with one block above them that stays."""
+    blocks = [bytes([1]) * 100_000 for _ in range(640)]
+    last = bytes([1]) * 100_000
+    blocks.clear()
+    held = psutil.Process().memory_info().rss
+    memory.trim_heap()
+    found.write_text(str(held - psutil.Process().memory_info().rss))
+    del last
+
+
+def test_freed_memory_goes_back_to_the_system(tmp_path: Path) -> None:
+    process = FORKED.Process(target=make_holes, args=(tmp_path / "freed",))
+    process.start()
+    process.join(60)
+    assert int((tmp_path / "freed").read_text()) > 40e6

@@ -17,7 +17,7 @@ from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.scores import SplitModel
 from asyncrl.trainer.world import World
 from tests.fakes.models import save_small, small_model
-from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
+from tests.fakes.training import few_tokens, full_state, plain_model, save_tiny_model, save_tiny_qwen
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +30,8 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_tiny_qwen(directory, tied=request.param == "qwen2 tied")
 
 
-def tokens() -> Selected:
-    """Two rows of different length, four tokens, two temperatures."""
-    ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
-    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
-
-
 def test_scores_are_log_softmax_at_the_temperature(world: World, path: str) -> None:
-    t = tokens()
+    t = few_tokens()
     scores = load_policy(ModelConfig(path=path, dtype="float64"), world)(t)
     logits = plain_model(path)(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
     table = logits.log_softmax(-1)
@@ -54,7 +47,7 @@ def test_gradients_are_those_of_the_plain_model(
 ) -> None:
     monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", chunk)
     t, policy, plain = (
-        tokens(),
+        few_tokens(),
         load_policy(ModelConfig(path=path, dtype="float64"), world),
         plain_model(path),
     )
@@ -69,7 +62,7 @@ def test_gradients_are_those_of_the_plain_model(
 
 
 def test_padding_on_the_right_changes_nothing(world: World, path: str) -> None:
-    policy, t = load_policy(ModelConfig(path=path, dtype="float64"), world), tokens()
+    policy, t = load_policy(ModelConfig(path=path, dtype="float64"), world), few_tokens()
     ids, predictor = torch.cat([t.ids, t.ids[:, :3]], dim=1), np.array([0, 5, 16, 23])
     longer = replace(t, ids=ids, predictor=predictor)
     assert torch.allclose(policy(t).logp, policy(longer).logp, atol=1e-6)
@@ -94,7 +87,7 @@ def test_parameters_are_sharded_again_after_scoring(world: World, path: str) -> 
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(world: World, path: str) -> None:
-    policy, t = load_policy(ModelConfig(path=path, dtype="bfloat16"), world), tokens()
+    policy, t = load_policy(ModelConfig(path=path, dtype="bfloat16"), world), few_tokens()
     scores = policy(t)
     scores.logp.sum().backward()
     assert scores.logp.dtype == torch.float32
@@ -117,7 +110,7 @@ def test_large_models_are_sharded_layer_by_layer(
     monkeypatch.setattr("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0)
     layered = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert count_units(layered) == 3 and count_units(whole) == 1
-    assert torch.allclose(layered(tokens()).logp, whole(tokens()).logp)
+    assert torch.allclose(layered(few_tokens()).logp, whole(few_tokens()).logp)
 
 
 def save_capped(directory: Path) -> str:
@@ -138,7 +131,7 @@ def save_biased(directory: Path) -> str:
 def test_what_a_model_does_to_its_logits_is_done(
     world: World, tmp_path: Path, save: Any, whole: bool
 ) -> None:
-    path, t = save(tmp_path), tokens()
+    path, t = save(tmp_path), few_tokens()
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert not policy.whole
     policy.whole = whole
@@ -158,7 +151,7 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wanted = load_policy(ModelConfig(path=path, dtype="float64"), world)(tokens()).logp
+    wanted = load_policy(ModelConfig(path=path, dtype="float64"), world)(few_tokens()).logp
     split = SplitModel.split
 
     def wrong(cut: SplitModel, given: Selected) -> Any:
@@ -170,11 +163,11 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
     with caplog.at_level(logging.WARNING):
         policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert policy.whole and "not chunked" in caplog.text
-    assert torch.allclose(policy(tokens()).logp, wanted)
+    assert torch.allclose(policy(few_tokens()).logp, wanted)
 
 
 def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
-    t = tokens()
+    t = few_tokens()
     policy = load_policy(ModelConfig(path=path, dtype="bfloat16", fp32_head=True), world)
     plain = plain_model(path, torch.bfloat16)
     hidden = t.predictors(plain.base_model(t.ids).last_hidden_state)
@@ -191,7 +184,7 @@ def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
 
 
 def test_a_value_head_reads_what_predicts_the_token(world: World, path: str) -> None:
-    t = tokens()
+    t = few_tokens()
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world, value_head=True)
     weight, bias = policy.lm.value_head.parameters()
     assert torch.equal(policy(t).value, torch.zeros(4))  # it starts at zero

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.optimizer import make_optimizer
+from asyncrl.trainer.optimizer import learning_rate, make_optimizer
 from asyncrl.trainer.world import World
 from tests.fakes.training import (
     Recorder,
@@ -129,3 +130,18 @@ def test_one_that_cannot_step_on_shards_is_refused(world: World, tmp_path: Path)
     config = tiny_config(save_tiny_model(tmp_path), trainer={"optimizer": "torch.optim:Adafactor"})
     with pytest.raises(ConfigError, match=r"trainer\.optimizer cannot step on sharded weights"):
         make_learner(config, world)
+
+
+@pytest.mark.parametrize(
+    ("keys", "total", "wanted"),
+    [
+        ({"warmup_steps": 2}, 4, [0.5, 1.0, 1.0, 1.0]),
+        ({"lr_schedule": "linear", "lr_end": 0.2}, 5, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"lr_schedule": "cosine", "lr_end": 0.0}, 3, [1.0, 0.5, 0.0]),
+        ({"lr_schedule": "linear"}, 2, [1.0, 0.1, 0.1, 0.1]),  # the final rate stays
+    ],
+    ids=["warm-up", "linear", "cosine", "beyond the end"],
+)
+def test_the_learning_rate(keys: dict[str, object], total: int, wanted: list[float]) -> None:
+    config = msgspec.convert({"lr": 1.0, **keys}, TrainerConfig)
+    assert [learning_rate(config, step, total) for step in range(len(wanted))] == pytest.approx(wanted)

@@ -6,14 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model import Policy, Selected, load_policy, load_reference
+from asyncrl.trainer.model import Policy, load_policy, load_reference
 from asyncrl.trainer.world import World
-from tests.fakes.training import plain_model, save_tiny_model, save_tiny_qwen, tiny_config
+from tests.fakes.training import (
+    few_tokens,
+    plain_logp,
+    plain_model,
+    save_tiny_model,
+    save_tiny_qwen,
+    tiny_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +34,6 @@ def exact(path: str, rank: int = 0, **kl: Any) -> RunConfig:
     )
 
 
-def tokens() -> Selected:
-    ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
-    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
-
-
-def plain_logp(path: str, t: Selected) -> Tensor:
-    with torch.no_grad():
-        logits = plain_model(path)(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
-    return logits.log_softmax(-1).gather(1, t.labels[:, None])[:, 0]
-
-
 @torch.no_grad()
 def change(policy: Policy) -> None:
     """As if it had trained."""
@@ -51,11 +45,11 @@ def change(policy: Policy) -> None:
 @pytest.mark.parametrize("kl", [{}, {"offload": True}])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_it_stays_the_initial_policy(world: World, path: str, rank: int, kl: dict[str, Any]) -> None:
-    config, t = exact(path, rank, **kl), tokens()
+    config, t = exact(path, rank, **kl), few_tokens()
     policy = load_policy(config.model, world)
     reference = load_reference(config, world, policy)
     change(policy)
-    found, wanted = reference.logp(t), plain_logp(path, t)
+    found, wanted = reference.logp(t), plain_logp(plain_model(path), t)
     assert torch.allclose(found, wanted) and not found.requires_grad
     assert not torch.allclose(policy(t).logp, wanted, atol=1e-3)
 
@@ -63,7 +57,7 @@ def test_it_stays_the_initial_policy(world: World, path: str, rank: int, kl: dic
 def test_nothing_is_kept_between_forwards(world: World, path: str) -> None:
     config = exact(path)
     reference = load_reference(config, world, load_policy(config.model, world))
-    reference.logp(tokens())
+    reference.logp(few_tokens())
     assert all(isinstance(p, DTensor) and not p.requires_grad for p in reference.policy.parameters())
 
 
@@ -80,7 +74,7 @@ def test_scored_between_forward_and_backward_it_changes_no_gradient(
 ) -> None:
     if layered:
         monkeypatch.setattr("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0)
-    config, t = exact(path, rank), tokens()
+    config, t = exact(path, rank), few_tokens()
     gradients = []
     for scored in (False, True):
         torch.manual_seed(0)
@@ -89,7 +83,7 @@ def test_scored_between_forward_and_backward_it_changes_no_gradient(
         change(policy)
         logp = policy(t).logp
         if scored:
-            assert torch.allclose(reference.logp(t), plain_logp(path, t))
+            assert torch.allclose(reference.logp(t), plain_logp(plain_model(path), t))
         logp.sum().backward()
         gradients.append([p.grad.full_tensor() for p in policy.parameters() if p.grad is not None])
     assert len(gradients[0]) > 4
@@ -101,7 +95,9 @@ def test_a_model_of_its_own(world: World, path: str, tmp_path: Path) -> None:
     config = exact(path, 2, reference=other)
     policy = load_policy(config.model, world)
     assert torch.allclose(
-        load_reference(config, world, policy).logp(tokens()), plain_logp(other, tokens()), atol=1e-6
+        load_reference(config, world, policy).logp(few_tokens()),
+        plain_logp(plain_model(other), few_tokens()),
+        atol=1e-6,
     )
     missing = exact(path, reference=str(tmp_path))
     with pytest.raises(ConfigError, match=r"kl\.reference"):

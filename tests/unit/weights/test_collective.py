@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import wraps
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
@@ -71,12 +72,16 @@ async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG) -> Ma
         return await ready.load()
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(2 * LONG):
-            await work
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 2 * LONG))
 
-    asyncio.run(main())
+    return run
+
+
+def offer(sender: Sender, version: int = 1) -> WeightsRef:
+    return sender.offer(snapshot_of(weights(version), PolicyVersion(0, version)))
 
 
 def at_update(server: FakeServer, number: int, act: Callable[[], None]) -> None:
@@ -95,152 +100,129 @@ def check(server: FakeServer, version: int, rank: int = 0) -> None:
     assert server.look(rank) == (f"e0-v{version}", entries)
 
 
-def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
+@in_a_loop
+async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     server, tensors = spawn(), weights(1)
-
-    async def main() -> None:
-        receiver = Receiver(server, 0, 1)
-        manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
-        check(server, 1)
-        assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
-        assert server.calls == ["init_group", *["update_from_group"] * BUCKETS]
-        assert server.labels == [None] * (BUCKETS - 1) + ["e0-v1"]
-        await receiver.close()
-        assert server.calls[-1] == "destroy_group"
-
-    run(main())
+    receiver = Receiver(server, 0, 1)
+    manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
+    check(server, 1)
+    assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
+    assert server.calls == ["init_group", *["update_from_group"] * BUCKETS]
+    assert server.labels == [None] * (BUCKETS - 1) + ["e0-v1"]
+    await receiver.close()
+    assert server.calls[-1] == "destroy_group"
 
 
-def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
+@in_a_loop
+async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     server = spawn(ranks=2)
-
-    async def main() -> None:
-        receiver = Receiver(server, 0, 2)
-        for version in (1, 2):
-            await push(receiver, sender.offer(snapshot_of(weights(version), PolicyVersion(0, version))))
-            check(server, version, rank=0)
-            check(server, version, rank=1)
-        assert server.calls.count("init_group") == 1
-        await receiver.close()
-
-    run(main())
+    receiver = Receiver(server, 0, 2)
+    for version in (1, 2):
+        await push(receiver, offer(sender, version))
+        check(server, version, rank=0)
+        check(server, version, rank=1)
+    assert server.calls.count("init_group") == 1
+    await receiver.close()
 
 
-def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
+@in_a_loop
+async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     monkeypatch.setattr(collective, "OFFER_SECONDS", 0.1)
     server = spawn()
-    first = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-    second = sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2)))
-
-    async def main() -> None:
-        receiver = Receiver(server, 0, 1)
-        with pytest.raises(Superseded, match="the sender has e0-v2"):
-            await push(receiver, first)
-        with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
-            await push(receiver, WeightsRef(PolicyVersion(0, 3), first.path))
-        assert not isinstance(caught.value, Superseded)
-        assert server.calls == [] and sender.error is None
-        await push(receiver, second)
-        check(server, 2)
-        await receiver.close()
-
-    run(main())
+    first = offer(sender)
+    second = offer(sender, 2)
+    receiver = Receiver(server, 0, 1)
+    with pytest.raises(Superseded, match="the sender has e0-v2"):
+        await push(receiver, first)
+    with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
+        await push(receiver, WeightsRef(PolicyVersion(0, 3), first.path))
+    assert not isinstance(caught.value, Superseded)
+    assert server.calls == [] and sender.error is None
+    await push(receiver, second)
+    check(server, 2)
+    await receiver.close()
 
 
-def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sender, monkeypatch):
+@in_a_loop
+async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sender, monkeypatch):
     """Another rank has announced it; here it is offered a little later."""
     server, asked = spawn(), threading.Event()
-    first = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
+    first = offer(sender)
     latest = sender.latest
     monkeypatch.setattr(sender, "latest", lambda *given: asked.set() or latest(*given))
-
-    async def main() -> None:
-        receiver = Receiver(server, 3, 1)
-        wanted = WeightsRef(PolicyVersion(0, 2), f"tcp://127.0.0.1:9,{first.path}")
-        task = asyncio.create_task(push(receiver, wanted))
-        await asyncio.to_thread(asked.wait, LONG)
-        sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2)))
-        await task
-        check(server, 2)
-        await receiver.close()
-
-    run(main())
+    receiver = Receiver(server, 3, 1)
+    wanted = WeightsRef(PolicyVersion(0, 2), f"tcp://127.0.0.1:9,{first.path}")
+    task = asyncio.create_task(push(receiver, wanted))
+    await asyncio.to_thread(asked.wait, LONG)
+    offer(sender, 2)
+    await task
+    check(server, 2)
+    await receiver.close()
 
 
-def test_a_push_is_finished_with_its_own_version(spawn, sender):
+@in_a_loop
+async def test_a_push_is_finished_with_its_own_version(spawn, sender):
     server = spawn()
-    at_update(server, 1, lambda: sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2))) and None)
-
-    async def main() -> None:
-        receiver = Receiver(server, 0, 1)
-        await push(receiver, sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
-        check(server, 1)
-        await receiver.close()
-
-    run(main())
+    at_update(server, 1, lambda: offer(sender, 2) and None)
+    receiver = Receiver(server, 0, 1)
+    await push(receiver, offer(sender))
+    check(server, 1)
+    await receiver.close()
 
 
 @pytest.mark.parametrize("bucket", [0, 2])
-def test_a_server_that_is_killed(spawn, sender, bucket):
+@in_a_loop
+async def test_a_server_that_is_killed(spawn, sender, bucket):
     """Its push ends at once, and others are served: also its successor."""
     server, other = spawn(), spawn()
     at_update(server, bucket, lambda: server.signal(SIGKILL))
-
-    async def main() -> None:
-        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        start = time.monotonic()
-        with pytest.raises(EngineError, match="died"):
-            await push(Receiver(server, 0, 1), ref)
-        await push(Receiver(other, 0, 1), ref)
-        assert time.monotonic() - start < LONG / 2
-        check(other, 1)
-        assert sender.error is None
-
-    run(main())
+    ref = offer(sender)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="died"):
+        await push(Receiver(server, 0, 1), ref)
+    await push(Receiver(other, 0, 1), ref)
+    assert time.monotonic() - start < LONG / 2
+    check(other, 1)
+    assert sender.error is None
 
 
-def test_a_server_that_freezes(spawn, sender):
+@in_a_loop
+async def test_a_server_that_freezes(spawn, sender):
     """Its push ends at the receiver's deadline, others are served then, and a new group serves it again."""
     server, other = spawn(), spawn()
     server.look()  # it is up: the push below has all of its time
     at_update(server, 1, lambda: server.signal(SIGSTOP))
-
-    async def main() -> None:
-        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        receiver, start = Receiver(server, 0, 1), time.monotonic()
-        with pytest.raises((WeightsError, EngineError)):
-            await push(receiver, ref, seconds=FEW)
-        await push(Receiver(other, 1, 1), ref)
-        assert FEW - 0.1 < time.monotonic() - start < LONG / 2
-        check(other, 1)
-        server.signal(SIGCONT)
-        await push(receiver, ref)
-        check(server, 1)
-        assert server.calls.count("init_group") == 2
-
-    run(main())
+    ref = offer(sender)
+    receiver, start = Receiver(server, 0, 1), time.monotonic()
+    with pytest.raises((WeightsError, EngineError)):
+        await push(receiver, ref, seconds=FEW)
+    await push(Receiver(other, 1, 1), ref)
+    assert FEW - 0.1 < time.monotonic() - start < LONG / 2
+    check(other, 1)
+    server.signal(SIGCONT)
+    await push(receiver, ref)
+    check(server, 1)
+    assert server.calls.count("init_group") == 2
 
 
-def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
+@in_a_loop
+async def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     """It was told to join, and does so long after everybody has given up."""
     server = spawn()
     server.look()
     server.signal(SIGSTOP)
-
-    async def main() -> None:
-        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        receiver = Receiver(server, 0, 1)
-        with pytest.raises((WeightsError, EngineError)):
-            await push(receiver, ref, seconds=FEW)
-        assert server.calls == ["init_group", "destroy_group"]
-        server.signal(SIGCONT)
-        await push(receiver, ref)
-        check(server, 1)
-
-    run(main())
+    ref = offer(sender)
+    receiver = Receiver(server, 0, 1)
+    with pytest.raises((WeightsError, EngineError)):
+        await push(receiver, ref, seconds=FEW)
+    assert server.calls == ["init_group", "destroy_group"]
+    server.signal(SIGCONT)
+    await push(receiver, ref)
+    check(server, 1)
 
 
-def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
+@in_a_loop
+async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
     """Rank 0 that cannot listen is an error before the server hears of it; alone it would wait there."""
 
     def unable(*_: object) -> None:
@@ -248,16 +230,13 @@ def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
 
     monkeypatch.setattr("asyncrl.weights.group.ProcessGroupGloo", unable)
     server = spawn()
-
-    async def main() -> None:
-        with pytest.raises(WeightsError, match="no such interface"):
-            await push(Receiver(server, 0, 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
-        assert server.calls == []
-
-    run(main())
+    with pytest.raises(WeightsError, match="no such interface"):
+        await push(Receiver(server, 0, 1), offer(sender))
+    assert server.calls == []
 
 
-def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
+@in_a_loop
+async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     """However long it takes rank 0 to get there."""
     make, there = ServerGroup._make, []
 
@@ -270,61 +249,49 @@ def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
 
     monkeypatch.setattr(ServerGroup, "_make", slowly)
     server = spawn()
-
-    async def main() -> None:
-        await push(Receiver(server, 0, 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
-
-    run(main())
+    await push(Receiver(server, 0, 1), offer(sender))
     assert there == [False]
 
 
-def test_a_trainer_that_is_killed(spawn):
+@in_a_loop
+async def test_a_trainer_that_is_killed(spawn):
     """The server is waiting for a broadcast: it gets an error, and lives."""
     server, trainer = spawn(), SenderProcess(silent_from=2)
     at_update(server, 2, lambda: trainer.signal(SIGKILL))
-
-    async def main() -> None:
-        start = time.monotonic()
-        with pytest.raises(WeightsError):
-            await push(Receiver(server, 0, 1), trainer.ref)
-        assert time.monotonic() - start < LONG / 2
-        assert server.look()[0] == "default"
-
-    run(main())
+    start = time.monotonic()
+    with pytest.raises(WeightsError):
+        await push(Receiver(server, 0, 1), trainer.ref)
+    assert time.monotonic() - start < LONG / 2
+    assert server.look()[0] == "default"
 
 
-def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
+@in_a_loop
+async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
     """The push ends at the deadline. The server waits in the broadcast until the trainer is killed."""
     server, trainer = spawn(), SenderProcess(silent_from=2)
     server.look()
     at_update(server, 2, lambda: trainer.signal(SIGSTOP))
-
-    async def main() -> None:
-        with pytest.raises((WeightsError, EngineError)):
-            await push(Receiver(server, 0, 1), trainer.ref, seconds=FEW)
-        with pytest.raises(EngineError, match="no answer"):
-            server.ranks[0].call(1.0, "look")
-        trainer.signal(SIGKILL)
-        assert server.look()[0] == "default"
-
-    run(main())
+    with pytest.raises((WeightsError, EngineError)):
+        await push(Receiver(server, 0, 1), trainer.ref, seconds=FEW)
+    with pytest.raises(EngineError, match="no answer"):
+        server.ranks[0].call(1.0, "look")
+    trainer.signal(SIGKILL)
+    assert server.look()[0] == "default"
 
 
-def test_a_trainer_that_is_gone(spawn):
+@in_a_loop
+async def test_a_trainer_that_is_gone(spawn):
     server, trainer = spawn(), SenderProcess(silent_from=0)
     trainer.end()
-
-    async def main() -> None:
-        with pytest.raises(WeightsError, match="no sender there"):
-            await push(Receiver(server, 0, 1), trainer.ref)
-        with pytest.raises(WeightsError, match="not the address of a sender"):
-            await push(Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
-        assert server.calls == []
-
-    run(main())
+    with pytest.raises(WeightsError, match="no sender there"):
+        await push(Receiver(server, 0, 1), trainer.ref)
+    with pytest.raises(WeightsError, match="not the address of a sender"):
+        await push(Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
+    assert server.calls == []
 
 
-def test_a_rank_that_does_not_deliver(spawn, sender):
+@in_a_loop
+async def test_a_rank_that_does_not_deliver(spawn, sender):
     """The server is not told to receive a bucket that the trainer cannot collect. The trainer is told."""
 
     class Broken(PinnedTensors):
@@ -336,72 +303,59 @@ def test_a_rank_that_does_not_deliver(spawn, sender):
     snapshot = snapshot_of(weights(1), PolicyVersion(0, 1))
     broken = replace(snapshot, pin=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
     server = spawn()
-
-    async def main() -> None:
-        receiver = Receiver(server, 0, 1)
-        with pytest.raises(WeightsError, match="did not deliver"):
-            await push(receiver, sender.offer(broken))
-        assert server.calls == ["init_group", "update_from_group", "destroy_group"]
-        assert isinstance(sender.error, WeightsError)
-        await push(receiver, sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2))))
-        check(server, 2)
-
-    run(main())
+    receiver = Receiver(server, 0, 1)
+    with pytest.raises(WeightsError, match="did not deliver"):
+        await push(receiver, sender.offer(broken))
+    assert server.calls == ["init_group", "update_from_group", "destroy_group"]
+    assert isinstance(sender.error, WeightsError)
+    await push(receiver, offer(sender, 2))
+    check(server, 2)
 
 
-def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn, sender):
+@in_a_loop
+async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn, sender):
     server = spawn()
-
-    async def main() -> None:
-        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
-        await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0, True))
-        await push(Receiver(server, 1, 1), ref)
-        assert 0.9 < time.monotonic() - start < LONG / 2
-        check(server, 1)
-
-    run(main())
+    ref = offer(sender)
+    frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
+    await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0, True))
+    await push(Receiver(server, 1, 1), ref)
+    assert 0.9 < time.monotonic() - start < LONG / 2
+    check(server, 1)
 
 
-def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
+@in_a_loop
+async def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
     server, other = spawn(), spawn()
     server.look()
     server.signal(SIGSTOP)
-
-    async def main() -> None:
-        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        told = asyncio.Event()
-        server.before = lambda name: told.set()
-        task = asyncio.create_task(push(Receiver(server, 0, 1), ref, seconds=LONG))
-        await told.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await push(Receiver(other, 1, 1), ref)
-        check(other, 1)
-
-    run(main())
+    ref = offer(sender)
+    told = asyncio.Event()
+    server.before = lambda name: told.set()
+    task = asyncio.create_task(push(Receiver(server, 0, 1), ref, seconds=LONG))
+    await told.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await push(Receiver(other, 1, 1), ref)
+    check(other, 1)
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"\xc1\xc1\xc1"])
-def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
+@in_a_loop
+async def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
     server = spawn()
-
-    async def main() -> None:
-        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        with socket.create_connection(_address(ref)) as stranger:
-            stranger.sendall(junk)
-            await push(Receiver(server, 0, 1), ref)
-            stranger.settimeout(LONG)
-            assert b"ProtocolError" in stranger.recv(1000)
-        check(server, 1)
-
-    run(main())
+    ref = offer(sender)
+    with socket.create_connection(_address(ref)) as stranger:
+        stranger.sendall(junk)
+        await push(Receiver(server, 0, 1), ref)
+        stranger.settimeout(LONG)
+        assert b"ProtocolError" in stranger.recv(1000)
+    check(server, 1)
 
 
 def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender, monkeypatch, caplog):
     monkeypatch.setattr(collective, "PAUSE", 0.1)
-    server, ref = spawn(), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
+    server, ref = spawn(), offer(sender)
     server.look()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as keeper:
@@ -416,77 +370,62 @@ def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender,
                 time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        run(push(Receiver(server, 0, 1), ref))
+        asyncio.run(push(Receiver(server, 0, 1), ref))
     check(server, 1)
 
 
-def test_a_question_out_of_turn_ends_the_push(spawn, sender):
-    async def main() -> None:
-        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
-        reader, writer = await asyncio.open_connection(*_address(ref))
-        await ask(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0, True))
-        answer = await ask(reader, writer, BucketRequest(2))
-        assert "asked for bucket 2 when 0 were sent" in answer.reason
-
-    run(main())
+@in_a_loop
+async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
+    ref = offer(sender)
+    reader, writer = await asyncio.open_connection(*_address(ref))
+    await ask(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0, True))
+    answer = await ask(reader, writer, BucketRequest(2))
+    assert "asked for bucket 2 when 0 were sent" in answer.reason
 
 
-def test_closing_the_sender_ends_its_pushes(spawn):
+@in_a_loop
+async def test_closing_the_sender_ends_its_pushes(spawn):
     server, sender = spawn(), Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))
     at_update(server, 1, sender.close)
-
-    async def main() -> None:
-        start = time.monotonic()
-        with pytest.raises(WeightsError):
-            await push(Receiver(server, 0, 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
-        assert time.monotonic() - start < LONG / 2
-        assert server.look()[0] == "default"
-
-    run(main())
+    start = time.monotonic()
+    with pytest.raises(WeightsError):
+        await push(Receiver(server, 0, 1), offer(sender))
+    assert time.monotonic() - start < LONG / 2
+    assert server.look()[0] == "default"
 
 
-def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(spawn, sender, monkeypatch):
+@in_a_loop
+async def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(spawn, sender, monkeypatch):
     """It costs a thread and a descriptor, and may be on a machine that is gone."""
     monkeypatch.setattr(collective, "IDLE_SECONDS", 0.05)
     server = spawn()
-
-    async def main() -> None:
-        receiver = Receiver(server, 0, 1)
-        for version in (1, 2):
-            await push(receiver, sender.offer(snapshot_of(weights(version), PolicyVersion(0, version))))
-            check(server, version)
-            assert await receiver._connection.reader.read() == b"", "the sender has left, and refused nothing"
-        assert server.calls.count("init_group") == 2
-        await receiver.close()
-
-    run(main())
+    receiver = Receiver(server, 0, 1)
+    for version in (1, 2):
+        await push(receiver, offer(sender, version))
+        check(server, version)
+        assert await receiver._connection.reader.read() == b"", "the sender has left, and refused nothing"
+    assert server.calls.count("init_group") == 2
+    await receiver.close()
 
 
-def test_who_dials_and_says_nothing_is_disconnected():
+@in_a_loop
+async def test_who_dials_and_says_nothing_is_disconnected():
     with closing(Sender("127.0.0.1", BUCKET_BYTES, 0.05, torch.device("cpu"))) as sender:
-
-        async def main() -> None:
-            reader, writer = await asyncio.open_connection(
-                *_address(WeightsRef(PolicyVersion(0, 1), sender.address))
-            )
-            assert await reader.read() == b""
-            writer.close()
-
-        run(main())
+        place = _address(WeightsRef(PolicyVersion(0, 1), sender.address))
+        reader, writer = await asyncio.open_connection(*place)
+        assert await reader.read() == b""
+        writer.close()
 
 
-def test_the_groups_of_training_are_left_alone(spawn, sender):
+@in_a_loop
+async def test_the_groups_of_training_are_left_alone(spawn, sender):
     """This process has no default group, and gets none."""
     known = dict(dist.distributed_c10d._world.pg_map)
     server = spawn()
-
-    async def main() -> None:
-        receiver = Receiver(server, 0, 1)
-        await push(receiver, sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
-        assert dict(dist.distributed_c10d._world.pg_map) == known
-        await receiver.close()
-
-    run(main())
+    receiver = Receiver(server, 0, 1)
+    await push(receiver, offer(sender))
+    assert dict(dist.distributed_c10d._world.pg_map) == known
+    await receiver.close()
 
 
 def _address(ref: WeightsRef) -> tuple[str, int]:
