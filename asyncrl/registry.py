@@ -188,9 +188,16 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
     return known
 
 
-def make(found: Any, options: Mapping[str, Any], where: str, call: Call, checked: bool = True) -> Any:
-    """A function with its options bound, or an instance of a class made with them. ConfigError that begins
-    with `where` unless it can be called as `call` says, which may be `checked` later."""
+def make(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+    """Make what `bound` makes. ConfigError that begins with `where` if it cannot be called as `call` says."""
+    made = bound(found, options, where, call)
+    check_call(made, where, call)
+    return made
+
+
+def bound(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+    """Return a function with its options bound, or an instance of a class made with them. Raises ConfigError
+    that begins with `where`. With which arguments it can be called is not checked."""
     if not callable(found):
         raise ConfigError(f"{where} is no function; write {call.usage}")
     made = bind(found, options, where)
@@ -198,8 +205,6 @@ def make(found: Any, options: Mapping[str, Any], where: str, call: Call, checked
         made = built(made, where)
         if not callable(made):
             raise ConfigError(f"{where}: its instances cannot be called; write {call.usage}")
-    if checked:
-        check_call(made, where, call)
     return made
 
 

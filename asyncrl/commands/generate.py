@@ -68,7 +68,7 @@ def _out(options: argparse.Namespace) -> Path:
 
 
 def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """One per sample, in their order."""
+    """Yields one row per sample, in their order."""
     from asyncrl.episodes.parts import EpisodeParts
     from asyncrl.episodes.recorded import evaluated, reward_input, turns_of
     from asyncrl.store.reader import RunReader

@@ -42,7 +42,8 @@ kept any more are left out (store.keep_bytes)."""
 
 
 class Row(msgspec.Struct):
-    """One episode before and after. `step`: that of its batch, or the one under way when it was issued."""
+    """Holds the scores of one episode before and after. `step`: that of its batch, or the one under way when
+    it was issued."""
 
     uid: str
     group: int

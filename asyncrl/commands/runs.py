@@ -45,7 +45,7 @@ def restore(directory: Path, name: str) -> int:
 
 
 def list_runs(directory: Path) -> int:
-    """One line per run, newest first."""
+    """Prints a line per run, the newest first."""
     for path in runs_in(directory):
         try:
             found = read_summary(path)

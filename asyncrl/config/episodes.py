@@ -33,9 +33,9 @@ class RolloutConfig(Section, frozen=True):
     max_reply_tokens: Positive = 2048
     """Token limit of a tool reply or an environment message; a longer one is cut."""
     cut_replies: Literal["head", "middle", "tail"] = "middle"
-    """Where a tool reply that is too long is cut."""
+    """Place at which a tool reply that is too long is cut."""
     history: Literal["append", "fork", "fold"] = "append"
-    """What a chat template that rewrites earlier turns does: it is refused (`append`), or begins a new row
+    """Effect of a chat template that rewrites earlier turns: it is refused (`append`), or begins a new row
     (`fork`, `fold`). A full row ends the episode, or (`fold`) goes on as a new one without the oldest tool
     replies."""
     max_rows: Positive = 8
@@ -50,9 +50,9 @@ class RolloutConfig(Section, frozen=True):
     parser: str = "hermes"
     """Format in which the model writes tool calls."""
     environment: Plugin = ""
-    """What answers turns without tool calls (a game, a simulated user): a registered name, `module:class` or
-    `file.py:class`, or one with options, e.g. `{gymnasium: {id: FrozenLake-v1}}`; empty: such a turn is the
-    answer."""
+    """Environment that answers turns without tool calls (a game, a simulated user): a registered name,
+    `module:class` or `file.py:class`, or one with options, e.g. `{gymnasium: {id: FrozenLake-v1}}`; empty:
+    such a turn is the answer."""
     agent: Plugin = ""
     """A program that leads the episode through an OpenAI-compatible endpoint: `module:function` or
     `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is asked turn by turn."""

@@ -44,8 +44,8 @@ class ModelConfig(Section, frozen=True):
     weights and of the embedded engine. auto: bfloat16 on a GPU (on Ray one is
     expected, unless `device` is cpu) or CPU with instructions for it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the trainer ranks and embedded engines compute. On Ray an embedded engine gets a GPU of its own
-    with `cuda` only."""
+    """Device of the trainer ranks and embedded engines. On Ray an embedded engine gets a GPU of its own with
+    `cuda` only."""
     fp32_head: bool = False
     """Compute logits in float32 under bfloat16 (in trainer)."""
     lora_rank: Count = 0
@@ -55,7 +55,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of several sources: its share of the draws is its weight by the sum of all weights."""
+    """A source among several: its share of the draws is its weight by the sum of all weights."""
 
     path: Text
     weight: Annotated[float, Meta(gt=0)]
@@ -72,7 +72,7 @@ class DataConfig(Section, frozen=True):
     columns: dict[str, str] = {}
     """Parts of a sample that other columns hold, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Plugin = ""
-    """What reads the sources: `module:class` or `file.py:class`, called with the path of each, an iterable of
+    """Reader of the sources: `module:class` or `file.py:class`, called with the path of each, an iterable of
     rows; empty: the readers of the formats above."""
     system_prompt: str = ""
     """System message for prompts that bring none."""
@@ -80,18 +80,19 @@ class DataConfig(Section, frozen=True):
     """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`,
     and demonstrations that are longer; without it the checks before the start warn of them."""
     order: Plugin = ""
-    """What puts the samples of an epoch in order: `module:function` or `file.py:function`, called with the
-    samples, the numbers of those drawn, and the epoch; gives the numbers in their new order."""
+    """Order of the samples in an epoch: `module:function` or `file.py:function`, called with the samples, the
+    numbers of those drawn, and the epoch; gives the numbers in their new order."""
     shuffle: bool = True
     """Shuffle the samples anew in each epoch, by `seed`."""
     epochs: Count = 0
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"] = "flush"
-    """When the data ends with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
+    """Action at an end of the data with less than a batch live: train a short batch, or drop it
+    (`end_of_data`)."""
 
 
 class WeightsConfig(Section, frozen=True):
-    """How new versions reach the engines."""
+    """Sets how new versions reach the engines."""
 
     every: Positive = 1
     """Publish after every k-th step."""

@@ -78,8 +78,8 @@ class AlgorithmConfig(Section, frozen=True):
     """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
 
     advantage: Plugin = "dr_grpo"
-    """How rewards become advantages: a registered name, `module:function` or `file.py:function`, or one with
-    options, e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
+    """Advantages of rewards: a registered name, `module:function` or `file.py:function`, or one with options,
+    e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
     """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
     loss: Plugin = "reinforce"
@@ -90,7 +90,7 @@ class AlgorithmConfig(Section, frozen=True):
     `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale
     data."""
     aggregation: Text = "token_mean"
-    """How token losses become one number; normalisers are exact over the whole batch."""
+    """Aggregation of token losses to one number; normalisers are exact over the whole batch."""
     shaping: dict[str, Options] = {}
     """Changes to the reward before advantages, by name, each with its options."""
     mask_truncated: bool = False
@@ -188,8 +188,8 @@ class TrainerConfig(Section, frozen=True):
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Gradient norm limit; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """When a batch's gradient norm is not finite, or a spike: leave out its optimizer step; drop its episodes
-    by name, and go on from the newest checkpoint with other ones; or end the run."""
+    """Action after a batch whose gradient norm is not finite, or a spike: leave out its optimizer step; drop
+    its episodes by name, and go on from the newest checkpoint with other ones; or end the run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
     """A norm of more than this many times the median of the 32 batches before is a spike; 0: none is."""
     micro_batch_tokens: Positive = 8192
@@ -231,8 +231,8 @@ class CheckpointConfig(Section, frozen=True):
     """Keep the one with the best validation, too, of those whose step was validated: with the version that
     was published when the validation began, which may be some steps older."""
     directory: str = ""
-    """Where the run's directory of checkpoints is made: an absolute path or a URL that fsspec knows, which
-    all trainer ranks share; empty: in the run directory."""
+    """Parent of the run's directory of checkpoints: an absolute path or a URL that fsspec knows, which all
+    trainer ranks share; empty: in the run directory."""
 
     @property
     def pause(self) -> int:

@@ -95,7 +95,7 @@ class Console:
             self._print(text)
 
     def fail(self, text: str) -> None:
-        """Why the run failed, on standard error, in every mode."""
+        """Prints why the run failed on standard error, in every mode."""
         with suppress(OSError):
             print(f"asyncrl: {text}", file=sys.stderr, flush=True)
 

@@ -295,7 +295,7 @@ Level = Literal["ok", "warning", "error", "skipped"]
 
 
 class Note(NamedTuple):
-    """One thing that a check has found."""
+    """Holds one thing that a check has found."""
 
     level: Level
     text: str

@@ -45,7 +45,7 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
 
 
 def _why_unusable() -> str:
-    """Why torch uses none of the GPUs that the driver lists, and what to do about it."""
+    """Tells why torch uses none of the GPUs that the driver lists, and what to do about it."""
     from torch import cuda, version
 
     driver, newest = gpu_driver()

@@ -200,7 +200,7 @@ def _kept(model: ModelSizes, layer: Shapes, size: int, length: int) -> int:
 
 
 def _normed(layer: Shapes, name: str, width: int, hidden: int) -> int:
-    """How many numbers a norm reads: those of all heads where its weight is as wide as a head."""
+    """Counts the numbers that a norm reads: those of all heads where its weight is as wide as a head."""
     if width == hidden:
         return width
     projection = f"{name.split('.')[-2].removesuffix('norm')}proj"

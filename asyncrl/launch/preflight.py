@@ -138,8 +138,8 @@ def check_sample(inputs: Inputs) -> Iterator[Note]:
 
 
 async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
-    """One call of each tool, with arguments made from its schema, and the rewards of two answers to a sample:
-    its ground truth, and nothing."""
+    """Tries a call of each tool, with arguments made from its schema, and the rewards of two answers to a
+    sample: its ground truth, and nothing."""
     from asyncrl.rewards import RewardInput
     from asyncrl.tools.toolbox import call_tool
 

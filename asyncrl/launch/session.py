@@ -1,4 +1,4 @@
-"""One launch of a run, seen from the parent: its processes, signals, and the coordinator's messages.
+"""Watches one launch of a run from its parent: its processes, signals, and the coordinator's messages.
 
 `run` starts the supervisor, then loops: `_listen` (messages of the coordinator, at most POLL seconds),
 signals, `Supervisor.tick` (exits and restarts), the deadline of a stop, `_watch` (a silent coordinator).

@@ -110,7 +110,7 @@ def flow_line(metrics: Row) -> str:
 
 
 def lags(rows: Iterable[Row]) -> dict[int, int]:
-    """How many tokens were taken for training at each lag, the lowest first."""
+    """Counts the tokens that were taken for training at each lag, the lowest first."""
     found = Counter[int]()
     for row in rows:
         for name in filter(lambda name: name.startswith(metric.LAG_TOKENS), row):
@@ -138,7 +138,7 @@ def success_line(highest: float | None, threshold: float | None) -> str:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """One row per step, by step: a step repeated after a crash counts once, as it was last."""
+    """Returns a row per step, in order: a step repeated after a crash counts once, as it was last."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
 

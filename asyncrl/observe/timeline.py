@@ -88,7 +88,7 @@ class Line(msgspec.Struct, frozen=True, gc=False):
 
 
 class TimelineFile:
-    """One file, and how far it has been read."""
+    """Reads one file, and knows how far it has done so."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.role, self._offset = path, path.stem.rpartition("-")[0], 0

@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.registry import Call, check_call, make
+from asyncrl.registry import Call, bound, check_call
 from asyncrl.rewards.base import Place, RewardFunction, RewardInput, from_verl, rewards
 
 WHERE = "rollout.reward"
@@ -60,7 +60,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> lis
 def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     """One function of whole episodes, with its options bound."""
     found, where = rewards.load(source.spec, where), f"{where}.{source.spec}"
-    function = make(_with_verls_options(found, where), source.options, where, CALL, checked=False)
+    function = bound(_with_verls_options(found, where), source.options, where, CALL)
     typed = _is_typed(function)
     if not typed:
         check_call(function, where, CALL)
@@ -98,7 +98,7 @@ def _load(name: str, spec: str, options: Options, where: str) -> Reward:
 def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
     """Positional parameters after verl's four are options, too, as in reward functions written for verl."""
     if not callable(function):
-        return function  # refused by `make`
+        return function  # refused by `bound`
     try:
         names = tuple(
             p.name

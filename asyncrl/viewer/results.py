@@ -30,6 +30,7 @@ from asyncrl.observe.timeline import files, union
 from asyncrl.store.launches import differences, launches_of
 
 BAR = 30  # characters of a whole
+NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 CELL = 300  # characters of a value of the configuration; a chat template is longer
 
 
@@ -45,17 +46,17 @@ def results(run_dir: Path) -> dict[str, Any]:
     """Read a run that is over or goes on. ConfigError for a file that cannot be read."""
     rows = read_rows(run_dir)
     steps, summary = latest(row for row in rows if STEP_SECONDS in row), _summary(run_dir, rows)
-    machine = recorded_machine(run_dir) or {"": "not recorded"}
+    machine = recorded_machine(run_dir)
     return {
         "conserved": summary["conserved"],
-        "notes": [*filter(None, _notes(summary))],
+        "notes": [*filter(None, _notes(summary)), *[NO_MACHINE] * (machine is None)],
         "tables": [
             Table("Results", _numbers(summary)),
             Table("Configuration: what differs from the defaults", _configuration(run_dir), "default"),
             Table("Lag of the tokens taken for training, in steps", _lag(steps)),
             Table("Time of the trainer, between steps", _phases(steps)),
             Table("Time of all processes, start and validations included", _spans(run_dir)),
-            Table("Machine of the newest launch; others are not described", machine),
+            Table("Machine of the newest launch; others are not described", machine or {}),
         ],
         "transcripts": list(_transcripts(run_dir)),
     }

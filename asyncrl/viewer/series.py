@@ -55,8 +55,8 @@ def renamed(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _by_step(rows: Sequence[Row]) -> list[dict[str, float]]:
-    """One row a step: a step that was repeated after a crash counts as it was last, with the validation that
-    judged it."""
+    """Returns a row per step: a step that was repeated after a crash counts as it was last, with the
+    validation that judged it."""
     merged: dict[float, dict[str, float]] = {}
     for row in rows:
         old = merged.get(row["training/step"], {})

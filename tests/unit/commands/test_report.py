@@ -100,6 +100,7 @@ def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         == rows
     )
     page = recorded(run_dir / "report.html")["summary?run=0"]
+    assert "machine.json" not in "".join(page["notes"])
     for part in ("8 issued = 5 trained + 3 filtered", "reasons: 3 filtered/zero", "2 deadline", EVIL):
         assert part in "\n".join(page["notes"])
     (episode,) = page["transcripts"]
@@ -117,7 +118,7 @@ def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     rows = tables(second)
     assert (rows["outcome"], rows["seed"]) == ("not over, or killed", "3") and "trainer.lr" not in rows
     assert "8 issued = 5 trained + 3 filtered" in results(second)["notes"][0]  # by its last row
-    assert rows[""] == "not recorded"
+    assert "machine.json is missing or cannot be read" in results(second)["notes"][-1] and "CPU" not in rows
 
 
 def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tmp_path: Path) -> None:
