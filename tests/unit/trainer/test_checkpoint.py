@@ -19,6 +19,7 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
+    Made,
     Recorder,
     full_state,
     load_checkpoint,
@@ -35,8 +36,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def learner(world: World, model_path: str) -> Learner:
-    return make_learner(tiny_config(model_path), world, "float32")
+def learner(made: Made) -> Learner:
+    return made(dtype="float32")
 
 
 @pytest.fixture
@@ -54,25 +55,67 @@ def manifest(step: int) -> CheckpointManifest:
     return CheckpointManifest(step=step, trainer_epoch=2, parent=step - 1, trained=("a", "b"))
 
 
+def whole(learner: Learner) -> dict[str, torch.Tensor]:
+    """All that trains, critic and value head included. A collective."""
+    models = {"policy": learner.policy.lm, "critic": learner.critic}
+    return {
+        f"{of}.{name}": parameter.full_tensor().clone()
+        for of, model in models.items()
+        if model is not None
+        for name, parameter in model.named_parameters()
+    }
+
+
+ADAPTS = {"where": "loss", "target": 0.1}
+CONTINUED: dict[str, dict[str, Any]] = {
+    "the default": {},
+    **{
+        f"a critic {backbone}, LoRA {rank}": {
+            **PPO,
+            "critic": {"backbone": backbone},
+            "kl": ADAPTS,
+            "model": {"lora_rank": rank},
+        }
+        for backbone in ("own", "shared")
+        for rank in (0, 2)
+    },
+    "sgd": {"trainer": {"optimizer": "sgd"}},
+    "momentum": {"trainer": {"optimizer": {"sgd": {"momentum": 0.9}}}},
+    "in main memory": {"trainer": {"optimizer": "torch.optim:RMSprop", "offload_optimizer": True}},
+}
+
+
+@pytest.mark.parametrize("case", CONTINUED)
 def test_a_loaded_checkpoint_continues_as_if_nothing_had_happened(
-    learner: Learner, world: World, model_path: str, cut: list[Any], directory: Path
+    case: str, made: Made, cut: list[Any], directory: Path
 ) -> None:
+    """Models, optimizers' moments, adapters, state and RNG."""
+    learner, other = (made(dtype="float32", **CONTINUED[case]) for _ in range(2))
+    initial = whole(learner)
     run_batch(learner, cut)
-    path = save_checkpoint(directory, learner, manifest(1))
+    if "kl" in CONTINUED[case]:
+        learner.state["kl_coef"] = 0.125
+    path, saved, state = save_checkpoint(directory, learner, manifest(1)), whole(learner), {**learner.state}
     rng = torch.get_rng_state()
     run_batch(learner, cut)
     torch.rand(3)
-    other = make_learner(tiny_config(model_path), world, "float32")
     loaded = load_checkpoint(path, other)
     assert (loaded.step, loaded.trained, loaded.parent, other.step) == (1, ("a", "b"), 0, 1)
     assert torch.equal(torch.get_rng_state(), rng)
+    assert "kl" not in CONTINUED[case] or other.state == loaded.state == state
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole(other).items())
+    assert any("value_head" in name for name in saved) == ("critic" in case)
+    assert any("lora" in name for name in saved) == ("LoRA 2" in case)
     run_batch(other, cut)
-    wanted, found = full_state(learner.policy), full_state(other.policy)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted = whole(learner)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in whole(other).items())
+    for before, after in ((initial, saved), (saved, wanted)):
+        moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+        assert moved and ("critic" not in case or any("value_head" in name for name in moved))
 
 
 def test_a_checkpoint_before_the_first_step_holds_the_initial_weights(
-    learner: Learner, world: World, model_path: str, cut: list[Any], directory: Path
+    learner: Learner, cut: list[Any], directory: Path
 ) -> None:
     before = full_state(learner.policy)
     save_checkpoint(directory, learner, manifest(0))
@@ -214,44 +257,6 @@ def test_another_models_checkpoint_is_refused(
         load_checkpoint(path, other)
 
 
-def whole(learner: Learner) -> dict[str, torch.Tensor]:
-    """All that trains, critic and value head included. A collective."""
-    models = {"policy": learner.policy.lm, "critic": learner.critic}
-    return {
-        f"{of}.{name}": parameter.full_tensor().clone()
-        for of, model in models.items()
-        if model is not None
-        for name, parameter in model.named_parameters()
-    }
-
-
-@pytest.mark.parametrize("lora_rank", [0, 2])
-@pytest.mark.parametrize("backbone", ["own", "shared"])
-def test_critic_adapters_and_state_continue_too(
-    backbone: str, lora_rank: int, world: World, model_path: str, cut: list[Any], directory: Path
-) -> None:
-    model = {"path": model_path, "lora_rank": lora_rank}
-    kl = {"where": "loss", "target": 0.1}
-    config = tiny_config(model_path, **PPO, model=model, critic={"backbone": backbone}, kl=kl)
-    learner = make_learner(config, world, "float32")
-    run_batch(learner, cut)
-    learner.state["kl_coef"] = 0.125
-    path = save_checkpoint(directory, learner, manifest(1))
-    saved = whole(learner)
-    run_batch(learner, cut)
-    other = make_learner(config, world, "float32")
-    assert load_checkpoint(path, other).state == other.state
-    assert other.state["kl_coef"] == 0.125
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole(other).items())
-    assert any("value_head" in name for name in saved)
-    assert any("lora" in name for name in saved) == bool(lora_rank)
-    run_batch(other, cut)  # with the optimizers' moments, too
-    wanted = whole(learner)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in whole(other).items())
-    moved = {name for name, tensor in wanted.items() if not torch.equal(tensor, saved[name])}
-    assert any("value_head" in name for name in moved)
-
-
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Step, first and second moment of each parameter."""
     state = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
@@ -272,10 +277,9 @@ EARLY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", EARLY)
 def test_a_run_stopped_early_goes_on(
-    case: str, world: World, model: Any, model_path: str, cut: list[Any], directory: Path
+    made: Made, case: str, model: Any, cut: list[Any], directory: Path
 ) -> None:
-    config = tiny_config(model_path, **EARLY[case])
-    learner = make_learner(config, world, "float32")
+    learner = made(dtype="float32", **EARLY[case])
     match case:
         case "nothing was trained":
             pass
@@ -291,7 +295,7 @@ def test_a_run_stopped_early_goes_on(
             run_batch(learner, cut)
     before = moments(learner.optimizer)
     path = save_checkpoint(directory, learner, manifest(learner.step), hf=False)
-    other = make_learner(config, world, "float32")
+    other = made(dtype="float32", **EARLY[case])
     load_checkpoint(path, other)
     for found in (learner, other):  # saving changed nothing, loading found all
         assert all(torch.equal(a, b) for a, b in zip(moments(found.optimizer), before, strict=True))
@@ -300,62 +304,50 @@ def test_a_run_stopped_early_goes_on(
 
 
 def test_a_checkpoint_of_an_optimizer_that_made_its_state_late_loads(
-    learner: Learner, world: World, model_path: str, cut: list[Any], directory: Path
+    made: Made, learner: Learner, cut: list[Any], directory: Path
 ) -> None:
     learner.optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=1e-2, betas=(0.9, 0.95))
     run_batch(learner, cut)
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
-    other = make_learner(tiny_config(model_path), world, "float32")
+    other = made(dtype="float32")
     load_checkpoint(path, other)
     wanted = moments(learner.optimizer)
     assert all(torch.equal(a, b) for a, b in zip(moments(other.optimizer), wanted, strict=True))
 
 
-@pytest.mark.parametrize(("target", "wanted"), [(0.0, 0.5), (0.1, 0.125)])
+@pytest.mark.parametrize(
+    ("saved", "target", "wanted"), [(0.125, 0.0, 0.5), (0.125, 0.1, 0.125), (None, 0.1, 0.5)]
+)
 def test_only_a_coefficient_that_adapts_is_restored(
-    target: float, wanted: float, world: World, model_path: str, directory: Path
+    saved: float | None, target: float, wanted: float, made: Made, directory: Path
 ) -> None:
-    kl = {"where": "loss", "target": 0.1}
-    learner = make_learner(tiny_config(model_path, kl=kl), world, "float32")
-    learner.state["kl_coef"] = 0.125
+    """One that nobody used is not saved."""
+    learner = made(dtype="float32", **({} if saved is None else {"kl": ADAPTS}))
+    if saved is not None:
+        learner.state["kl_coef"] = saved
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
-    kl |= {"target": target, "coef": 0.5}
-    other = make_learner(tiny_config(model_path, kl=kl), world, "float32")
+    other = made(dtype="float32", kl={"where": "loss", "target": target, "coef": 0.5})
     load_checkpoint(path, other)
     assert other.state["kl_coef"] == wanted
 
 
-def test_a_coefficient_nobody_used_is_not_saved(
-    learner: Learner, world: World, model_path: str, directory: Path
-) -> None:
-    path = save_checkpoint(directory, learner, manifest(1), hf=False)
-    kl = {"where": "loss", "target": 0.1, "coef": 0.5}
-    other = make_learner(tiny_config(model_path, kl=kl), world, "float32")
-    load_checkpoint(path, other)
-    assert other.state["kl_coef"] == 0.5
-
-
 def test_the_optimizers_settings_are_those_of_the_config(
-    learner: Learner, world: World, model_path: str, directory: Path
+    made: Made, learner: Learner, directory: Path
 ) -> None:
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
     changed = {"weight_decay": 0.25, "betas": (0.5, 0.75)}
-    other = make_learner(tiny_config(model_path, trainer=changed), world, "float32")
+    other = made(dtype="float32", trainer=changed)
     load_checkpoint(path, other)
     (group,) = other.optimizer.param_groups
     assert (group["weight_decay"], group["betas"], len(group["params"])) == (0.25, (0.5, 0.75), 28)
 
 
-def test_the_reference_stays_the_initial_policy(
-    world: World, model_path: str, cut: list[Any], directory: Path
-) -> None:
-    config = tiny_config(model_path, kl={"where": "loss"})
-    learner = make_learner(config, world, "float32")
+def test_the_reference_stays_the_initial_policy(made: Made, cut: list[Any], directory: Path) -> None:
+    learner, other = (made(dtype="float32", kl={"where": "loss"}) for _ in range(2))
     assert learner.reference is not None
     before = full_state(learner.reference.policy)
     run_batch(learner, cut)
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
-    other = make_learner(config, world, "float32")
     load_checkpoint(path, other)
     assert other.reference is not None
     found = full_state(other.reference.policy)
@@ -364,13 +356,13 @@ def test_the_reference_stays_the_initial_policy(
 
 
 def test_a_checkpoint_from_before_there_were_critics_loads(
-    world: World, model_path: str, learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture
+    made: Made, learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
     old = json.loads((path / "manifest.json").read_text())
     del old["state"]
     (path / "manifest.json").write_text(json.dumps(old))
-    other = make_learner(tiny_config(model_path, **PPO), world, "float32")
+    other = made(dtype="float32", **PPO)
     with caplog.at_level(logging.WARNING):
         load_checkpoint(path, other)
     assert other.step == 1 and other.state["kl_coef"] == other.config.kl.coef

@@ -12,18 +12,10 @@ from torch import nn
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.optimizer import learning_rate, make_optimizer
 from asyncrl.trainer.world import World
 from tests.fakes.training import (
-    Recorder,
-    full_state,
-    load_checkpoint,
     make_learner,
-    newest_checkpoint,
-    plain_model,
-    run_batch,
-    save_checkpoint,
     save_tiny_model,
     tiny_config,
 )
@@ -100,30 +92,6 @@ def test_what_does_not_train_has_no_state() -> None:
     assert list(optimizer.state) == [model.weight] and optimizer.param_groups[0]["lr"] == 0.5
     state = optimizer.state[model.weight]
     assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (2, 3) and state["step"] == 0
-
-
-@pytest.mark.parametrize(
-    ("chosen", "offload"),
-    [("sgd", False), ({"sgd": {"momentum": 0.9}}, False), ("torch.optim:RMSprop", True)],
-)
-def test_a_checkpoint_continues_it(world: World, tmp_path: Path, chosen: Any, offload: bool) -> None:
-    """On shards, kept in main memory or not."""
-    path = save_tiny_model(tmp_path / "model")
-    config = tiny_config(path, trainer={"optimizer": chosen, "offload_optimizer": offload})
-    batches = [Recorder(plain_model(path), seed=i, noise=0.1).groups(2, 4, [i]) for i in range(2)]
-    learner = make_learner(config, world)
-    before = full_state(learner.policy)
-    run_batch(learner, [[batches[0]]])
-    assert any(not torch.equal(before[n], t) for n, t in full_state(learner.policy).items())
-    save_checkpoint(tmp_path, learner, CheckpointManifest(step=1, trainer_epoch=0), hf=False)
-    run_batch(learner, [[batches[1]]])
-    resumed = make_learner(config, world)
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None
-    load_checkpoint(newest, resumed)
-    run_batch(resumed, [[batches[1]]])
-    wanted = full_state(learner.policy)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in full_state(resumed.policy).items())
 
 
 def test_one_that_cannot_step_on_shards_is_refused(world: World, tmp_path: Path) -> None:
