@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
-from asyncrl.algorithms.correction import Correction, CorrectionInput, corrections
+from asyncrl.algorithms.correction import CorrectionInput, corrections
 from asyncrl.algorithms.kl import ESTIMATORS
-from asyncrl.algorithms.losses import LossInput
 from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.rewards.shaping import ShapingInput, shapings
 from asyncrl.types import EpisodeEnd, EpisodeResult
+from tests.fakes.losses import evaluate as loss_of
+from tests.fakes.losses import loss_input
 
 # -- formulas as people write them -----------------------------------------------------------------------
 
@@ -44,15 +45,21 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.LtE: operator.le,
 }
+
+
+def real(x: Any) -> torch.Tensor:
+    return torch.as_tensor(x, dtype=torch.float64)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": min,
     "max": max,
     "abs": abs,
-    "exp": math.exp,
-    "log": math.log,
-    "sg": lambda x: x,
+    "exp": lambda x: real(x).exp(),
+    "log": lambda x: real(x).log(),
+    "sg": lambda x: real(x).detach(),
     "clip": lambda x, low, high: min(max(x, low), high),
-    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + real(-x).exp()),
 }
 
 
@@ -66,8 +73,8 @@ def formula_of(docstring: str) -> str:
     raise AssertionError("unreachable: the end of the text matches")
 
 
-def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
-    """Arithmetic of names and numbers only; anything else is an error."""
+def evaluate(formula: str, symbols: Mapping[str, Any]) -> Any:
+    """Arithmetic of names, numbers and scalar tensors only; anything else is an error."""
     for written, meant in SPELLING:
         formula = re.sub(written, meant, formula)
 
@@ -102,6 +109,8 @@ TOKENS = [
     (-0.6, -1.4, -1.6, -0.4, 1.1),
     (-2.4, -1.1, -1.2, -2.2, 2.0),  # u under every lower bound
 ]
+RNG = np.random.default_rng(0)
+TOKENS += [(*-RNG.exponential(size=3), RNG.normal(), RNG.choice([0.0, 0.6, 1.7])) for _ in range(40)]
 LOSSES: dict[str, dict[str, Any]] = {  # options with which no clause in words acts
     "reinforce": {},
     "sft": {},
@@ -110,7 +119,7 @@ LOSSES: dict[str, dict[str, Any]] = {  # options with which no clause in words a
     "cispo_scalerl": {"cap": 1.2},
     "sapo": {},
     "dro": {},
-    "dppo_tv": {"delta_low": 0.99, "delta_high": 0.99, "cap": 1.2},
+    "dppo_tv": {"delta_low": 0.9999, "delta_high": 0.9999, "cap": 1.2},
     "dppo_kl": {"delta_low": 99.0, "delta_high": 99.0, "cap": 1.2},
     "gspo": {},
     "gmpo": {},
@@ -126,23 +135,22 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def token_symbols(
-    token: tuple[float, ...], options: Mapping[str, Any], *, one_sided: bool = False
-) -> dict[str, float]:
-    """What the formulas call things. `one_sided`: s is gmpo's."""
-    pi, prox, mu, a, w = token
-    u = math.exp(pi - prox)
+    pi: Any, token: tuple[float, ...], options: Mapping[str, Any], *, one_sided: bool = False
+) -> dict[str, Any]:
+    """What the formulas call things; `pi` is log π, a tensor. `one_sided`: s is gmpo's."""
+    _, prox, mu, a, w = token
     low, high = options.get("clip_low", 0.0), options.get("clip_high", 0.0)
-    bounded = min(pi - prox, high) if a > 0 else max(pi - prox, -low)
+    bounded = (pi - prox).clamp(max=high) if a > 0 else (pi - prox).clamp(min=-low)
     return {
-        "π": math.exp(pi),
+        "π": pi.exp(),
         "prox": math.exp(prox),
         "μ": math.exp(mu),
         "A": a,
         "w": w,
-        "u": u,
+        "u": (pi - prox).exp(),
         "ρ": math.exp(prox - mu),
-        "r": 1.0 if a > 0 else min(math.exp(pi - mu), 1.0),
-        "s": math.exp(bounded) if one_sided else u,
+        "r": 1.0 if a > 0 else (pi - mu).exp().clamp(max=1.0),
+        "s": bounded.exp() if one_sided else (pi - prox).exp(),
         "τ": options.get("tau_positive" if a > 0 else "tau_negative", 0.0),
         "C": options.get("positive" if a >= 0 else "negative", 0.0),
         "β": options.get("beta", 0.0),
@@ -154,7 +162,7 @@ def column(place: int) -> torch.Tensor:
     return torch.tensor([token[place] for token in TOKENS], dtype=torch.float64)
 
 
-IN_WORDS = {"kl_cov", "tba"}  # losses whose formula is a sentence; test_losses_batch.py has their numbers
+IN_WORDS = {"kl_cov", "tba"}  # losses whose formula is a sentence; test_losses_by_hand.py has their numbers
 
 
 def test_every_loss_is_evaluated_or_said_to_be_in_words() -> None:
@@ -163,29 +171,30 @@ def test_every_loss_is_evaluated_or_said_to_be_in_words() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
-    entry, fresh = losses.get(name), torch.ones(len(TOKENS), dtype=torch.bool)
+    """Value and gradient, with the weight of the correction."""
+    entry, (logp, prox, mu, advantage, weight) = losses.get(name), map(list, zip(*TOKENS, strict=True))
     options = {**defaults(entry.of), **LOSSES[name]}
-    weight = column(4) if entry.ratio == "prox" else torch.ones_like(column(4))
-    prepared = torch.full_like(weight, float(name == "m2po"))  # nothing chosen, all kept
-    found = entry.of(
-        LossInput(
-            logp=column(0),
-            prox=column(1),
-            mu=column(2),
-            advantage=column(3),
-            row=torch.arange(len(TOKENS)),
-            turn=torch.zeros(len(TOKENS), dtype=torch.long),
-            lag=torch.zeros(len(TOKENS), dtype=torch.long),
-            fresh=fresh,
-            correction=Correction(weight, column(1) - column(2), ~fresh, ~fresh),
-            prepared=prepared,
-        ),
-        **LOSSES[name],
-    ).value
-    formula = formula_of(inspect.getdoc(entry.of) or "")
-    symbols = [token_symbols(token, options, one_sided=name == "gmpo") for token in TOKENS]
-    wanted = [evaluate(formula, named) for named in symbols]
-    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+    given = loss_input(
+        logp,
+        prox=prox,
+        mu=mu,
+        advantage=advantage,
+        weight=weight if entry.ratio == "prox" else None,
+        row=range(len(TOKENS)),
+        prepared=[float(name == "m2po")] * len(TOKENS),  # nothing chosen, all kept
+    )
+    token, slope = loss_of(name, given, **LOSSES[name])
+    pi = real(logp).requires_grad_()
+    formula, one_sided = formula_of(inspect.getdoc(entry.of) or ""), name == "gmpo"
+    wanted = torch.stack(
+        [
+            evaluate(formula, token_symbols(pi[i], known, options, one_sided=one_sided))
+            for i, known in enumerate(TOKENS)
+        ]
+    )
+    assert token.value.tolist() == pytest.approx(wanted.tolist(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(wanted.sum(), pi)
+    assert slope.tolist() == pytest.approx(gradient.tolist(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["ratio", "truncate", "mask"])
@@ -202,7 +211,7 @@ def test_corrections(name: str) -> None:
     found = verdict.weight if verdict.keep is None else verdict.keep
     assert found is not None
     formula = formula_of(inspect.getdoc(rule.of) or "")
-    wanted = [evaluate(formula, token_symbols(token, options)) for token in TOKENS]
+    wanted = [evaluate(formula, token_symbols(real(token[0]), token, options)) for token in TOKENS]
     assert found.tolist() == pytest.approx(wanted, rel=1e-12)
     assert len({round(float(x), 9) for x in wanted}) > 1, "the options act on some tokens only"
 
@@ -222,7 +231,7 @@ def test_aggregations(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "straight_through"])
 @pytest.mark.parametrize("d", [-1.3, 0.0, 0.4])
 def test_kl_estimators(name: str, d: float) -> None:
-    wanted = evaluate(formula_of(inspect.getdoc(ESTIMATORS[name]) or ""), {"d": d})
+    wanted = float(evaluate(formula_of(inspect.getdoc(ESTIMATORS[name]) or ""), {"d": d}))
     assert float(ESTIMATORS[name](torch.tensor(d, dtype=torch.float64))) == pytest.approx(wanted, rel=1e-12)
 
 

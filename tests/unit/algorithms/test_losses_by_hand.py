@@ -57,20 +57,10 @@ TOKENS: list[tuple[str, dict[str, float], float, float, float, float | None, flo
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "pi", "old", "advantage", "value", "derivative", "clipped"), TOKENS
-)
-def test_a_token(
-    name: str,
-    options: dict[str, float],
-    pi: float,
-    old: float,
-    advantage: float,
-    value: float | None,
-    derivative: float,
-    clipped: bool,
-) -> None:
+@pytest.mark.parametrize("case", TOKENS)
+def test_a_token(case: Any) -> None:
     """Without a value in the table: derivative · log pi, as the ratio carries no gradient."""
+    name, options, pi, old, advantage, value, derivative, clipped = case
     given = loss_input(
         [math.log(pi)], prox=[math.log(old)], mu=[math.log(old)], advantage=[advantage], weight=[1.0]
     )
@@ -114,20 +104,10 @@ EPISODES: list[
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "ratios", "fresh", "advantage", "value", "derivatives", "clipped"), EPISODES
-)
-def test_an_episode(
-    name: str,
-    options: dict[str, float],
-    ratios: list[float],
-    fresh: list[bool],
-    advantage: float,
-    value: float,
-    derivatives: list[float],
-    clipped: list[bool],
-) -> None:
+@pytest.mark.parametrize("case", EPISODES)
+def test_an_episode(case: Any) -> None:
     """Ratio and mean length are of the fresh tokens."""
+    name, options, ratios, fresh, advantage, value, derivatives, clipped = case
     logp = [-1.0] * len(ratios)
     given = loss_input(
         logp, prox=[-1.0 - r for r in ratios], advantage=[advantage] * len(ratios), fresh=fresh
@@ -174,19 +154,9 @@ CHOSEN: list[tuple[str, dict[str, float], float, float, float, float, float, boo
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "prepared", "ratio", "advantage", "value", "derivative", "clipped"), CHOSEN
-)
-def test_a_token_in_view_of_the_batch(
-    name: str,
-    options: dict[str, Any],
-    prepared: float,
-    ratio: float,
-    advantage: float,
-    value: float,
-    derivative: float,
-    clipped: bool,
-) -> None:
+@pytest.mark.parametrize("case", CHOSEN)
+def test_a_token_in_view_of_the_batch(case: Any) -> None:
+    name, options, prepared, ratio, advantage, value, derivative, clipped = case
     old = [-3.0 - math.log(ratio)]
     given = loss_input([-3.0], prox=old, mu=old, advantage=[advantage], prepared=[prepared])
     token, gradient = evaluate(name, given, **options)
@@ -204,9 +174,13 @@ def test_trajectory_balance_by_hand() -> None:
     assert gradient.tolist() == pytest.approx([0.0, 5.0, 5.0])  # 2δ each
 
 
-def test_a_weight_multiplies_after_the_clip() -> None:
-    given = loss_input([math.log(0.7)], prox=[math.log(0.5)], advantage=[1.0], weight=[2.5])
-    assert evaluate("ppo", given, **DECOUPLED)[0].value.item() == pytest.approx(2.5 * -1.28)
+@pytest.mark.parametrize(
+    ("name", "ratio", "value"), [("ppo", 1.4, -1.28), ("kl_cov", 2.0, -2 + 0.1 * LOG2)], ids=["ppo", "kl_cov"]
+)
+def test_a_weight_multiplies_after_the_clip(name: str, ratio: float, value: float) -> None:
+    given = loss_input([-1.0], prox=[-1.0 - math.log(ratio)], weight=[2.5], prepared=[1.0])
+    options = DECOUPLED if name == "ppo" else {}
+    assert evaluate(name, given, **options)[0].value.item() == pytest.approx(2.5 * value)
 
 
 def test_at_the_start_of_a_batch_losses_that_clip_are_reinforce() -> None:

@@ -1,6 +1,6 @@
-"""Policy losses against the papers' formulas once more, token by token and episode by episode, in float64.
+"""Policy losses over episodes against the papers' objectives, in float64; gradients are autograd's.
 
-Each reference is the scalar objective; its gradient is autograd's.
+Losses of a token by itself are compared with the formulas that the docs print: test_documented_formulas.py.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ def difference(
     return max(apart, float((found - slope).norm() / slope.norm()))
 
 
-CUTTING = {
-    *("ppo", "cispo", "cispo_scalerl", "dppo_tv", "dppo_kl"),
-    *("gspo", "gmpo", "topr", "clip_cov", "kl_cov", "m2po"),
-}
+CUTTING = {"gspo", "gmpo", "topr"}
 
 
 def ratio(t: Token, old: float) -> Tensor:
@@ -70,95 +67,6 @@ def ratio(t: Token, old: float) -> Tensor:
 
 def fixed(x: Tensor) -> float:
     return float(x.detach())
-
-
-def reinforce(t: Token) -> Tensor:
-    return -t.advantage * t.pi
-
-
-def clipped(t: Token) -> Tensor:
-    """PPO with [0.8, 1.2]."""
-    u = ratio(t, t.prox)
-    return -torch.minimum(u * t.advantage, u.clamp(0.8, 1.2) * t.advantage)
-
-
-def dual_clipped(t: Token) -> Tensor:
-    """PPO with [0.8, 1.2] and 1.5."""
-    return torch.clamp(clipped(t), max=-1.5 * t.advantage) if t.advantage < 0 else clipped(t)
-
-
-def cispo(t: Token) -> Tensor:
-    u = fixed(ratio(t, t.prox))
-    return -max(0.5, min(u, 1.5)) * t.advantage * t.pi
-
-
-def capped(t: Token) -> Tensor:
-    return -min(fixed(ratio(t, t.mu)), 1.7) * t.advantage * t.pi
-
-
-def sapo(t: Token) -> Tensor:
-    tau = 1.3 if t.advantage > 0 else 1.9
-    return -t.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio(t, t.prox) - 1)))
-
-
-def dppo(t: Token, far: bool) -> Tensor:
-    moving_away = (fixed(t.pi) > t.mu) == (t.advantage > 0)
-    return 0 * t.pi if far and moving_away else capped(t)
-
-
-def dppo_tv(t: Token) -> Tensor:
-    return dppo(t, abs(math.exp(fixed(t.pi)) - math.exp(t.mu)) > 0.1)
-
-
-def dppo_kl(t: Token) -> Tensor:
-    p, q = math.exp(t.mu), math.exp(fixed(t.pi))
-    rest = (1 - p) * math.log((1 - p) / (1 - q)) if p < 1 else 0.0
-    return dppo(t, p * math.log(p / q) + rest > 0.02)
-
-
-def dro(t: Token) -> Tensor:
-    return -t.advantage * t.pi + 0.35 * (t.pi - t.mu) ** 2
-
-
-def clip_cov(t: Token) -> Tensor:
-    return 0 * t.pi if t.prepared else clipped(t)
-
-
-def kl_cov(t: Token) -> Tensor:
-    penalty = 0.3 * (t.pi - t.prox).abs() if t.prepared else 0.0
-    return -ratio(t, t.prox) * t.advantage + penalty
-
-
-def m2po(t: Token) -> Tensor:
-    return -ratio(t, t.mu) * t.advantage if t.prepared else 0 * t.pi
-
-
-BANDS = {"clip_low": 0.2, "clip_high": 0.2}
-BY_TOKEN: dict[str, tuple[Callable[[Token], Tensor], dict[str, float]]] = {
-    "reinforce": (reinforce, {}),
-    "ppo": (dual_clipped, {**BANDS, "dual_clip": 1.5}),
-    "cispo": (cispo, {"clip_low": 0.5, "clip_high": 0.5}),
-    "cispo_scalerl": (capped, {"cap": 1.7}),
-    "sapo": (sapo, {"tau_positive": 1.3, "tau_negative": 1.9}),
-    "dppo_tv": (dppo_tv, {"cap": 1.7, "delta_low": 0.1, "delta_high": 0.1}),
-    "dppo_kl": (dppo_kl, {"cap": 1.7, "delta_low": 0.02, "delta_high": 0.02}),
-    "dro": (dro, {"beta": 0.7}),
-    "clip_cov": (clip_cov, BANDS),
-    "kl_cov": (kl_cov, {"coef": 0.3}),
-    "m2po": (m2po, {}),
-}
-BEHAVIOUR_FREE = {"cispo_scalerl", "dppo_tv", "dppo_kl", "dro", "m2po", "topr"}
-
-
-@pytest.mark.parametrize("name", BY_TOKEN)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_token_losses(name: str, seed: int) -> None:
-    formula, options = BY_TOKEN[name]
-    given = random_input(seed, behaviour=name not in BEHAVIOUR_FREE, prepared=[0.0, 1.0])
-    apart = difference(
-        name, given, lambda all_: sum(t.weight * formula(t) for some in all_ for t in some), **options
-    )
-    assert apart < TOLERANCE
 
 
 # Objectives of whole episodes, as the papers write them; times the length they are sums over tokens.
