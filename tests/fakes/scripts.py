@@ -1,4 +1,4 @@
-"""The scripts of tools/bench as modules."""
+"""The scripts of tools/ as modules."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
-def bench_script(name: str) -> ModuleType:
-    """A benchmark, which imports its neighbours as scripts do."""
-    sys.path.insert(0, str(BENCH))
+def script(name: str, folder: str = "") -> ModuleType:
+    """A script, which imports its neighbours."""
+    sys.path.insert(0, where := str(TOOLS / folder))
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(str(BENCH))
+        sys.path.remove(where)
+
+
+def bench_script(name: str) -> ModuleType:
+    return script(name, "bench")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import re
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ from asyncrl.tools import call_tool
 from asyncrl.types import Sample
 from tests.fakes.chat import call, rules, start
 from tests.fakes.engine import generation
+from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRIES: list[Registry[Any]] = [advantages, losses, corrections, aggregations, shapings]
@@ -37,11 +37,8 @@ SOURCE = re.compile(r"\([^()]*(arXiv \d{4}\.\d{5}|(ICML|ICLR|NeurIPS) \d{4}|http
 
 
 @pytest.fixture(scope="module")
-def docs() -> Any:
-    """The generator; it imports its neighbour in tools/ as a script does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "tools")
-        yield importlib.import_module("make_algorithm_docs")
+def docs() -> ModuleType:
+    return script("make_algorithm_docs")
 
 
 def test_the_file_is_up_to_date(docs: ModuleType) -> None:

@@ -1,19 +1,24 @@
-"""What the map of the architecture names is there, and the walk of a trajectory is short; what the pages for
-users of verl and TRL say of keys and defaults is so."""
+"""The map names what is there, links have targets, keys and defaults are ours, and promises name tests of the
+gate."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+from collections import Counter
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
+from msgspec import Meta
 
 from asyncrl.config import parse
 from asyncrl.observe.metrics import CHARTS, catalogue, sections, spread
+from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 MAP = (ROOT / "docs" / "architecture.md").read_text()
@@ -126,3 +131,83 @@ def test_the_test_of_a_promise_is_in_the_gate(name: str) -> None:
     (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     own = [mark for mark in found.decorator_list if not isinstance(mark, ast.Call)]  # a table has its own
     assert not re.search(r"mark\.(full|long)\b", " ".join(map(ast.unparse, (*marks, *own))))
+
+
+@pytest.fixture(scope="module")
+def config_docs() -> ModuleType:
+    return script("make_config_docs")
+
+
+def test_docs_of_the_configuration_are_up_to_date(config_docs: ModuleType) -> None:
+    assert config_docs.render() == config_docs.TARGET.read_text(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Annotated[int, Meta(ge=1)], "int ≥ 1"),
+        (Annotated[float, Meta(gt=0, lt=1)], "float > 0, < 1"),
+        (Literal["a", "b"], "`a` | `b`"),
+        (int | None, "int | null"),
+        (list[str], "list of str"),
+    ],
+)
+def test_types_are_written_for_people(config_docs: ModuleType, kind: Any, text: str) -> None:
+    assert config_docs.type_text(kind) == text
+
+
+# -- links ---------------------------------------------------------------------------------------------
+
+FILES = [
+    *ROOT.glob("*.md"),
+    *(path for folder in ("docs", "docker", "examples") for path in (ROOT / folder).rglob("*.md")),
+]
+CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)|<(?:img|a)[^>]* (?:src|href)=\"([^\"]+)\"")
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them: lower case, words joined by `-`, repeated ones numbered."""
+    text = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.M | re.S)
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", text, re.M):
+        plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page without a target."""
+    wrong = []
+    for link in (a or b for a, b in LINK.findall(CODE.sub("", page.read_text()))):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        if not target.exists() or (anchor and (target.suffix != ".md" or anchor not in anchors(target))):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_has_a_target(page: Path) -> None:
+    assert not broken(page)
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `two`: three\n# One two three\n[a](#one-two-three) [b](#one-two-three-1) [c](#one)\n"
+        "[d](missing.md) [e](https://example.org/x) `[f](missing.md)`\n"
+    )
+    assert broken(page) == ["#one", "missing.md"]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Of the site: `make site` fails otherwise."""
+    nav = (ROOT / "mkdocs.yml").read_text()
+    pages = [page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if f": {page}\n" not in nav]

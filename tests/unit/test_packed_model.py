@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -10,17 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-FILE = Path(__file__).resolve().parents[2] / "tools/gpu_kit/four_bits.py"
+from tests.fakes.scripts import script
+
 GROUPS = 40
 
 
 @pytest.fixture(scope="module")
 def packed() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("four_bits", FILE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("four_bits", "gpu_kit")
 
 
 def on_grid(bits: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from asyncrl.config.composition import compose
 from asyncrl.launch.models import check_model
 from asyncrl.weights.model_files import parameter_count
+from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/recipes.md").read_text()
@@ -63,12 +63,8 @@ def test_the_first_run_of_the_readme_is_the_recipe_for_one_gpu_and_fits_eight() 
 def test_a_model_without_weights_has_the_size_of_the_real_one(
     name: str, published: int, tmp_path: Path
 ) -> None:
-    spec = importlib.util.spec_from_file_location("size_model", SIZED)
-    assert spec and spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     path = tmp_path / name
-    assert tool.write(name, path) == parameter_count(str(path)) == published
+    assert script("size_model").write(name, path) == parameter_count(str(path)) == published
     check_model(compose([f"model.path={path}", "data.train=x"]))
     assert sum(file.stat().st_blocks for file in path.iterdir()) * 512 < 1e6, "a hole takes no disk"
 

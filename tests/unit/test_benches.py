@@ -1,9 +1,10 @@
-"""What tools/bench/async_ratio.py replays from a seed, how it counts, and what trl.py gives TRL to read."""
+"""Benchmarks of tools/bench: what they replay from a seed, plan, count and sum up; one of them in small."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,58 @@ def test_trls_steps_are_counted_after_the_first_ones() -> None:
     found = bench_script("trl").figures({"rows": rows, "logs": logs}, 2)
     del sys.modules["trl"]  # for others that is the library's name
     assert found == {"T": 20.0, "cpu": 6.0, "slept": 2.0, "tokens": 300.0 * 64}
+
+
+def row(arm: str, lag: int, seed: int, success: float) -> dict[str, Any]:
+    return {"arm": arm, "lag": lag, "seed": seed, "success": success, "low": success - 0.1, "seconds": 9.6}
+
+
+@pytest.mark.slow
+def test_lags_come_first_and_controls_run_once() -> None:
+    bench = bench_script("staleness")
+    planned = [(p.arm, p.lag, p.seed) for p in bench.plan(["start", "shuffled", "none"], [16, 0], 2)]
+    assert planned == [
+        ("none", 16, 0),
+        ("none", 16, 1),
+        ("start", 0, 0),
+        ("shuffled", 0, 0),
+        ("none", 0, 0),
+        ("shuffled", 0, 1),
+        ("none", 0, 1),
+    ]
+
+
+@pytest.mark.slow
+def test_the_bound_is_the_lag_and_only_one_arm_is_uncorrected() -> None:
+    bench = bench_script("staleness")
+    assert bench.Point("none", 8, 3).config().algorithm.correction == {}
+    for arm in ("dapo", "rloo"):
+        config = bench.Point(arm, 8, 3).config()
+        assert (config.buffer.max_staleness, config.seed) == (8, 3)
+        assert config.algorithm.correction != {}
+
+
+@pytest.mark.slow
+def test_differences_are_paired_by_seed() -> None:
+    report = bench_script("staleness_report")
+    rows = [row("none", 4, seed, value) for seed, value in enumerate((0.1, 0.5))]
+    rows += [row("rloo", 4, seed, value) for seed, value in ((2, 0.9), (1, 0.75), (0, 0.35))]
+    line = report.markdown(rows, ["none", "rloo"]).splitlines()[-1]
+    # Means over all seeds, the gap over the two that both have: +0.25 in each.
+    assert line.startswith("| `rloo` | 4 | 0.667 [")
+    assert "+0.250 [+0.250, +0.250]" in line and "0.35 0.75 0.90" in line and line.endswith("| 0.25 | 10 |")
+
+
+@pytest.mark.slow
+def test_good_episodes_do_not_wait_for_bad_tools() -> None:
+    """One that hangs (in three ways), crashes, ignores cancellation, replies 10 MB: all episodes end, and the
+    turns of the good ones end long before the deadline of the bad tools."""
+    bench = bench_script("episodes")
+    bad = len(bench.BAD)
+    load = bench.Load(episodes=12 + bad, turns=3, tool_seconds=0.02, turn_seconds=0.05, bad=bad)
+    figures = asyncio.run(bench.run(load))
+    assert not figures.failed
+    assert figures.turns == 2 * 3 * (12 + len(bench.BAD))
+    assert len(figures.overhead) == 2 * 2 * 12
+    assert statistics.median(figures.overhead) < bench.BAD_SECONDS / 2
+    assert figures.row("good").count("|") == 6
