@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -17,7 +18,7 @@ from asyncrl.conversation.chat import CACHED, Chat
 from asyncrl.errors import ConfigError
 from asyncrl.tools import load_tool
 from asyncrl.types import Message, ToolCall
-from tests.fakes.families import FAMILIES, tokenizer_of
+from tests.fakes.families import FAMILIES, TEMPLATES, tokenizer_of
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
 TODAY = datetime.date(2026, 1, 31)
@@ -52,102 +53,71 @@ def text(name: str, tokens: tuple[int, ...] | None) -> str | None:
     return None if tokens is None else tokenizer_of(name).decode(tokens, skip_special_tokens=False)
 
 
-# -- turns --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "turn", "found"),
-    [
-        ("qwen3", Message("assistant", "yes"), "<think>\n\n</think>\n\nyes<|im_end|>"),
-        ("qwen3", Message("assistant", "yes", reasoning="hm"), "<think>\nhm\n</think>\n\nyes<|im_end|>"),
-        ("glm4.5", Message("assistant", "yes"), "\n<think></think>\nyes<|user|>"),
-        (
-            "glm4.5",
-            Message("assistant", tool_calls=(CALL,)),
-            "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n"
-            "</tool_call><|observation|>",
-        ),
-        ("llama3", Message("assistant", "yes"), "yes<|eot_id|>"),
-    ],
-)
-def test_a_turn_is_written_with_the_token_that_ends_it(name: str, turn: Message, found: str) -> None:
-    assert text(name, chat_of(name).turn_ids((Message("user", "hi"),), turn, (TOOL,))) == found
-
-
-@pytest.mark.parametrize(
-    ("name", "turn", "why"),
-    [
-        ("deepseek-r1", Message("assistant", "yes"), r"opens the model's turn with '<think>\\n', but writes"),
-        ("deepseek-v3", Message("assistant", tool_calls=(CALL,)), "writes no end of the turn"),
-        ("qwen2.5", Message("assistant", "a<|im_end|>b"), "writes 'a' where the turn says 'a<|im_end|>b'"),
-        ("llama3", Message("assistant", "yes", reasoning="hm"), "writes 'yes' where the turn says"),
-    ],
-)
-def test_a_turn_that_the_template_does_not_write_as_one(name: str, turn: Message, why: str) -> None:
-    with pytest.raises(ConfigError, match=why.replace("|", r"\|")):
-        chat_of(name).turn_ids((Message("user", "hi"),), turn, (TOOL,))
-
-
 # -- facts of families ---------------------------------------------------------------------------------
 
-DELTAS = {  # after the token that ends a turn with calls, and one without
-    "qwen2.5": (
-        "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "qwen3": (
-        "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        None,
-    ),
-    "llama3.1": (
-        "<|start_header_id|>ipython<|end_header_id|>\n\n"
-        '"rain"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
-        "<|start_header_id|>user<|end_header_id|>\n\n"
-        "Why?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    "llama3": (
-        "<|start_header_id|>tool<|end_header_id|>\n\n"
-        "rain<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<|start_header_id|>user<|end_header_id|>\n\n"
-        "Why?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    "phi3.5": (
-        "\n<|user|>\n<tool_response>\nrain\n</tool_response><|end|>\n<|assistant|>\n",
-        "\n<|user|>\nWhy?<|end|>\n<|assistant|>\n",
-    ),
-    "command-r7b": (
-        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>rain<|END_OF_TURN_TOKEN|>"
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Why?<|END_OF_TURN_TOKEN|>"
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-    ),
-    "mistral-strict": ("[TOOL_RESULTS]rain[/TOOL_RESULTS]", None),
-    "glm4.5": ("\n<tool_response>\nrain\n</tool_response><|assistant|>", None),
-    "deepseek-v3-0324": (
-        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
-        "<｜User｜>Why?<｜Assistant｜>",
-    ),
-    "deepseek-v3": (None, "<｜User｜>Why?<｜Assistant｜>"),
-    "deepseek-r1": (None, None),
-    "gpt-oss": (
-        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
-        '"rain"<|end|><|start|>assistant',
-        None,
-    ),
-    "gemma3": (
-        "\n<start_of_turn>user\n<tool_response>\nrain\n</tool_response><end_of_turn>\n<start_of_turn>model\n",
-        "\n<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n",
-    ),
-    "mistral-v3": (None, None),
-    "mistral-v7": ('[TOOL_RESULTS] {"content": rain, "call_id": "abcdefgh1"}[/TOOL_RESULTS]', None),
-}
+FACTS: dict[str, dict[str, Any]] = yaml.load((TEMPLATES / "families.yaml").read_text(), yaml.CSafeLoader)
+
+
+def having(fact: str) -> Any:
+    """Parametrize by the families that have it, and what theirs is."""
+    found = [(name, given) for name, facts in FACTS.items() for given in facts.get(fact, [])]
+    return pytest.mark.parametrize(("name", "fact"), found, ids=[name for name, _ in found])
+
+
+def turn_of(said: dict[str, Any]) -> Message:
+    calls = (CALL,) if said.get("calls") else ()
+    return Message("assistant", said.get("content", ""), calls, reasoning=said.get("reasoning", ""))
+
+
+@having("turns")
+def test_a_turn_is_written_with_the_token_that_ends_it(name: str, fact: Any) -> None:
+    said, found = fact
+    assert text(name, chat_of(name).turn_ids((Message("user", "hi"),), turn_of(said), (TOOL,))) == found
+
+
+@having("turns refused")
+def test_a_turn_that_the_template_does_not_write_as_one(name: str, fact: Any) -> None:
+    said, why = fact
+    with pytest.raises(ConfigError, match=why.replace("|", r"\|").replace("\\", r"\\")):
+        chat_of(name).turn_ids((Message("user", "hi"),), turn_of(said), (TOOL,))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_deltas(name: str) -> None:
     chat, (plain, calling) = chat_of(name), (ids(name, end)[0] for end in FAMILIES[name].ends)
     found = chat.delta_ids((REPLY,), calling), chat.delta_ids((Message("user", "Why?"),), plain)
-    assert (text(name, found[0]), text(name, found[1])) == DELTAS[name]
+    assert {"tool": text(name, found[0]), "user": text(name, found[1])} == FACTS[name]["deltas"]
+
+
+@having("after another end")
+def test_delta_after_other_ends(name: str, fact: Any) -> None:
+    after, begins = fact
+    delta = text(name, chat_of(name).delta_ids((REPLY,), ids(name, after)[0]))
+    assert delta is not None
+    assert delta.startswith(begins)
+
+
+@having("history")
+def test_histories_are_in_the_shape_that_the_template_wants(name: str, fact: str) -> None:
+    said = (Message("user", "Rain?"), Message("assistant", "I look.", (CALL,), reasoning="Hm."), REPLY)
+    said += (Message("user", "Why?"),) * (name == "gemma3")
+    assert fact in (text(name, chat_of(name).prompt_ids(said, (TOOL,))) or "")
+
+
+@having("malformed call")
+def test_malformed_calls_have_a_place_in_the_history(name: str, fact: str) -> None:
+    """As they were written, or, where tools only speak after calls, as calls with nothing in them."""
+    wrong = Message("assistant", "<|channel|>analysis<|message|>" if name == "gpt-oss" else "<tool_call>{")
+    said = (Message("user", "Rain?"), wrong, Message("tool", "no JSON", name="malformed_call"))
+    shown = text(name, chat_of(name).prompt_ids((*said, Message("assistant", "So."), Message("user", "?"))))
+    assert fact in (shown or "")
+
+
+@having("warnings")
+def test_warnings_before_a_run(name: str, fact: list[str]) -> None:
+    found = chat_of(name).check("fold", ["tool", "tool"])
+    assert len(found) == len(fact)
+    assert all(part in line for part, line in zip(fact, found, strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -175,24 +145,6 @@ def test_who_may_answer(name: str, role: str) -> None:
             chat.check("append", [role])
 
 
-@pytest.mark.parametrize(
-    ("name", "after", "begins"),
-    [
-        ("llama3.1", "<|eom_id|>", "<|start_header_id|>ipython"),  # ends a turn as well as <|eot_id|>
-        ("gpt-oss", "<|return|>", "<|start|>functions"),
-        ("gemma3", "<eos>", "\n<start_of_turn>user"),
-        ("glm4.5", "<|observation|>", "\n<tool_response>"),  # what ended the turn begins the next message
-        ("glm4.5", "<|user|>", "<|observation|>\n<tool_response>"),  # the wrong one: the right one follows
-        ("glm4.5", "<|endoftext|>", "<|observation|>\n<tool_response>"),
-        ("qwen2.5", "x", "<|im_end|>\n<|im_start|>user"),  # the turn was cut
-    ],
-)
-def test_delta_after_other_ends(name: str, after: str, begins: str) -> None:
-    delta = text(name, chat_of(name).delta_ids((REPLY,), ids(name, after)[0]))
-    assert delta is not None
-    assert delta.startswith(begins)
-
-
 def test_prompts_have_tools_system_and_date() -> None:
     prompt = text("llama3.1", chat_of("llama3.1").prompt_ids((Message("user", "Why?"),), (TOOL,)))
     assert prompt is not None
@@ -201,66 +153,11 @@ def test_prompts_have_tools_system_and_date() -> None:
     assert prompt.endswith("Why?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "history"),
-    [
-        (
-            "qwen3",
-            "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n"
-            '{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>\n<|im_start|>user\n'
-            "<tool_response>\nrain",
-        ),
-        (
-            "gpt-oss",
-            "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|><|start|>assistant "
-            'to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>',
-        ),
-        (
-            "deepseek-v3",
-            "<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n",
-        ),
-        ("deepseek-v3-0324", '<｜tool▁sep｜>weather\n```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜>'),
-        ("mistral-v7", '[{"name": "weather", "arguments": {"city": "Ulm"}, "id": "abcdefgh1"}]</s>'),
-        ("mistral-strict", '[/INST][TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm"}}]</s>'),
-        ("gemma3", "user\n<tool_response>\nrain\n</tool_response>\nWhy?<end_of_turn>"),
-    ],
-)
-def test_histories_are_in_the_shape_that_the_template_wants(name: str, history: str) -> None:
-    said = (
-        Message("user", "Rain?"),
-        Message("assistant", "I look.", (CALL,), reasoning="Hm."),
-        REPLY,
-        *([Message("user", "Why?")] if name == "gemma3" else []),
-    )
-    assert history in (text(name, chat_of(name).prompt_ids(said, (TOOL,))) or "")
-
-
 def test_calls_that_a_template_takes_one_by_one() -> None:
     said = (Message("user", "Rain?"), Message("assistant", "", (CALL, CALL)), REPLY, REPLY)
     shown = text("llama3.1", chat_of("llama3.1").prompt_ids(said))
     assert shown is not None
     assert shown.count('"parameters": {"city": "Ulm"}}<|eot_id|>') == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "history"),
-    [
-        ("qwen2.5", "assistant\n<tool_call>{<|im_end|>\n<|im_start|>user\n<tool_response>\nno JSON\n"),
-        ("glm4.5", "\n<tool_call>{<|observation|>\n<tool_response>\nno JSON\n"),
-        ("gemma3", "model\n<tool_call>{<end_of_turn>\n<start_of_turn>user\n<tool_response>\nno JSON"),
-        (
-            "gpt-oss",
-            "<|message|>{}<|call|><|start|>functions.malformed_call to=assistant<|channel|>commentary",
-        ),
-        ("mistral-v7", '[{"name": "malformed_call", "arguments": {}, "id": "7d64c5272"}]</s>[TOOL_RESULTS]'),
-    ],
-)
-def test_malformed_calls_have_a_place_in_the_history(name: str, history: str) -> None:
-    """As they were written, or, where tools only speak after calls, as calls with nothing in them."""
-    wrong = Message("assistant", "<|channel|>analysis<|message|>" if name == "gpt-oss" else "<tool_call>{")
-    said = (Message("user", "Rain?"), wrong, Message("tool", "no JSON", name="malformed_call"))
-    shown = text(name, chat_of(name).prompt_ids((*said, Message("assistant", "So."), Message("user", "?"))))
-    assert history in (shown or "")
 
 
 def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
@@ -272,27 +169,6 @@ def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
     made = shown.partition('"id": "')[2][:9]
     assert made.isalnum()
     assert f'"call_id": "{made}"' in shown
-
-
-@pytest.mark.parametrize(
-    ("name", "warned"),
-    [
-        ("qwen2.5", []),
-        (
-            "gemma3",
-            [
-                "no tool role",
-                "does not show the tools to the model: set model.template to a Jinja file",
-                "shows no tool calls",
-            ],
-        ),
-        ("deepseek-v3-0324", ["does not show the tools"]),
-    ],
-)
-def test_warnings_before_a_run(name: str, warned: list[str]) -> None:
-    found = chat_of(name).check("fold", ["tool", "tool"])
-    assert len(found) == len(warned)
-    assert all(part in line for part, line in zip(warned, found, strict=True))
 
 
 def test_a_token_that_the_template_reads_and_the_tokenizer_lacks() -> None:

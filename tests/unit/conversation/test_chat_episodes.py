@@ -86,19 +86,16 @@ def turn_of(name: str, city: str) -> Message:
     )
 
 
-def with_replies(name: str, rules: Rules, turns: int) -> Episode:
-    """An episode whose first turns all call tools, which have answered."""
-    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
-    for n in range(turns):
-        turn = turn_of(name, f"Ulm {n}")
-        episode = says(name, rules, episode, turn)
-        asked = episode.command
-        assert isinstance(asked, CallTools)
-        assert [call.arguments for call in asked.calls] == [call.arguments for call in turn.tool_calls]
-        episode = advance(
-            rules, episode, ToolsReplied(tuple(ToolReply(call, "rain") for call in asked.calls))
-        )
-    return episode
+def answered(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
+    """The family's model says the turn; its calls get replies, other turns a question."""
+    episode = says(name, rules, episode, turn)
+    asked = episode.command
+    if isinstance(asked, Step):
+        assert asked.message == turn
+        return advance(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
+    assert isinstance(asked, CallTools)
+    assert [call.arguments for call in asked.calls] == [call.arguments for call in turn.tool_calls]
+    return advance(rules, episode, ToolsReplied(tuple(ToolReply(call, "rain") for call in asked.calls)))
 
 
 def check_row(rules: Rules, episode: Episode) -> None:
@@ -112,39 +109,18 @@ def check_row(rules: Rules, episode: Episode) -> None:
     assert asked.ids == rules.chat.prompt_ids(conversation(rules, episode), (TOOL,))
 
 
-@pytest.mark.parametrize("name", [name for name in PARSERS if "tool" in FAMILIES[name].appends])
-def test_tool_replies_extend_the_row(name: str) -> None:
-    rules = rules_of(name)
-    episode = with_replies(name, rules, 3)
-    assert len(episode.rows) == 1
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_answers_extend_the_row_or_begin_one_where_the_template_rewrites(name: str, role: str) -> None:
+    family, rules = FAMILIES[name], rules_of(name, environment=role == "user", history="fork")
+    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    for n in range(3):
+        plain = Message("assistant", f"Rain in Ulm {n}.", reasoning="Hm." * family.thinks)
+        episode = answered(name, rules, episode, turn_of(name, f"Ulm {n}") if role == "tool" else plain)
+    assert [turn.row for turn in episode.turns] == [0, 0, 0] if role in family.appends else [0, 1, 2]
     check_row(rules, episode)
     assert resume(rules, SAMPLE, episode.opened, episode.turns) == episode
-
-
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-r1", "mistral-v3"])
-def test_tool_replies_begin_rows_where_the_template_rewrites(name: str) -> None:
-    rules = rules_of(name, history="fork")
-    episode = with_replies(name, rules, 2)
-    assert [turn.row for turn in episode.turns] == [0, 1]
-    check_row(rules, episode)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [("qwen2.5", 1), ("deepseek-v3-0324", 1), ("command-r7b", 1), ("qwen3", 2), ("gpt-oss", 2)],
-)
-def test_a_user_begins_a_row_where_old_reasoning_is_dropped(name: str, rows: int) -> None:
-    rules = rules_of(name, environment=True, history="fork")
-    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
-    for city in ("Ulm", "Bern"):
-        turn = Message("assistant", f"Rain in {city}.", reasoning="Hm." * FAMILIES[name].thinks)
-        episode = says(name, rules, episode, turn)
-        assert isinstance(episode.command, Step)
-        assert episode.command.message == turn
-        episode = advance(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
-    assert len(episode.rows) == rows
-    check_row(rules, episode)
-    if rows > 1:
+    if role == "user" and family.thinks:
         shown = rules.chat.decode(episode.rows[-1])
         assert shown.count("Hm.") == 1, "only the turn that the row is for thinks in it"
 
@@ -152,7 +128,8 @@ def test_a_user_begins_a_row_where_old_reasoning_is_dropped(name: str, rows: int
 def test_a_prompt_of_another_day_does_not_continue() -> None:
     """Why the date of a Chat is fixed."""
     rules = rules_of("llama3.1")
-    episode = with_replies("llama3.1", rules, 1)
+    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    episode = answered("llama3.1", rules, episode, turn_of("llama3.1", "Ulm"))
     later = Rules(
         Chat(tokenizer_of("llama3.1"), datetime.date(2026, 2, 1)),
         rules.parse,

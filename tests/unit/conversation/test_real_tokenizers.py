@@ -27,37 +27,20 @@ from tests.unit.conversation.test_chat import TODAY, TOOL
 pytestmark = pytest.mark.slow
 
 SAID = (
-    *(
-        *TEXTS,
-        "It is 42.",
-        "x",
-        "3.14159265",
-        "a\n\nb\n",
-        "def f(x):\n\treturn x\n",
-        "1.\n2.\n",
-        "...",
-        "```",
-    ),
-    *(
-        "<b>bold</b> &amp; {% raw %}",
-        "don't, won't",
-        "ＡＢＣ",
-        "ﷺ",
-        "𝔘𝔫𝔦",
-        "e\u0301 é",
-        "a\u200bb",
-        "🏳\u200d🌈",
-    ),
+    *(*TEXTS, "It is 42.", "x", "3.14159265", "a\n\nb\n", "def f(x):\n\treturn x\n", "1.\n2.\n", "..."),
+    *("```", "<b>bold</b> &amp; {% raw %}", "don't, won't", "ＡＢＣ", "ﷺ", "𝔘𝔫𝔦", "e\u0301 é", "a\u200bb"),
+    "🏳\u200d🌈",
 )
 AROUND = ("", "", "", " ", "\n", "\n\n", "  ", "\t", " \n ")  # white space around what others say
 
 
 @dataclass(frozen=True)
 class Real:
-    """`tokenizer` as fetched; `template`: another one than its own."""
+    """`tokenizer` as fetched; `template`: another one than its own; `stops`: the ends of its turns."""
 
     tokenizer: str
     family: Family
+    stops: str = ""
     template: Path | None = None
 
 
@@ -76,19 +59,22 @@ MISTRAL = replace(FAMILIES["mistral-v7"], writes=_mistral, bare_calls=False)
 MISTRAL_V13 = replace(MISTRAL, writes=_mistral_v13, appends=("tool", "user"))
 CHATML = replace(FAMILIES["qwen2.5"], writes=lambda message: message.content, appends=("tool", "user"))
 CHATML_TOOLS = replace(FAMILIES["qwen3"], appends=("tool", "user"))
+OWN = Path(templates.__file__).parent
 REAL = {
-    "qwen3": Real("qwen3", FAMILIES["qwen3"]),
-    "deepseek-v3": Real("deepseek-v3", FAMILIES["deepseek-v3"]),
-    "gpt-oss": Real("gpt-oss", FAMILIES["gpt-oss"], TEMPLATES / "gpt-oss.jinja"),
-    "llama3.1": Real("llama3.1", FAMILIES["llama3.1"], TEMPLATES / "llama3.1.jinja"),
-    "llama3": Real("llama3.1", FAMILIES["llama3"]),
-    "llama3-opening": Real("llama3.1", FAMILIES["llama3"], TEMPLATES / "llama3.jinja"),
-    "gemma3": Real("gemma3", FAMILIES["gemma3"]),
-    "smollm2": Real("smollm2", CHATML),
-    "smollm2-tools": Real("smollm2", CHATML_TOOLS, Path(templates.__file__).parent / "chatml_tools.jinja"),
-    "mistral-v3": Real("mistral", replace(MISTRAL, bare_calls=True), FETCHED / "mistral/v3.jinja"),
-    "mistral-v7": Real("mistral", MISTRAL, FETCHED / "mistral/v7.jinja"),
-    "mistral-v13": Real("mistral", MISTRAL_V13, FETCHED / "mistral/v13.jinja"),
+    "qwen3": Real("qwen3", FAMILIES["qwen3"], "<|im_end|>"),
+    "deepseek-v3": Real("deepseek-v3", FAMILIES["deepseek-v3"], "<｜end▁of▁sentence｜>"),
+    "gpt-oss": Real("gpt-oss", FAMILIES["gpt-oss"], "<|return|> <|call|>", TEMPLATES / "gpt-oss.jinja"),
+    "llama3.1": Real("llama3.1", FAMILIES["llama3.1"], "<|eot_id|>", TEMPLATES / "llama3.1.jinja"),
+    "llama3": Real("llama3.1", FAMILIES["llama3"], "<|eot_id|>"),
+    "llama3-opening": Real("llama3.1", FAMILIES["llama3"], "<|eot_id|>", TEMPLATES / "llama3.jinja"),
+    "gemma3": Real("gemma3", FAMILIES["gemma3"], "<end_of_turn>"),
+    "smollm2": Real("smollm2", CHATML, "<|im_end|>"),
+    "smollm2-tools": Real(
+        "smollm2", CHATML_TOOLS, "<|im_end|>", Path(templates.__file__).parent / "chatml_tools.jinja"
+    ),
+    "mistral-v3": Real("mistral", replace(MISTRAL, bare_calls=True), "</s>", FETCHED / "mistral/v3.jinja"),
+    "mistral-v7": Real("mistral", MISTRAL, "</s>", FETCHED / "mistral/v7.jinja"),
+    "mistral-v13": Real("mistral", MISTRAL_V13, "</s>", FETCHED / "mistral/v13.jinja"),
 }
 LEARNED = {
     f"learned {name}": Real(name, family) for name, family in FAMILIES.items() if family.appends
@@ -197,25 +183,9 @@ def test_deltas_are_the_templates_own_tokens(name: str, seeds: range) -> None:
         check(name, seed)
 
 
-STOPS = {
-    "qwen3": ["<|im_end|>"],
-    "deepseek-v3": ["<｜end▁of▁sentence｜>"],
-    "gpt-oss": ["<|return|>", "<|call|>"],
-    "llama3.1": ["<|eot_id|>"],
-    "llama3": ["<|eot_id|>"],
-    "llama3-opening": ["<|eot_id|>"],
-    "gemma3": ["<end_of_turn>"],
-    "smollm2": ["<|im_end|>"],
-    "smollm2-tools": ["<|im_end|>"],
-    "mistral-v3": ["</s>"],
-    "mistral-v7": ["</s>"],
-    "mistral-v13": ["</s>"],
-}
-
-
 @pytest.mark.parametrize("name", REAL)
 def test_ends_of_turns(name: str) -> None:
-    assert tokenizer_of(name).convert_ids_to_tokens(chat_of(name).stop_ids) == STOPS[name]
+    assert tokenizer_of(name).convert_ids_to_tokens(chat_of(name).stop_ids) == REAL[name].stops.split()
 
 
 @pytest.mark.parametrize("name", REAL)

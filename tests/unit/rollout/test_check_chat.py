@@ -41,27 +41,50 @@ def saved(family: str, path: Path) -> Path:
     return path
 
 
-def test_tools_that_the_template_cannot_show(tmp_path: Path) -> None:
-    """gpt-oss joins the values of an enum as text."""
-    saved("gpt-oss", tmp_path)
-    assert check_chat(parts_of(tmp_path, "calculator"), FIRST) == []
-    with pytest.raises(ConfigError, match=r"rollout\.tools: .* the tool 'pick', change its signature: "):
-        check_chat(parts_of(tmp_path, "calculator", f"{__name__}:pick"), FIRST)
+def ids(found: str) -> dict[str, Any]:
+    return {"generation_config.json": f'{{"eos_token_id": {found}}}'}
 
 
-def test_a_first_prompt_that_the_template_refuses(tmp_path: Path) -> None:
+PICK, HI_LO = f"{__name__}:pick", {"rollout": {"environment": "hi_lo"}}
+MISNAMED, GIVEN = {"enable_thinkin": False}, {"tools": "none"}
+UNREADABLE, NO_IDS = r"generation_config\.json: .*no readable JSON object", r"must be an id or a list of ids"
+REFUSED: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
+    # gpt-oss joins the values of an enum as text
+    "tools": ("gpt-oss", ("calculator", PICK), {}, r"rollout\.tools: .* 'pick', change its signature: "),
+    "first prompt": ("gemma3", (), {}, r"data\.train: sample 0: .* template refuses .* change the prompt"),
+    "answers": ("qwen3", (), HI_LO, r"rollout\.history is append"),
+    "argument": ("qwen3", (), {"template_args": MISNAMED}, r"does not read 'enable_thinkin'; correct"),
+    "given argument": ("qwen3", (), {"template_args": GIVEN}, r"refuses .* multiple values"),
+    "own template": (
+        *("gemma3", (), {"template": read_template("chatml_tools", "--")}),
+        r"model\.template: .* no end of turn after the assistant",
+    ),
+    "syntax": ("gemma3", (), {"template": "{% for %}"}, r"model\.template: .*TemplateSyntaxError"),
+    "generation": ("qwen2.5", (), {"generation_config.json": "{"}, UNREADABLE),
+    "generation list": ("qwen2.5", (), {"generation_config.json": "[257]"}, UNREADABLE),
+    "text as id": ("qwen2.5", (), ids('"257"'), "eos_token_id is '257'"),
+    "flag as id": ("qwen2.5", (), ids("[257, true]"), NO_IDS),
+}
+
+
+@pytest.mark.parametrize(("family", "tools", "keys", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_before_a_run(
+    tmp_path: Path, family: str, tools: tuple[str, ...], keys: dict[str, Any], why: str
+) -> None:
+    saved(family, tmp_path)
+    for name in [name for name in keys if name.endswith(".json")]:
+        (tmp_path / name).write_text(keys[name])
+    given = {key: value for key, value in keys.items() if not key.endswith(".json")}
+    said = FIRST * 2 if why.startswith("data") else FIRST
+    with pytest.raises(ConfigError, match=why):
+        check_chat(parts_of(tmp_path, *tools, **given), said)
+
+
+def test_a_first_prompt_that_is_not_the_whole(tmp_path: Path) -> None:
+    """An environment or an agent goes on with it."""
     saved("gemma3", tmp_path)
-    said = (*FIRST, *FIRST)
-    with pytest.raises(ConfigError, match=r"data\.train: sample 0: .* template refuses .* change the prompt"):
-        check_chat(parts_of(tmp_path), said)
-    check_chat(parts_of(tmp_path, rollout={"environment": "hi_lo"}), said)  # the environment goes on
-    check_chat(parts_of(tmp_path, rollout={"agent": "a:b"}), said)
-
-
-def test_what_answers_a_turn_is_checked_too(tmp_path: Path) -> None:
-    parts = parts_of(saved("qwen3", tmp_path), rollout={"environment": "hi_lo"})
-    with pytest.raises(ConfigError, match=r"rollout\.history is append"):
-        check_chat(parts, FIRST)
+    for leader in ({"environment": "hi_lo"}, {"agent": "a:b"}):
+        check_chat(parts_of(tmp_path, rollout=leader), FIRST * 2)
 
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:
@@ -71,14 +94,9 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
         chat = parts_of(tmp_path, template_args=given).chat
         shown.append(chat.decode(chat.prompt_ids(FIRST)))
     assert shown[1] == shown[0] + "<think>\n\n</think>\n\n"
-    with pytest.raises(ConfigError, match=r"template_args: .* does not read 'enable_thinkin'; correct"):
-        _ = parts_of(tmp_path, template_args={"enable_thinkin": False}).chat
-    with pytest.raises(ConfigError, match=r"refuses .* multiple values"):
-        _ = parts_of(tmp_path, template_args={"tools": "none"}).chat
 
 
 def test_a_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) -> None:
-    """gemma3's own shows no tools; a template for other control tokens, or one with a mistake, is refused."""
     own = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
     own += "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     saved("gemma3", tmp_path)
@@ -86,10 +104,6 @@ def test_a_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) ->
     assert chat.decode(chat.prompt_ids(FIRST)) == (
         "<start_of_turn>user\nRain in Ulm?<end_of_turn>\n<start_of_turn>model\n"
     )
-    with pytest.raises(ConfigError, match=r"model\.template: .* no end of turn after the assistant"):
-        _ = parts_of(tmp_path, template=read_template("chatml_tools", "--")).chat
-    with pytest.raises(ConfigError, match=r"model\.template: .*TemplateSyntaxError"):
-        _ = parts_of(tmp_path, template="{% for %}").chat
 
 
 def test_a_model_without_tools_in_its_template_is_offered_one(tmp_path: Path) -> None:
@@ -109,23 +123,6 @@ def test_ends_of_the_generation_configuration(tmp_path: Path, found: str | None)
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
     ends = json.loads(f"[{(found or 'null').strip('[]')}]")
     assert parts_of(tmp_path).chat.stop_ids == (*own, *(end for end in ends if end is not None))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "no readable JSON object"),
-        ("[257]", "no readable JSON object"),
-        ('{"eos_token_id": "257"}', "eos_token_id is '257'"),
-        ('{"eos_token_id": [257, true]}', "must be an id or a list of ids"),
-    ],
-)
-def test_a_generation_configuration_that_cannot_be_read_is_refused(
-    tmp_path: Path, text: str, says: str
-) -> None:
-    (saved("qwen2.5", tmp_path) / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=rf"generation_config\.json: .*{says}"):
-        _ = parts_of(tmp_path).chat
 
 
 @pytest.mark.parametrize(
