@@ -102,14 +102,127 @@ def setup(tmp_path: Path) -> EngineSetup:
     return EngineSetup(tmp_path)
 
 
-def test_a_server_gets_no_work_before_it_holds_a_published_version(setup: EngineSetup) -> None:
-    assert setup.table() == [(0, False, "train")] * 2 and not setup.handler.ready
-    assert setup.version(0) is None
-    first = setup.publish(0)
-    assert setup.pushed() == {A: 0, B: 0}  # neither serves: neither has to wait for the other
-    setup.ack(A, first)
-    assert setup.table() == [(0, True, "train"), (0, False, "train")] and setup.handler.ready
-    assert setup.version(0) == 0
+class Script:
+    """Events of two servers, A and B. X is the one that a case sees first, Y the other.
+
+    `serve 4`: both load version 4; `publish 5`. `at 1 X5`: this is sent at 1 s, and no more; `at 1 ?`:
+    whatever. `acks X`: it has loaded the newest; `refuses X`: cannot; `differs X`: has loaded other weights.
+    `beats X 9`; `down X`: it is not healthy; `hello A`: out of silence. `pins 5`: validation sets one aside,
+    or `all`, or `waits`; `releases`. `pinned X`: it alone is; `here X`: only its keeper is connected.
+    `starts 2 5`: an episode that needs version 2 starts on 5; `starts 0`: on none. `table 4+ 5v 0-`: these
+    may sample in training, in the validation, not at all.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup, self.names = setup, {"A": A, "B": B}
+
+    def play(self, events: str) -> None:
+        for event in events.split("; "):
+            self.act(*event.split())
+
+    def peer(self, name: str, found: bytes = b"") -> bytes:
+        if name == "X" and found and "X" not in self.names:
+            self.names |= {"X": found, "Y": B if found == A else A}
+        return self.names[name]
+
+    def act(self, verb: str, what: str = "", *more: str) -> None:
+        setup, handler, versions = self.setup, self.setup.handler, self.setup.state.versions
+        match verb:
+            case "serve":
+                setup.serve(int(what))
+            case "publish":
+                setup.publish(int(what))
+            case "at":
+                found = setup.pushed(float(what))
+                wanted = {
+                    self.peer(one[0], next(iter(found), b"")): int(one[1:] or 0) for one in more if one != "?"
+                }
+                assert found == wanted or "?" in more
+            case "acks" | "refuses" | "differs":
+                assert versions.ref is not None
+                error = "no such file" if verb == "refuses" else ""
+                setup.ack(self.peer(what), versions.ref, "wrong" if verb == "differs" else "sum", error)
+            case "beats":
+                setup.beat(self.peer(what), float(more[0]))
+            case "down":
+                setup.beat(self.peer(what), 0.0, KeeperBeat(healthy=False, starting=False))
+            case "hello":
+                setup.join(self.peer(what), "AB".index(what))
+            case "pins":
+                assert handler.pin(PolicyVersion(1, int(what)), "all" in more) is ("waits" not in more)
+            case "releases":
+                handler.release()
+            case "pinned":
+                (one,) = [peer for peer, engine in versions.engines.items() if engine.pinned]
+                assert one == self.peer(what, one)
+            case "here":
+                assert [one.peer for one in handler.keepers] == [self.peer(what)]
+            case "starts":
+                assert setup.version(int(what)) == (int(more[0]) if more else None)
+                assert handler.ready is bool(more)
+            case "table":
+                signs = {(True, "train"): "+", (True, "eval"): "v"}
+                table = [f"{step}{signs.get((healthy, lane), '-')}" for step, healthy, lane in setup.table()]
+                assert sorted(table) == sorted((what, *more))
+            case _:
+                raise AssertionError(verb)
+
+
+CASES = {
+    "a server gets no work before it holds a published version; neither waits for the other": (
+        "table 0- 0-; starts 0; publish 0; at 0 A0 B0; acks A; table 0+ 0-; starts 0 0"
+    ),
+    "servers are updated one after another; new episodes may start on the slower one": (
+        "serve 0; publish 1; at 1 X1; at 2; starts 0 0; acks X; starts 0 0; at 3 Y1; acks Y; starts 0 1"
+    ),
+    "versions that come faster than pushes reach both in turn": (
+        "serve 0; publish 1; at 1 X1; acks X; publish 2; at 2 Y2; acks Y; publish 3; at 3 X3; acks X; "
+        "publish 4; at 4 Y4"
+    ),
+    "one that does not confirm holds the other up for one deadline (60 s)": (
+        "serve 0; publish 1; at 1 X1; beats X 20; beats Y 20; at 20; beats X 40; beats Y 40; at 40; "
+        "beats X 60; beats Y 60; at 60; beats A 62; beats B 62; at 62 ?; at 62.1 Y1"
+    ),
+    "a version that cannot be loaded is sent again later": (
+        "publish 0; at 0 A0 B0; refuses A; at 0.5; at 1.1 A0"
+    ),
+    "a server with other weights is not used": (
+        "publish 0; at 0 A0 B0; acks A; differs B; table 0+ 0-; at 1 B0; acks B; table 0+ 0+"
+    ),
+    "one that reloads after a failure still holds the other off: unhealthy is not idle": (
+        "serve 0; publish 1; at 1 X1; down X; at 2"
+    ),
+    "a hello out of silence does not push again": "serve 0; hello A; at 1",
+    "one that cannot keep up does not hold up new episodes": (
+        "serve 0; publish 5; at 1 X5; acks X; starts 2 5"
+    ),
+    "validation pins one of two; training does not wait for it": (
+        "serve 4; pins 4; table 4v 4+; publish 5; at 1 X5; acks X; table 4v 5+; at 2; starts 1 5; releases; "
+        "at 3 Y5"
+    ),
+    "when training is over validation has all": (
+        "serve 4; publish 5; at 1 X5; acks X; pins 5 all; table 4+ 5v; at 2 Y5; acks Y; pins 5 all; "
+        "table 5v 5v; releases; table 5+ 5+"
+    ),
+    "validation waits for its version": "serve 4; publish 5; pins 5 waits; at 1 X5; acks X; pins 5",
+    "a single one is not pinned": "serve 4; beats A 9; at 10.1; pins 4; table 4+",
+    "one of two that is away for a moment does not leave validation unpinned": (
+        "serve 4; down B; pins 4; table 4v 4-"
+    ),
+    "one that is being loaded is not set aside": "serve 4; publish 5; at 1 X5; pins 4; pinned Y",
+    "a server of validation that dies is replaced by the other, shared with training": (
+        "serve 4; pins 4; pinned X; beats Y 9; at 10.1; here Y; pins 4; table 4+"
+    ),
+}
+
+
+@pytest.mark.parametrize("events", CASES.values(), ids=CASES)
+def test_two_servers(setup: EngineSetup, events: str) -> None:
+    Script(setup).play(events)
+
+
+def test_without_rolling_all_are_updated_at_once(tmp_path: Path) -> None:
+    Script(EngineSetup(tmp_path, rolling=False)).play("serve 0; publish 1; at 1 A1 B1")
 
 
 def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSetup) -> None:
@@ -162,72 +275,6 @@ def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineS
     for step in range(1000):
         versions.take_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
     assert len(versions.probed) == MOST_PROBED and versions.probed[-1].version.step == 999
-
-
-def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) -> None:
-    setup.serve(0)
-    ref = setup.publish(1)
-    (first,) = setup.pushed(1.0)
-    assert setup.pushed(2.0) == {}  # the other one generates meanwhile
-    assert setup.version(0) == 0
-    setup.ack(first, ref)
-    assert setup.version(0) == 0  # new episodes may start on the slower server
-    (second,) = setup.pushed(3.0)
-    assert {first, second} == {A, B}
-    setup.ack(second, ref)
-    assert setup.version(0) == 1
-
-
-def test_versions_that_come_faster_than_pushes_reach_both_servers_in_turn(setup: EngineSetup) -> None:
-    setup.serve(0)
-    order = []
-    for version in range(1, 9):
-        ref = setup.publish(version)
-        (peer,) = setup.pushed(float(version))
-        setup.ack(peer, ref)
-        order.append(peer)
-    assert order == [order[0], order[1]] * 4 and order[0] != order[1]
-
-
-def test_without_rolling_all_are_updated_at_once(tmp_path: Path) -> None:
-    setup = EngineSetup(tmp_path, rolling=False)
-    setup.serve(0)
-    setup.publish(1)
-    assert setup.pushed(1.0) == {A: 1, B: 1}
-
-
-def test_a_server_that_does_not_confirm_holds_the_others_up_for_one_deadline(setup: EngineSetup) -> None:
-    setup.serve(0)
-    setup.publish(1)
-    (slow,) = setup.pushed(1.0)
-    deadline = setup.state.config.weights.deadline
-    for now in (20.0, 40.0, deadline):  # it is alive, and silent about the version
-        setup.beat(slow, now)
-        other = B if slow == A else A
-        setup.beat(other, now)
-        assert setup.pushed(now) == {}
-    setup.beat(A, deadline + 2)
-    setup.beat(B, deadline + 2)
-    setup.pushed(deadline + 2)  # overdue: noticed at this tick
-    assert setup.pushed(deadline + 2.1) == {other: 1}
-
-
-def test_a_version_that_cannot_be_loaded_is_sent_again_later(setup: EngineSetup) -> None:
-    ref = setup.publish(0)
-    setup.pushed()
-    setup.ack(A, ref, error="no such file")
-    assert A not in setup.pushed(0.5) and A in setup.pushed(1.1)
-
-
-def test_a_server_with_other_weights_is_not_used(setup: EngineSetup) -> None:
-    ref = setup.publish(0)
-    setup.pushed()
-    setup.ack(A, ref, "right")
-    setup.ack(B, ref, "wrong")
-    assert [entry[1] for entry in setup.table()] == [True, False]
-    assert setup.pushed(1.0) == {B: 0}
-    setup.ack(B, ref, "right")
-    assert [entry[1] for entry in setup.table()] == [True, True]
 
 
 def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
@@ -328,91 +375,6 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
     assert setup.state.live_limit.kv.use == 0.7
 
 
-def test_validation_pins_one_server_of_two(setup: EngineSetup) -> None:
-    ref = setup.serve(4)
-    assert setup.handler.pin(ref.version, False)
-    assert sorted(lane for _, _, lane in setup.table()) == ["eval", "train"]
-    newer = setup.publish(5)
-    (peer,) = setup.pushed(1.0)
-    setup.ack(peer, newer)
-    assert sorted(setup.table()) == [(4, True, "eval"), (5, True, "train")]
-    assert setup.pushed(2.0) == {}
-    assert setup.version(1) == 5  # training does not wait for the leased one
-    setup.handler.release()
-    assert list(setup.pushed(3.0).values()) == [5]
-
-
-def test_when_training_is_over_validation_has_all_servers(setup: EngineSetup) -> None:
-    setup.serve(4)
-    ref = setup.publish(5)
-    (peer,) = setup.pushed(1.0)
-    setup.ack(peer, ref)
-    assert setup.handler.pin(ref.version, True)
-    assert sorted(setup.table()) == [(4, True, "train"), (5, True, "eval")]
-    (late,) = setup.pushed(2.0)
-    setup.ack(late, ref)
-    assert setup.handler.pin(ref.version, True)
-    assert setup.table() == [(5, True, "eval")] * 2
-    setup.handler.release()
-    assert setup.table() == [(5, True, "train")] * 2
-
-
-def test_validation_waits_for_its_version(setup: EngineSetup) -> None:
-    setup.serve(4)
-    ref = setup.publish(5)
-    assert not setup.handler.pin(ref.version, False)
-    (peer,) = setup.pushed(1.0)
-    setup.ack(peer, ref)
-    assert setup.handler.pin(ref.version, False)
-
-
-def test_a_single_server_is_not_pinned(setup: EngineSetup) -> None:
-    ref = setup.serve(4)
-    setup.beat(A, 9.0)
-    setup.handler.tick(10.1)  # B is lost
-    assert setup.handler.pin(ref.version, False)
-    assert {lane for _, _, lane in setup.table()} == {"train"}
-
-
-def test_one_of_two_that_is_away_for_a_moment_does_not_leave_validation_unpinned(setup: EngineSetup) -> None:
-    ref = setup.serve(4)
-    setup.beat(B, 0.0, KeeperBeat(healthy=False, starting=False))
-    assert setup.handler.pin(ref.version, False)
-    assert setup.table() == [(4, True, "eval"), (4, False, "train")]
-
-
-def test_a_server_that_is_being_loaded_is_not_set_aside(setup: EngineSetup) -> None:
-    old = setup.serve(4)
-    setup.publish(5)
-    (loading,) = setup.pushed(1.0)
-    assert setup.handler.pin(old.version, False)
-    (set_aside,) = [peer for peer in (A, B) if setup.state.versions.engines[peer].pinned]
-    assert set_aside != loading
-
-
-def test_a_server_that_reloads_after_a_failure_still_holds_the_others_off(setup: EngineSetup) -> None:
-    """Unhealthy is not idle: one paused server at a time."""
-    setup.serve(0)
-    setup.publish(1)
-    (first,) = setup.pushed(1.0)
-    setup.beat(first, 1.5, KeeperBeat(healthy=False, starting=False))
-    assert setup.pushed(2.0) == {}
-
-
-def test_a_hello_out_of_silence_does_not_push_again(setup: EngineSetup) -> None:
-    setup.serve(0)
-    setup.join(A, 0)
-    assert setup.pushed(1.0) == {}
-
-
-def test_a_server_that_cannot_keep_up_does_not_hold_up_new_episodes(setup: EngineSetup) -> None:
-    setup.serve(0)
-    ref = setup.publish(5)
-    (first,) = setup.pushed(1.0)
-    setup.ack(first, ref)
-    assert setup.version(2) == 5
-
-
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:
     setup.handler.keepers.lose(B, "gone", 0.0)
     setup.join(b"engine/2/c", 2)  # which has joined the run: B is still to come
@@ -420,15 +382,3 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(s
     assert setup.sent.take(Engines) == []
     setup.handler.send_table([WORKER], 10.1)  # the lease is over: B is gone
     assert len(setup.sent.take(Engines)) == 1
-
-
-def test_a_server_of_validation_that_dies_is_replaced_by_another(setup: EngineSetup) -> None:
-    ref = setup.serve(4)
-    assert setup.handler.pin(ref.version, False)
-    leased = next(peer for peer in (A, B) if setup.state.versions.engines[peer].pinned)
-    other = B if leased == A else A
-    setup.beat(other, 9.0)
-    setup.handler.tick(10.1)
-    assert [one.peer for one in setup.handler.keepers] == [other]
-    assert setup.handler.pin(ref.version, False)  # the only one left: shared with training
-    assert setup.table() == [(4, True, "train")]

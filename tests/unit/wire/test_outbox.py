@@ -11,20 +11,21 @@ from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Record, Replied
 from asyncrl.wire.outbox import RESEND, Outbox
-from tests.fakes.loop import settle
+from tests.fakes.loop import in_loop, settle
 
-A = Attempt("a", 0)
-B = Attempt("b", 0)
+A, B = Attempt("a", 0), Attempt("b", 0)
 
 
-class Wire:
-    """Takes what is sent, and can refuse or hold it."""
+class Played:
+    """An outbox whose window takes two records of 1000 bytes, and the wire that it sends them on."""
 
     def __init__(self) -> None:
         self.seqs: list[int] = []
         self.open = asyncio.Event()
         self.open.set()
-        self.refusals = 0
+        self.refusals, self.now = 0, 0.0
+        self.posts: list[asyncio.Task[asyncio.Future[None]]] = []
+        self.outbox = Outbox(self.send, window=2000, clock=lambda: self.now)
 
     async def send(self, record: Record, frames: Sequence[bytes]) -> None:
         await self.open.wait()
@@ -33,171 +34,91 @@ class Wire:
             raise DeadlineError("coordinator took no record")
         self.seqs.append(record.seq)
 
+    def durable(self, seq: int) -> bool:
+        return self.posts[seq - 1].result().done()
 
-def replied(attempt: Attempt = A) -> Replied:
-    return Replied(0, attempt, 0)
+    def act(self, word: str) -> None:
+        match word[0], word[1:]:
+            case "p", size:
+                frame = b"x" * int(size or 0)
+                self.posts.append(asyncio.create_task(self.outbox.post(Replied(0, A, 0), frame)))
+            case "a", seq:
+                self.outbox.ack(int(seq))
+            case "r", _:
+                self.outbox.rewind()
+            case "z", _:
+                self.outbox.pause()
+            case "x", count:
+                self.refusals = int(count)
+            case "@", now:
+                self.now = float(now)
+                self.outbox.check()
+            case "(", _:
+                self.open.clear()
+            case ")", _:
+                self.open.set()
+            case "=", seqs:
+                assert self.seqs == [int(seq) for seq in seqs.split(",")]
+            case "d" | "u" as state, seq:
+                assert self.durable(int(seq)) is (state == "d")
+            case "w", seq:
+                assert self.outbox.full and not self.posts[int(seq) - 1].done()
 
 
-class Clock:
-    now = 0.0
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param("p p =1,2 u1 a1 d1 u2 a1 a2 d2", id="records are numbered, and durable when acked"),
+        pytest.param("p p p a3 d1 d2 d3", id="an ack is cumulative"),
+        pytest.param("p1000 p1000 p9000 w3 a1 =1,2,3", id="a full window makes posts wait"),
+        pytest.param("p9000 =1", id="a record larger than the window goes alone"),
+        pytest.param("p p p =1,2,3 a1 r p =1,2,3,2,3,4", id="what is not acked is sent again in order"),
+        pytest.param("( p p r ) =1,1,2", id="a rewind while sending loses nothing"),
+        pytest.param("p p p =1,2,3 ( r a2 ) =1,2,3,1,3", id="an ack while sending skips nothing"),
+        pytest.param("p =1 z p =1 r =1,1,2", id="nothing is sent while paused"),
+        pytest.param(
+            f"p @{RESEND} =1 @{RESEND + 1} =1,1 @{2 * RESEND + 2} =1,1 @{3 * RESEND + 2} =1,1,1",
+            id="without acks all is sent again, less and less often",
+        ),
+        pytest.param("x2 p =1", id="a send past its deadline is tried again"),
+    ],
+)
+@in_loop
+async def test_records(events: str) -> None:
+    """`p9` posts a record of 9 bytes, `a1` acks up to 1, `r` rewinds, `z` pauses, `@5`: it is 5 s. The wire
+    refuses the next two: `x2`; holds all: `(` to `)`. These were sent: `=1,2`; record 1 is durable: `d1`, is
+    not: `u1`; waits for room: `w1`."""
+    played = Played()
+    running = asyncio.create_task(played.outbox.run())
+    for word in events.split():
+        played.act(word)
+        await settle()
+    assert not running.done()
+    running.cancel()
 
-    def __call__(self) -> float:
-        return self.now
 
-
-def outboxed(test):
-    """Run an async test with a started outbox whose window takes two records of 1000 bytes."""
-
-    def runner() -> None:
-        async def main() -> None:
-            wire, clock = Wire(), Clock()
-            outbox = Outbox(wire.send, window=2000, clock=clock)
-            task = asyncio.create_task(outbox.run())
-            async with asyncio.timeout(60):
-                await test(outbox, wire, clock)
-            assert not task.done()
-            task.cancel()
-
-        asyncio.run(main())
-
-    return runner
-
-
-@outboxed
-async def test_records_are_numbered_and_durable_when_acked(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    first, second = await outbox.post(replied()), await outbox.post(replied(B))
-    await settle()
-    assert wire.seqs == [1, 2]
-    assert not first.done()
+@in_loop
+async def test_attempts_are_those_of_records_that_are_not_acked() -> None:
+    outbox = Played().outbox
+    first = await outbox.post(Replied(0, A, 0))
+    await outbox.post(Replied(0, B, 0))
     assert outbox.attempts == {A, B}
+    first.cancel()  # nobody waits for it any more
     outbox.ack(1)
-    assert first.done()
-    assert not second.done()
-    assert outbox.attempts == {B}
-    outbox.ack(1)  # a repeated ack
+    assert outbox.attempts == {B} and outbox.acked == 1
     outbox.ack(2)
-    assert second.done()
-    assert outbox.acked == 2
     await outbox.flushed()
 
 
-@outboxed
-async def test_an_ack_is_cumulative(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    futures = [await outbox.post(replied()) for _ in range(3)]
-    outbox.ack(3)
-    assert all(future.done() for future in futures)
-
-
-@outboxed
-async def test_a_full_window_makes_posts_wait(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    await outbox.post(replied(), b"x" * 1000)
-    await outbox.post(replied(), b"x" * 1000)
-    waiting = asyncio.create_task(outbox.post(replied(), b"x" * 9000))
-    await settle()
-    assert outbox.full
-    assert not waiting.done()
-    outbox.ack(1)
-    await settle()
-    assert waiting.done()
-    await settle()
-    assert wire.seqs == [1, 2, 3]
-
-
-@outboxed
-async def test_a_record_larger_than_the_window_goes_alone(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    await outbox.post(replied(), b"x" * 9000)
-    await settle()
-    assert wire.seqs == [1]
-
-
-@outboxed
-async def test_rewind_sends_the_unacknowledged_again_in_order(
-    outbox: Outbox, wire: Wire, clock: Clock
-) -> None:
-    for _ in range(3):
-        await outbox.post(replied())
-    await settle()
-    outbox.ack(1)
-    outbox.rewind()
-    await outbox.post(replied())
-    await settle()
-    assert wire.seqs == [1, 2, 3, 2, 3, 4]
-
-
-@outboxed
-async def test_a_rewind_while_sending_loses_nothing(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    wire.open.clear()
-    await outbox.post(replied())
-    await outbox.post(replied())
-    await settle()  # the first is on its way
-    outbox.rewind()
-    wire.open.set()
-    await settle()
-    assert wire.seqs == [1, 1, 2]
-
-
-@outboxed
-async def test_an_ack_while_sending_skips_nothing(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    for _ in range(3):
-        await outbox.post(replied())
-    await settle()
-    wire.open.clear()
-    outbox.rewind()
-    await settle()  # 1 is on its way again
-    outbox.ack(2)
-    wire.open.set()
-    await settle()
-    assert wire.seqs == [1, 2, 3, 1, 3]
-
-
-@outboxed
-async def test_nothing_is_sent_while_paused(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    await outbox.post(replied())
-    await settle()
-    outbox.pause()
-    await outbox.post(replied())
-    await settle()
-    assert wire.seqs == [1]
-    outbox.rewind()
-    await settle()
-    assert wire.seqs == [1, 1, 2]
-
-
-@outboxed
-async def test_without_acks_all_is_sent_again_less_and_less_often(
-    outbox: Outbox, wire: Wire, clock: Clock
-) -> None:
-    await outbox.post(replied())
-    await settle()
-    for now, sent in ((RESEND, 1), (RESEND + 1, 2), (2 * RESEND + 2, 2), (3 * RESEND + 2, 3)):
-        clock.now = now
-        outbox.check()
-        await settle()
-        assert len(wire.seqs) == sent, now
-
-
-@outboxed
-async def test_a_send_past_its_deadline_is_tried_again(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    wire.refusals = 2
-    await outbox.post(replied())
-    await settle()
-    assert wire.seqs == [1]
-
-
-@outboxed
-async def test_an_ack_for_a_cancelled_waiter_is_fine(outbox: Outbox, wire: Wire, clock: Clock) -> None:
-    durable = await outbox.post(replied())
-    durable.cancel()
-    outbox.ack(1)
-    assert outbox.acked == 1
-
-
-@outboxed
-async def test_a_record_that_no_socket_takes_is_refused(outbox: Outbox, wire: Wire, clock: Clock) -> None:
+@in_loop
+async def test_a_record_that_no_socket_takes_is_refused() -> None:
     """It would be sent again for ever; so the episode fails."""
-    outbox._most = 1000
+    played = Played()
+    played.outbox._most = 1000
     with pytest.raises(ProtocolError, match="a Replied of 1256 bytes; at most 1000"):
-        await outbox.post(replied(), b"x" * 1000)
-    await outbox.post(replied(), b"x")
+        await played.outbox.post(Replied(0, A, 0), b"x" * 1000)
+    running = asyncio.create_task(played.outbox.run())
+    await played.outbox.post(Replied(0, A, 0), b"x")
     await settle()
-    assert wire.seqs == [1]
+    assert played.seqs == [1]
+    running.cancel()
