@@ -61,8 +61,7 @@ def test_what_is_counted_does_not_grow_with_the_steps() -> None:
     buffer, batches = make()
     for step in range(20):
         admit(buffer, 2, step)
-        for number in (2 * step, 2 * step + 1):
-            land(buffer, f"{number}.0"), land(buffer, f"{number}.1")
+        land_group(buffer, 2 * step, 1.0, 1.0), land_group(buffer, 2 * step + 1, 1.0, 1.0)
         train(batches, step)
     assert len(buffer.tally.steps) <= 2
 
@@ -88,8 +87,7 @@ def test_forgetting_plans_looks_at_each_of_them_once() -> None:
     buffer, batches = make()
     for step in range(40):
         admit(buffer, 2, step)
-        for number in (2 * step, 2 * step + 1):
-            land(buffer, f"{number}.0"), land(buffer, f"{number}.1")
+        land_group(buffer, 2 * step, 1.0, 1.0), land_group(buffer, 2 * step + 1, 1.0, 1.0)
         train(batches, step)
     batches.taken, batches.batches = Counted(batches.taken), Counted(batches.batches)
     for step in range(30):
@@ -207,17 +205,6 @@ def test_ranks_get_about_the_same_work(tokens: list[int], ranks: int) -> None:
     of = dict(zip([f"{g}.{m}" for g in range(4) for m in range(2)], work, strict=True))
     loads = [sum(of[uid] for uid in part) for part in batches.deal(plan, ranks)]
     assert max(loads) <= sum(work) / ranks + max(work)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_reserved_rows_stay_reserved(ranks: int) -> None:
-    buffer, batches = make()
-    admit(buffer, 2)
-    for uid in ("0.0", "0.1", "1.0", "1.1"):
-        land(buffer, uid)
-    plan = batches.plan(0, 0, ranks)
-    assert plan is not None
-    assert all(buffer.episodes[uid].state is State.TAKEN for uid in plan)
 
 
 def test_a_batch_that_is_left_out_leaves_nothing_of_its_groups() -> None:

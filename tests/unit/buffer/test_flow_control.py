@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from itertools import pairwise
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from asyncrl.buffer.flow_control import FIRST_GAIN, GAIN, MOST, Crossings, FlowControl
+from asyncrl.buffer.flow_control import (
+    FACTOR,
+    FIRST_GAIN,
+    GAIN,
+    HIGH,
+    LOW,
+    MOST,
+    Crossings,
+    FlowControl,
+    KvCap,
+    LiveLimit,
+)
 from asyncrl.buffer.lifetimes import Lifetimes
+from asyncrl.config import parse
 from asyncrl.planning.forecast import slower
 from asyncrl.planning.simulator import SimulatedStep, Simulation, Workload
 from tests.fakes.scripts import bench_script
-from tests.unit.buffer.machine import make
+from tests.unit.buffer.machine import admit, make
+from tests.unit.test_config import MINIMUM, with_keys
 
 BUDGET = 0.01
 BENCH = bench_script("flow_control")
@@ -165,3 +183,205 @@ def test_a_run_is_its_seed() -> None:
 def test_a_workload_that_cannot_fill_a_batch_is_named() -> None:
     with pytest.raises(ValueError, match="cannot fill a batch"):
         Simulation(BENCH.with_keys(WORKLOADS["rollout bound"], target_staleness=-1.0)).run(1)
+
+
+# -- the servers' memory ------------------------------------------------------------------------------------
+
+
+def after(cap: KvCap, *uses: float, live: int = 1000, retracted: int = 0) -> float:
+    for use in uses:
+        cap.read("a", use)
+    cap.retracted = retracted
+    cap.update(live)
+    return cap.level
+
+
+def test_the_example_of_the_docs() -> None:
+    """G = 8, η = 4: 40 groups at most. 30 are live and fill a cache: 24, for the next 3 steps at least."""
+    cap = KvCap(8, 4)
+    assert (after(cap), after(cap, 0.1), cap.limit) == (40, 40, 40)
+    cap.read("b", 0.3)
+    assert after(cap, 0.9, 1.0, live=30) == 24
+    assert [after(cap, 0.9) for _ in range(4)] == [24, 24, 24, 19.2]
+    assert [after(cap, 0.5) for _ in range(4)] == [19.2, 19.2, 19.2, 24]
+
+
+@pytest.mark.parametrize(
+    ("uses", "retracted", "level"),
+    [
+        ([], 0, 24),  # nothing was read
+        ([LOW], 0, 24),
+        ([HIGH], 0, 24),
+        ([HIGH + 0.01], 0, 24 / FACTOR),
+        ([LOW - 0.01], 0, 24 * FACTOR),
+        ([0.1], 1, 24 / FACTOR),  # a retraction counts, however it looks now
+        ([], 1, 24 / FACTOR),
+    ],
+)
+def test_what_moves_it(uses: list[float], retracted: int, level: float) -> None:
+    cap = KvCap(8, 4)
+    cap.level = 24
+    assert after(cap, *uses, retracted=retracted) == level
+
+
+def test_readings_without_a_commit_take_no_memory() -> None:
+    """The trainer may be away for hours."""
+    cap = KvCap(8, 4)
+    for number in range(1000):
+        cap.read("a", number % 2)
+    assert cap.use == 0.5 and len(msgspec.msgpack.encode(dict(cap._uses))) < 20
+
+
+def test_what_is_read_during_a_validation_is_forgotten() -> None:
+    cap = KvCap(8, 4)
+    cap.read("a", 1.0)
+    cap.retracted = 3
+    cap.update(40, counts=False)
+    assert after(cap) == 40 and (cap.use, cap.retracted) == (None, 0)
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(0, 8),
+    st.lists(st.tuples(st.none() | st.floats(0, 1), st.integers(0, 2), st.integers(1, 600)), max_size=60),
+)
+def test_it_stays_between_one_batch_and_what_is_fresh_enough_and_recovers(
+    groups: int, bound: int, steps: list[tuple[float | None, int, int]]
+) -> None:
+    cap = KvCap(groups, bound)
+    for use, retracted, live in steps:
+        after(cap, *([] if use is None else [use]), live=live, retracted=retracted)
+        assert groups <= cap.limit <= (1 + bound) * groups
+    for _ in range(12 * (bound + 2)):  # ln 9 / ln 1.25 < 10 changes, η + 1 steps apart at most, and a wait
+        after(cap, LOW / 2)
+    assert cap.limit == (1 + bound) * groups
+
+
+@given(st.integers(1, 32), st.integers(1, 8), st.floats(0.05, 4.0))
+def test_it_settles_between_the_two_thresholds(groups: int, bound: int, full: float) -> None:
+    """`full`: batches' worth of groups that fill the caches. A group's KV grows while it is live, for as many
+    steps as there are batches' worth of groups. So each change is seen late; even so the cap ends with one
+    value, or, where single groups matter, with two that are a change apart."""
+    cap, ages, seen = KvCap(groups, bound), deque[int](), []
+    for _ in range(60 * (bound + 2)):
+        while len(ages) < cap.limit:
+            ages.append(0)
+        live = len(ages)
+        held = sum(min(1.0, (age + 0.5) * groups / live) for age in ages)
+        after(cap, min(1.0, 2 * held / (full * groups)), live=live)
+        for _ in range(groups):
+            ages.popleft()
+        ages = deque(age + 1 for age in ages)
+        seen.append(cap.limit)
+    last = sorted(set(seen[-20 * (bound + 2) :]))
+    assert len(last) == 1 or (len(last) == 2 and last[1] <= FACTOR * last[0] + 1)
+
+
+# -- the limit in a run -------------------------------------------------------------------------------------
+
+
+ROW = {"timing_s/step": 1.0, "async/trainer_idle_frac": 0.5, "trainer/model_tokens": 100.0}
+GROWN = 6 * 1.03  # the first gain is 0.03
+
+
+def limit_of(live: int = 40, **keys: object) -> LiveLimit:
+    """Four groups a batch; six may be live at first, and all of these are."""
+    config = parse(with_keys(buffer__groups_per_batch=4, **keys))
+    buffer, _ = make(groups_per_batch=4, target_staleness=config.buffer.target_staleness)
+    admit(buffer, live)
+    for group in range(3):
+        buffer.lives.begin(group, 0.0)
+        buffer.waiting_tokens.begin(f"{group}", 1.5, 10)
+        buffer.waiting_tokens.end(f"{group}", 2.0)
+        buffer.lives.end(group, 2.0)
+    return LiveLimit(config, buffer)
+
+
+def step(
+    limit: LiveLimit,
+    row: Mapping[str, float] = ROW,
+    engines: Collection[str] = ("a",),
+    validating: bool = False,
+    now: float = 3.0,
+) -> float:
+    limit.committed(row, engines, validating, now)
+    limit.tick(now)
+    return limit.control.level
+
+
+def test_it_follows_the_steps_and_is_reported() -> None:
+    limit = limit_of()
+    assert step(limit) == 6  # nothing was known of the engines before
+    assert "async/token_age_p99_s" in limit.gauges()
+    assert step(limit) == pytest.approx(GROWN, rel=0.01)
+    assert step(limit, {"timing_s/step": 1.0}) > GROWN  # without a heartbeat: as idle as the one before
+    for _ in range(4):
+        step(limit)
+    found = limit.gauges()
+    assert found["async/live_limit"] == limit.buffer.live_limit == 7
+    assert (found["async/group_life_s"], found["async/token_age_p99_s"]) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("live", "row", "engines", "validating"),
+    [
+        pytest.param(40, ROW, {"a"}, True, id="a validation"),
+        pytest.param(40, ROW, {"a", "b"}, False, id="an engine came"),
+        pytest.param(40, ROW, set[str](), False, id="an engine left"),
+        pytest.param(40, {**ROW, "async/trainer_idle_frac": 0.01}, {"a"}, False, id="a busy trainer"),
+        pytest.param(1, ROW, {"a"}, False, id="fewer groups are live: slots are full, or the data is over"),
+    ],
+)
+def test_it_does_not_grow(live: int, row: dict[str, float], engines: set[str], validating: bool) -> None:
+    limit = limit_of(live)
+    step(limit)
+    assert step(limit, row, engines, validating) == 6
+
+
+def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> None:
+    """25 tokens sampled at 3.5 s are within a bound of 4 until the commit at 8 s. A batch has them, masked,
+    two steps later: they do not count again."""
+    limit, levels = limit_of(), []
+    limit.buffer.waiting_tokens.begin("slow", 3.5, 25)
+    for now in range(3, 12):
+        if now == 10:
+            limit.buffer.waiting_tokens.end("slow", 9.5)
+        levels.append(step(limit, {**ROW, "staleness/masked_token_frac": 0.25 * (now == 10)}, now=float(now)))
+    ratios = [after / before for before, after in pairwise(levels)]
+    assert ratios[4] == pytest.approx(0.78, abs=0.01) and min(ratios[:4] + ratios[5:]) > 1
+
+
+def test_a_larger_budget_is_obeyed() -> None:
+    row = {**ROW, "staleness/masked_token_frac": 0.03}
+    levels = []
+    for budget in (0.01, 0.05):
+        limit = limit_of(buffer__stale_budget=budget)
+        step(limit)
+        levels.append(step(limit, row))
+    assert levels[0] < 6 < levels[1]
+
+
+def test_servers_without_room_lower_it() -> None:
+    limit = limit_of(engine__name="sglang")
+    step(limit)
+    assert "rollout/kv_use" not in limit.gauges()
+    for server, use in (("a", 0.8), ("b", 0.2), ("a", 1.0)):
+        limit.kv.read(server, use)
+    limit.kv.retracted = 2
+    found = limit.gauges()
+    assert (found["rollout/kv_use"], found["rollout/retractions"]) == (pytest.approx(0.9), 2)
+    limit.control.level = 20.0
+    limit.kv.level = 10.0
+    step(limit)  # at once: groups are admitted in the turn of a commit
+    assert limit.buffer.live_limit == limit.kv.limit == 8 < limit.control.limit
+    assert limit.gauges()["rollout/retractions"] == 0
+    assert not {"rollout/kv_use", "rollout/retractions"} & limit_of().gauges().keys()
+
+
+def test_a_number_stays_and_the_default_adapts() -> None:
+    limit = limit_of(buffer__target_staleness=1)
+    limit.kv.read("a", 1.0)
+    for _ in range(3):
+        step(limit)
+    assert limit.buffer.live_limit == 8 and limit.gauges()["async/group_life_s"] == 2.0
+    assert parse(MINIMUM).buffer.target_staleness == "auto"

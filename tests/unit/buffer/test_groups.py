@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.unit.buffer.machine import count_again, make, play
+from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.records import Flow, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.staleness import floor_of
+from asyncrl.types import DropReason, FilterReason
+from tests.unit.buffer.machine import admit, count_again, give_up, land, land_group, make, play, run, train
 
 LATE = {"group_policy": "partial", "group_deadline": 5.0, "groups_per_batch": 1}
 FILTER = {"filter_zero_variance": True, "max_refill": 3, "max_staleness": 8, "target_staleness": 8}
@@ -57,6 +63,10 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
         *("+2 0m M 1e T", {"trained": 2, "filtered": 2}, [PAIR]),
     ),
     # settlement
+    "a failed member is issued again, once": (
+        {},
+        *("+1 0.0~ 0.0x 0.0~ 0.0x 0.1=1", {"failed": 1, "dropped": 1}, []),
+    ),
     "one usable member of two is no group": ({}, "+1 0.0! 0.1=1", {"failed": 1, "dropped": 1}, []),
     "a group of equal rewards is filtered": (
         {"filter_zero_variance": True},
@@ -148,3 +158,73 @@ def test_groups(keys: dict[str, Any], events: str, flow: dict[str, int], trained
     assert {state: count for state, count in found.items() if count} == flow
     assert batches.over is (buffer.prompts.over and not buffer.live)
     count_again(buffer)
+
+
+# -- the greedy episode: compared with, never trained, counted like any other -------------------------------
+
+
+def world(groups: int = 2, **keys: object) -> tuple[ReplayBuffer, Batches]:
+    """Groups of two and a greedy one: 0.0, 0.1, 0.2; one group per batch."""
+    buffer, batches = make(greedy=True, groups_per_batch=1, max_staleness=4, **keys)
+    admit(buffer, groups)
+    return buffer, batches
+
+
+def flow(buffer: ReplayBuffer) -> Flow:
+    found = buffer.flow()
+    assert found.conserved
+    return found
+
+
+def test_a_group_has_one_member_more() -> None:
+    buffer, _ = world()
+    assert [buffer.episodes[uid].greedy for uid in buffer.live[0].members] == [False, False, True]
+    assert flow(buffer).issued == 6
+    assert not buffer.can_admit(free_slots=2, total_slots=100)
+
+
+def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
+    buffer, batches = world()
+    land_group(buffer, 0, 1.0, 0.0)
+    assert batches.plan(0, 0, 1) is None  # without it there is no baseline
+    land(buffer, "0.2", 0.25)
+    assert flow(buffer).filtered == 1
+    assert buffer.reasons[f"{State.FILTERED}/{FilterReason.BASELINE}"] == 1
+    assert sorted(train(batches, 0)) == ["0.0", "0.1"]
+    baseline = batches.baselines[0]
+    assert baseline.greedy == 0.25
+    assert [
+        (place, r.reward, r.turn_rewards) for place, r in zip(baseline.members, baseline.results, strict=True)
+    ] == [
+        (0, 1.0, (1.0,)),
+        (1, 0.0, (0.0,)),
+    ]
+    assert (flow(buffer).trained, flow(buffer).filtered, list(buffer.live)) == (2, 1, [1])
+
+
+PAIRS = list(combinations_with_replacement(["pending", "running", "landed", "failed"], 2))
+
+
+@pytest.mark.parametrize("policy", ["complete", "partial"])
+@pytest.mark.parametrize("states", PAIRS)
+def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
+    states: tuple[str, str], policy: str
+) -> None:
+    """Wherever its members are: those that ran are handed back, to be cancelled."""
+    buffer, batches = world(group_policy=policy)
+    act = {"running": run, "landed": land, "failed": give_up, "pending": lambda buffer, uid: None}
+    for member, state in enumerate(states):
+        act[state](buffer, f"0.{member}")
+    running = give_up(buffer, "0.2")
+    found, failed = flow(buffer), states.count("failed")
+    assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
+    assert (found.failed, found.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
+    assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
+    assert batches.plan(0, 0, 1) is None and buffer.settled[State.DROPPED] == 1
+
+
+def test_it_is_not_what_hold_waits_for() -> None:
+    buffer, _ = world(on_stale="hold", target_staleness=4)
+    for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
+        buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0, 0.0)
+    assert floor_of(buffer, buffer.live[0]) == 4

@@ -9,11 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.buffer.records import MAX_LOSSES, State
-from asyncrl.buffer.replay import current
+from asyncrl.buffer.batches import Baseline
+from asyncrl.buffer.cohorts import Cohorts
+from asyncrl.buffer.payloads import cut_back
+from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, State
+from asyncrl.buffer.replay import ReplayBuffer, current
 from asyncrl.buffer.staleness import pending
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from tests.unit.buffer.machine import admit, count_again, land, make, run, train
+from tests.unit.buffer.machine import admit, count_again, land, land_group, make, run, train
 
 
 def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> None:
@@ -27,19 +30,6 @@ def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> Non
         (3, "2.0"),
         (3, "3.0"),
     ]
-
-
-def test_a_failed_member_is_issued_again_and_then_given_up() -> None:
-    buffer, _ = make()
-    admit(buffer, 1)
-    episode = buffer.episodes["0.0"]
-    for attempt in (0, 1):
-        assert episode.attempt == attempt
-        buffer.assign(episode, "w", attempt, 0, 0.0)
-        buffer.fail(episode, FailReason.REWARD_ERROR, 0.0)
-    assert episode.state is State.FAILED
-    land(buffer, "0.1")  # one usable member of two: below min_group
-    assert buffer.flow().dropped == 1 and buffer.flow().conserved and not buffer.live
 
 
 def test_a_lost_worker_keeps_the_durable_turns() -> None:
@@ -236,3 +226,97 @@ class FlowMachine(RuleBasedStateMachine):
 
 TestFlow = FlowMachine.TestCase
 TestFlow.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+
+
+# -- payloads that are gone ---------------------------------------------------------------------------------
+
+
+def rewards(buffer: ReplayBuffer, group: int) -> list[float]:
+    return [result.reward for result in Baseline.of(buffer.live[group], buffer.episodes).results]
+
+
+def test_who_runs_again_is_not_in_the_baseline_before_it_lands_again() -> None:
+    """It had landed after the deadline, as the first; then the others land, and the group settles."""
+    buffer, _ = make(episodes_per_group=3, group_policy="partial", group_deadline=4.0)
+    admit(buffer, 1)
+    for member in range(3):
+        run(buffer, f"0.{member}")
+    land(buffer, "0.0", 1.0, now=5.0)
+    cut_back(buffer, buffer.episodes["0.0"], [])
+    land(buffer, "0.1", 0.5, now=6.0), land(buffer, "0.2", 1.0, now=7.0)
+    assert buffer.live[0].settled and rewards(buffer, 0) == [0.5, 1.0]
+    assert land(buffer, "0.0", 1.0, now=8.0).state is State.READY
+    assert rewards(buffer, 0) == [0.5, 1.0]
+
+
+def test_the_others_are_compared_with_the_reward_of_a_ready_member_that_is_dropped() -> None:
+    buffer, _ = make(episodes_per_group=3)
+    admit(buffer, 1)
+    for member, reward in enumerate((1.0, 0.0, 0.5)):
+        land(buffer, f"0.{member}", reward)
+    cut_back(buffer, buffer.episodes["0.0"], [])
+    assert [e.state for e in buffer.members(buffer.live[0])] == [State.DROPPED, State.READY, State.READY]
+    assert rewards(buffer, 0) == [1.0, 0.0, 0.5]
+
+
+# -- cohorts ------------------------------------------------------------------------------------------------
+
+
+def episode(reward: float, tokens: int) -> EpisodeRecord:
+    return EpisodeRecord("0.0", 0, 0, result=EpisodeResult(reward, tokens))
+
+
+def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:
+    cohorts = Cohorts()
+    for step in (0, 0, 1):
+        cohorts.issued(step)
+    for step, reward, tokens in ((0, 1.0, 10), (0, 0.0, 30), (0, 0.0, 20), (1, 5.0, 8)):
+        cohorts.landed(step, episode(reward, tokens))
+    cohorts.trained(0, episode(1.0, 10))
+    cohorts.trained(0, episode(0.0, 20))
+    cohorts.over(0)
+    assert cohorts.take(before=1) == {}  # a group of it is not over
+    cohorts.over(0)
+    assert cohorts.take(before=0) == {}  # more may be issued at this step
+    # trained: mean reward 1/2, length 15; landed: 1/3, 20
+    found = cohorts.take(before=1)
+    assert abs(found["cohort/reward_gap"] - 1 / 6) < 1e-15
+    assert found["cohort/length_gap"] == -5.0
+    assert cohorts.take(before=9) == {}  # reported once; of cohort 1 nothing was trained
+
+
+def test_several_cohorts_weigh_by_what_they_trained() -> None:
+    cohorts = Cohorts()
+    for step, landed, trained in ((0, (1.0, 0.0), (1.0,)), (1, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))):
+        cohorts.issued(step)
+        for reward in landed:
+            cohorts.landed(step, episode(reward, 1))
+        for reward in trained:
+            cohorts.trained(step, episode(reward, 1))
+        cohorts.over(step)
+    assert cohorts.take(before=2)["cohort/reward_gap"] == (1 * 0.5 + 3 * 0.0) / 4
+
+
+def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
+    buffer, _ = make(groups_per_batch=1)
+    admit(buffer, 1, step=3)
+    again, batches = make(groups_per_batch=1, filter_zero_variance=True)
+    again.restore(buffer.live.values(), buffer.episodes.values(), {}, 0.0)
+    again.next_group = 1
+    admit(again, 1, step=3)
+    admit(again, 2, step=4)
+    land_group(again, 0, 1.0, 0.0), land_group(again, 1, 1.0, 0.0)
+    train(batches, 0), train(batches, 1)
+    assert again.cohorts.take(before=4) == {}
+    land_group(again, 2, 1.0, 0.0), land_group(again, 3, 1.0, 1.0)  # the second is filtered
+    train(batches, 2)
+    assert again.cohorts.take(before=5) == {"cohort/reward_gap": 0.5 - 0.75, "cohort/length_gap": 0.0}
+
+
+def test_the_greedy_episode_is_of_no_cohort() -> None:
+    buffer, batches = make(groups_per_batch=1, greedy=True)
+    admit(buffer, 1)
+    land_group(buffer, 0, 1.0, 0.0)
+    land(buffer, "0.2", 100.0)
+    train(batches, 0)
+    assert buffer.cohorts.take(before=1) == {"cohort/reward_gap": 0.0, "cohort/length_gap": 0.0}

@@ -1,19 +1,32 @@
 from __future__ import annotations
 
+import heapq
+import itertools
+import random
 from collections import Counter
+from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.buffer.records import NEVER
+from asyncrl.buffer.replay import current
 from asyncrl.buffer.staleness import (
     LagHistogram,
+    Places,
+    drop_overdue,
     lag,
     length_bucket,
     masked_by_quarter,
+    pending,
+    places_of,
     stale_mask,
     token_lags,
 )
-from asyncrl.types import VersionSpan
+from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, VersionSpan
+from tests.unit.buffer.machine import admit, count_again, land_group, make
 
 lags = st.lists(st.integers(0, 20), max_size=40)
 
@@ -68,3 +81,224 @@ def test_quarters_cover_the_response(stale: list[bool]) -> None:
     quarters = masked_by_quarter(stale)
     assert [sum(column) for column in zip(*quarters, strict=True)] == [sum(stale), len(stale)]
     assert max(n for _, n in quarters) - min(n for _, n in quarters) <= 1
+
+
+# -- hold: it keeps the bound and never waits for ever ------------------------------------------------------
+
+
+STEPS, SEEDS = 12, 3
+
+
+class HeldRun:
+    """A run with servers that are updated one by one, and now and then set aside with the weights they have.
+
+    Events are (time, number, what to do). A turn goes to any server that the buffer's rules admit; its length
+    and the number of turns are log-normal. `worst` is the largest lag of a trained token.
+    """
+
+    def __init__(self, seed: int, servers: int = 2, **keys: Any) -> None:
+        self.random = random.Random(seed)
+        self.buffer, self.batches = make(**{"on_stale": "hold"} | keys)
+        self.strict = True  # from its first step the run has had one rule
+        self.held, self.leased, self.loading = [0] * servers, [False] * servers, [False] * servers
+        self.events: list[tuple[float, int, Any]] = []
+        self.numbers = itertools.count()
+        self.now, self.worst, self.training, self.published = 0.0, 0, False, 0
+        self.turns: list[tuple[str, int, int]] = []  # that wait for a server: (uid, attempt, left)
+        if servers > 1:
+            self.after(self.random.uniform(1, 10), self.lease)
+
+    @property
+    def bound(self) -> int:
+        return self.buffer.config.max_staleness
+
+    def after(self, seconds: float, what: Any) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), what))
+
+    def until(self, steps: int, every: int = 1) -> None:
+        """Until so many batches are committed; every so many are published."""
+        self.every, limit = every, self.now + 2000
+        while self.buffer.committed < steps:
+            self.go_on()
+            assert self.now < limit and self.events, f"step {self.buffer.committed} waits for ever"
+            self.now, _, what = heapq.heappop(self.events)
+            what()
+
+    def go_on(self) -> None:
+        while self.buffer.can_admit(100, 100):
+            self.buffer.admit(self.buffer.committed, self.now)
+        drop_overdue(self.buffer)
+        for needed, episode in pending(self.buffer):
+            if fit := [self.held[server] for server in self.usable(needed)]:
+                self.buffer.assign(episode, "w", 1, min(fit), 0.0)
+                self.turns.append((episode.uid, episode.attempt, int(self.random.lognormvariate(0.5, 1))))
+        assert not self.strict or min(places_of(self.buffer).left) >= 0, (
+            "more groups are due than there are places"
+        )
+        self.turns = [turn for turn in self.turns if not self.begun(*turn)]
+        for server, held in enumerate(self.held):
+            if held < self.published and not self.leased[server] and not any(self.loading):
+                self.loading[server] = True
+                self.after(self.random.uniform(0.05, 2), lambda server=server: self.load(server))
+        self.take()
+
+    def usable(self, oldest: int) -> list[int]:
+        return [s for s, held in enumerate(self.held) if not self.leased[s] and held >= oldest]
+
+    def begun(self, uid: str, attempt: int, left: int) -> bool:
+        """Whether the turn has a server, or is wanted no more."""
+        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
+            return True
+        servers = self.usable(max(episode.bound, self.buffer.committed - self.bound))
+        if servers:
+            held = self.held[self.random.choice(servers)]
+            self.after(self.random.lognormvariate(0, 1), lambda: self.end_turn(uid, attempt, left, held))
+        return bool(servers)
+
+    def end_turn(self, uid: str, attempt: int, left: int, version: int) -> None:
+        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
+            return
+        if self.random.random() < 0.05:
+            self.buffer.retries += 1
+            reason = self.random.choice([FailReason.WORKER_LOST, FailReason.REWARD_ERROR])
+            self.buffer.fail(episode, reason, self.now)
+            return
+        episode.extend(20, 10, version, version)
+        self.buffer.touch(episode)
+        if left > 0:
+            self.turns.append((uid, attempt, left - 1))
+        else:  # some groups are of zero variance
+            reward = float(self.random.random() < 0.5)
+            self.buffer.finish(episode, EpisodeResult(reward), EpisodeStats(episode.turns), self.now)
+
+    def take(self) -> None:
+        count_again(self.buffer)
+        step, plan = self.buffer.committed, None
+        while not self.training:
+            batch = self.batches.batches.get(step)
+            if (plan := self.batches.plan(step, len(batch.micros) if batch else 0, 1)) is None:
+                return
+            self.worst = max([self.worst, *(step - self.batches.taken[uid].oldest for uid in plan)])
+            if not plan:
+                self.training = True
+                self.after(self.random.uniform(0.2, 1.5), self.commit)
+
+    def commit(self) -> None:
+        self.training = False
+        self.batches.commit(self.buffer.committed + 1, self.batches.batches[self.buffer.committed].uids)
+        if self.buffer.committed % self.every == 0:
+            self.published = self.buffer.committed
+
+    def load(self, server: int) -> None:
+        self.held[server], self.loading[server] = self.published, False
+
+    def lease(self) -> None:
+        """A validation of some versions' time, which ends with a server that is behind the others."""
+        idle = [server for server, loading in enumerate(self.loading) if not loading]
+        self.leased[server := self.random.choice(idle)] = True
+        self.after(self.random.uniform(1, 10), lambda: self.release(server))
+
+    def release(self, server: int) -> None:
+        self.leased[server] = False
+        self.after(self.random.uniform(1, 20), self.lease)
+
+    @property
+    def stale(self) -> int:
+        return self.buffer.reasons[f"dropped/{DropReason.STALE}"]
+
+
+CASES = [(1, 1, 2, 1), (1, 1, 2, 2), (2, 1, 3, 1), (2, 2, 1, 1), (0, 0, 2, 1), (4, 4, 3, 3)]
+
+
+@pytest.mark.parametrize(("bound", "target", "servers", "every"), CASES)
+@pytest.mark.parametrize("filtering", [{}, {"filter_zero_variance": True, "max_refill": 1}])
+def test_a_server_that_comes_back_with_old_weights_stops_nothing(
+    bound: int, target: int, servers: int, every: int, filtering: dict[str, Any]
+) -> None:
+    for seed in range(SEEDS):
+        run = HeldRun(seed, servers, max_staleness=bound, target_staleness=target, **filtering)
+        run.until(STEPS, every)
+        assert run.worst <= bound and run.stale == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"on_stale": "hold", "max_staleness": 4, "target_staleness": 3}, {"max_staleness": 1}),
+        ({"on_stale": "mask", "max_staleness": 2, "target_staleness": 2}, {"on_stale": "hold"}),
+    ],
+)
+def test_a_resumed_run_with_a_stricter_rule_drops_what_is_late_and_goes_on(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    dropped = 0
+    for seed in range(2 * SEEDS):
+        run = HeldRun(seed, **before)
+        run.until(STEPS, every=2)
+        run.buffer.config = msgspec.structs.replace(run.buffer.config, **after, target_staleness=1)
+        run.worst, run.strict = 0, False
+        run.until(2 * STEPS)
+        assert run.worst <= run.bound
+        dropped += run.stale
+    assert dropped  # by name: else this showed nothing
+
+
+def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
+    """By the order of admission there would be room for both; but a younger group has gone first."""
+    buffer, batches = make(on_stale="hold", max_staleness=1, target_staleness=1)
+    buffer.committed = 1
+    admit(buffer, 3, step=1)
+    for uid in ("0.0", "0.1"):
+        buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)  # due in batch 1
+    land_group(buffer, 2, 1.0, 0.0, version=1)
+    batches.micro_tokens = 40
+    assert batches.plan(1, 0, 1) == ["2.0", "2.1"]
+    assert {needed for needed, _ in pending(buffer)} == {1}  # group 1: on version 0, both would be due now
+
+
+def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
+    buffer, batches = make(on_stale="hold", max_staleness=1, target_staleness=1, max_refill=1)
+    buffer.committed, buffer.refills = 1, 2
+    admit(buffer, 2, step=1)
+    land_group(buffer, 0, 1.0, 0.0, version=1)
+    assert len(batches.plan(1, 0, 1) or []) == 2
+    assert {needed for needed, _ in pending(buffer)} == {0}  # due in batch 1, while that is open
+    assert batches.plan(1, 1, 1) == []
+    assert {needed for needed, _ in pending(buffer)} == {1}
+
+
+def fits(step: int, free: int, per_batch: int, bound: int, floors: list[int]) -> bool:
+    """Whether all groups can be taken in time, those due first first."""
+    due = sorted(floor + bound for floor in floors)
+    batches = [step] * free + [step + 1 + index // per_batch for index in range(len(due))]
+    return all(batch <= last for batch, last in zip(batches, due, strict=False))
+
+
+@settings(deadline=None)
+@given(
+    free=st.integers(0, 3),
+    per_batch=st.integers(1, 3),
+    bound=st.integers(0, 4),
+    ages=st.lists(st.integers(0, 4), max_size=8),
+    age=st.none() | st.integers(0, 4),
+)
+def test_places_are_what_a_schedule_by_due_time_leaves(
+    free: int, per_batch: int, bound: int, ages: list[int], age: int | None
+) -> None:
+    """`needed`: the oldest version on which a group with this floor may start; against all schedules."""
+    step, free = 10, min(free, per_batch)
+    floors = [step - min(age, bound) for age in ages]
+    floor = NEVER if age is None else step - min(age, bound)
+    rest = [*floors, floor]
+    places = Places(step, free, per_batch, bound, rest)
+    assert (min(places.left) >= 0) is fits(step, free, per_batch, bound, rest)
+    if min(places.left) < 0:
+        return
+    possible = [
+        v
+        for v in range(step - bound, step + 2)
+        if fits(step, free, per_batch, bound, [*floors, min(v, floor)])
+    ]
+    assert places.needed(floor) == possible[0]
+    assert places.may_take(floor) is (free > 0 and fits(step, free - 1, per_batch, bound, floors))
+    assert places.may_close is fits(step, 0, per_batch, bound, rest)

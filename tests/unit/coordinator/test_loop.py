@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from tests.fakes.data import give, rows
 from tests.unit.buffer.machine import land_group, turn_payload
 
 ROWS = rows(50)
+WORKER, OTHER, OBSERVER, TRAINER = b"rollout/0/w", b"rollout/1/v", b"observer/0/x", b"trainer/0/a"
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +67,29 @@ class LoopSetup:
         self.peers[peer].send_multipart(parts)
         assert self.coordinator.control.socket.poll(10_000), "nothing came"
 
-    def say(self, peer: bytes, message: WireMessage) -> None:
-        self.send(peer, *encode(message, []))
-        self.turn()
+    def say(self, peer: bytes, *messages: WireMessage) -> None:
+        for message in messages:
+            self.send(peer, *encode(message, []))
+            self.turn()
 
-    def turn(self) -> None:
-        self.coordinator.turn(self.coordinator._turned_at + 0.05)
+    def turn(self, later: float = 0.05) -> None:
+        self.coordinator.turn(self.coordinator._turned_at + later)
+
+    def join(self, start: int = 2, index: int = 0, slots: int = 8) -> Any:
+        """A worker says hello, the WORKER unless given otherwise; its record, once it is known."""
+        peer = WORKER if not index else OTHER
+        self.say(peer, WorkerHello(index, incarnation_of("launch", start), slots, pid=1))
+        return self.coordinator.workers.peers.get(peer)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """What this turn has put cannot be written: another process has the store locked."""
+        self.coordinator.state.store.put_meta("something", "to write")
+        with closing(sqlite3.connect(self.run_dir / "run.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            self.turn()
+            yield
+            other.execute("ROLLBACK")
 
     def received(self, peer: bytes, kind: type) -> int:
         """How many messages of a kind have come to a peer; waits a moment for the first."""
@@ -105,34 +123,26 @@ def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
 
 
 def test_only_a_launcher_that_said_hello_can_stop_the_run(setup: LoopSetup) -> None:
-    setup.say(b"observer/0/x", Stop("a stranger's"))
+    setup.say(OBSERVER, Stop("a stranger's"))
     assert setup.coordinator.lifecycle.phase is Phase.STARTING
-    setup.say(b"observer/0/x", ObserverHello())
-    setup.say(b"observer/0/x", Stop("interrupted"))
+    setup.say(OBSERVER, ObserverHello(), Stop("interrupted"))
     assert setup.coordinator.lifecycle.phase in (Phase.STOPPING, Phase.CLOSED)
-
-
-WORKER, OBSERVER, TRAINER = b"rollout/0/w", b"observer/0/x", b"trainer/0/a"
 
 
 def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
     setup.say(OBSERVER, ObserverHello())
-    setup.say(b"rollout/1/v", WorkerHello(1, incarnation_of("launch", 1), slots=8, pid=1))
-    for peer in (OBSERVER, b"rollout/1/v"):
+    setup.join(1, index=1)
+    for peer in (OBSERVER, OTHER):
         assert setup.received(peer, Welcome) == 1
     issued = coordinator.state.buffer.next_group
-    coordinator.state.store.put_meta("something", "to write")
-    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        setup.turn()  # cannot be written
-        setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
+    with setup.locked():
+        assert setup.join() is None
         setup.turn()
         assert "locked" in coordinator.state.waits[0] and setup.received(OBSERVER, Status) > 0
-        assert setup.received(b"rollout/1/v", Welcome) > 0  # who is known is kept in contact
+        assert setup.received(OTHER, Welcome) > 0  # who is known is kept in contact
         assert coordinator.workers.peers.get(WORKER) is None
-        other.execute("ROLLBACK")
-    coordinator.turn(coordinator._turned_at + 60.0)  # a long pause
+    setup.turn(60.0)  # a long pause
     assert setup.received(WORKER, Welcome) == 1
     assert len(coordinator.workers.peers) == 2 and not coordinator.lifecycle.error, "leases are extended"
     assert coordinator.state.store.read.meta("something") == "to write"
@@ -142,17 +152,13 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
 def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -> None:
     """Hundreds of peers send them for minutes. What is no beat waits in its order, a repeat once."""
     coordinator = setup.coordinator
-    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
-    coordinator.state.store.put_meta("something", "to write")
-    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        coordinator.state.store._db.execute("PRAGMA busy_timeout=0")
-        setup.turn()
+    setup.join()
+    coordinator.state.store._db.execute("PRAGMA busy_timeout=0")
+    with setup.locked():
         for tokens in range(20):
             setup.say(WORKER, Heartbeat(0, (), 0.0, 0.0, tokens))
-            setup.say(b"rollout/1/v", WorkerHello(1, incarnation_of("launch", 1), slots=8, pid=1))
+            setup.join(1, index=1)
         assert len(coordinator._unread) == 2
-        other.execute("ROLLBACK")
     setup.turn()
     beat = coordinator.workers.peers.get(WORKER).beat
     assert beat is not None and beat.tokens == 19 and len(coordinator.workers.peers) == 2
@@ -161,15 +167,19 @@ def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -
 def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
     """Its deadline counts from then on, as the launcher's does."""
     setup.say(OBSERVER, ObserverHello())
-    setup.coordinator.state.store.put_meta("something", "to write")
-    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        setup.turn()
+    with setup.locked():
         setup.say(OBSERVER, Stop("interrupted"))
         assert setup.coordinator.lifecycle.phase is Phase.STOPPING and not setup.coordinator.over
-        other.execute("ROLLBACK")
     setup.turn()
     assert setup.coordinator.lifecycle.outcome == "stopped" and setup.coordinator.over
+
+
+def test_a_store_that_stays_locked_ends_the_run_with_the_reason(setup: LoopSetup) -> None:
+    setup.turn()
+    with setup.locked():
+        setup.turn(setup.config.launch.stall_timeout + 1)
+    assert setup.coordinator.over and "locked" in setup.coordinator.lifecycle.error
+    assert read_summary(setup.run_dir)["outcome"] == "failed"
 
 
 def test_what_takes_long_leaves_the_next_messages_to_the_next_turn(
@@ -193,7 +203,7 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
     sizes = {"groups_per_batch": 3, "episodes_per_group": 2, "target_staleness": 1}
     setup = LoopSetup(tmp_path, buffer=sizes)
     coordinator = setup.coordinator
-    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=64, pid=1))
+    setup.join(slots=64)
     running, more = [], []
     for _ in range(8):
         running.append(len(coordinator.workers.peers.get(WORKER).running))
@@ -205,27 +215,13 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
 
 
 def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSetup) -> None:
-    coordinator = setup.coordinator
-    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
+    worker = setup.join()
     setup.turn()
-    worker = coordinator.workers.peers.get(WORKER)
     given = {uid: seq for uid, (seq, _) in worker.running.items()}
     assert given
     setup.send(WORKER, *encode(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
-    coordinator.turn(coordinator._turned_at + 60.0)
+    setup.turn(60.0)
     assert {uid: seq for uid, (seq, _) in worker.running.items()} == given
-
-
-def test_a_store_that_stays_locked_ends_the_run_with_the_reason(setup: LoopSetup) -> None:
-    coordinator = setup.coordinator
-    setup.turn()
-    coordinator.state.store.put_meta("something", "to write")
-    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        setup.turn()
-        coordinator.turn(coordinator._turned_at + setup.config.launch.stall_timeout + 1)
-    assert coordinator.over and "locked" in coordinator.lifecycle.error
-    assert read_summary(setup.run_dir)["outcome"] == "failed"
 
 
 def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetup) -> None:
@@ -252,26 +248,21 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
     """Its files are damaged: the trainer waits for what would be sampled with it, and is replaced, once."""
     coordinator, ref = setup.coordinator, WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
     setup.say(OBSERVER, ObserverHello())
-    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
-    setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0))
-    setup.say(TRAINER, Published(ref, 0.0, 0.0))
+    setup.join()
+    setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
     refusal = Loaded(ref, "train", "", 0.0, error="cut off")
-    for _ in range(REFUSALS):
-        setup.say(WORKER, refusal)
+    setup.say(WORKER, *[refusal] * REFUSALS)
     assert setup.received(OBSERVER, Replace) == 0, "the trainer may still publish another"
     coordinator.engines.refused.clear()
-    for _ in range(REFUSALS):
-        setup.say(WORKER, msgspec.structs.replace(refusal, lost=True))
+    setup.say(WORKER, *[msgspec.structs.replace(refusal, lost=True)] * REFUSALS)
     coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 0, "nobody delivered it: that says nothing about its files"
-    for _ in range(REFUSALS):
-        setup.say(WORKER, refusal)
+    setup.say(WORKER, *[refusal] * REFUSALS)
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 1
     setup.say(WORKER, Loaded(ref, "train", "sum", 0.0))
-    for _ in range(REFUSALS):
-        setup.say(WORKER, refusal)
+    setup.say(WORKER, *[refusal] * REFUSALS)
     assert setup.received(OBSERVER, Replace) == 0, "it has loaded it"
 
 
@@ -279,8 +270,7 @@ def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -
     """It was deleted while they loaded it, as there is a newer one, which they are sent next."""
     coordinator, ref = setup.coordinator, WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
     setup.say(OBSERVER, ObserverHello())
-    setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0))
-    setup.say(TRAINER, Published(ref, 0.0, 0.0))
+    setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
     coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
     for engine in (f"engine/{number}/x".encode() for number in range(REFUSALS)):
         coordinator.engines.join(engine, "engine")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.config import ValidationConfig
 from asyncrl.coordinator.held_out import HeldOutEpisodes, HeldOutFlow
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
-from asyncrl.observe.held_out import SAMPLED, HeldOut, uid_prefix
+from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
@@ -22,11 +24,15 @@ from tests.unit.coordinator.test_workers import SAMPLE, A, B, WorkerSetup
 from tests.unit.weights.test_delta import Training
 
 
+def session(setup: WorkerSetup, samples: Sequence[Sample] = (SAMPLE,)) -> Validation:
+    return Validation(setup.state, setup.handler, setup.engines, samples)
+
+
 def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_path: Path) -> None:
     training = Training(tmp_path / "weights")
     training.publish(3)  # one whole, and two that build upon it
     setup = WorkerSetup(tmp_path)
-    validation = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    validation = session(setup)
     setup.state.versions.ref = training.ref(1)
     assert validation.begin(step=1, final=False, now=0.0)
     training.publish(6)  # the fifth is whole again, the ninth, too
@@ -40,7 +46,7 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
 
 def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     training, setup = Training(tmp_path / "weights"), WorkerSetup(tmp_path)
-    validation = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    validation = session(setup)
     training.publish(5)
     setup.state.versions.ref = training.ref(0)
     disk.prune(training.directory, keep=1)
@@ -77,30 +83,46 @@ def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerReco
     setup.join(A)
     (worker,) = setup.handler.peers
     worker.eval_version = training.ref(0).version
-    validation = Validation(setup.state, setup.handler, setup.engines, samples or [SAMPLE])
+    validation = session(setup, samples or [SAMPLE])
     assert validation.begin(step=1, final=False, now=0.0)
     return setup, worker, validation
 
 
-def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Path) -> None:
-    """Else an agent that breaks on bad answers would be judged by the good ones."""
-    setup, worker, validation = validating(tmp_path)
-    tries = dict.fromkeys(("sampled", "greedy"), 0)
+BROKE = Failed(0, Attempt("", 0), FailReason.AGENT_ERROR, "it broke")
+
+
+def scored(result: EpisodeResult) -> Finished:
+    return Finished(0, Attempt("", 0), result, EpisodeStats(1))
+
+
+def play(setup: WorkerSetup, validation: Validation, answer: Callable[[HeldOut], Finished | Failed]) -> dict:
+    """What the session has measured, once all of its attempts were answered so."""
     while validation.busy:
         validation.tick(0.0, exclusive=True)
         setup.state.persist()
         for _, message in setup.sent.take(Assign):
-            mode = message.attempt.uid.split("/")[1]
-            tries[mode] += 1
-            record: Failed | Finished = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
-            if mode == "greedy":
-                record = Finished(0, message.attempt, EpisodeResult(1.0), EpisodeStats(1))
-            setup.play(message.attempt, record)
-    assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.waits
-    assert tries == {"sampled": 1 + setup.state.config.rollout.retries, "greedy": 1}
+            setup.play(message.attempt, answer(HeldOut.of(message.attempt.uid)))
     ((_, metrics),) = validation.results
-    assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/sampled/mean@1"] == 0.0
-    assert metrics["val-core/all/greedy/success"] == metrics["val-core/all/greedy/mean@1"] == 1.0
+    return metrics
+
+
+@pytest.mark.parametrize("reward", [1.0, -1.0])
+def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Path, reward: float) -> None:
+    """Else an agent that breaks on bad answers would be judged by the good ones. Where rewards are negative,
+    0 would be a prize."""
+    (setup, worker, validation), tries = validating(tmp_path), Counter[str]()
+
+    def answer(which: HeldOut) -> Finished | Failed:
+        tries[which.mode] += 1
+        return BROKE if which.mode == SAMPLED else scored(EpisodeResult(reward))
+
+    metrics = play(setup, validation, answer)
+    assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.waits
+    assert tries == {SAMPLED: 1 + setup.state.config.rollout.retries, GREEDY: 1}
+    assert metrics["val-core/all/sampled/success"] == 0.0
+    assert metrics["val-core/all/greedy/success"] == float(reward == 1.0)
+    assert metrics["val-core/all/greedy/mean@1"] == reward
+    assert metrics["val-core/all/sampled/mean@1"] == min(reward, 0.0)
     assert metrics["val-aux/failed"] == 1.0
     assert not worker.running and setup.state.held_out.audit()
     assert setup.state.held_out.flow() == HeldOutFlow(issued=2, scored=1, failed=1)
@@ -124,12 +146,8 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
 ) -> None:
     setup, _, validation = validating(tmp_path)
     limits = ValidationConfig(success=threshold)
-    setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
-    validation.tick(0.0, exclusive=True)
-    for _, message in setup.sent.take(Assign):
-        setup.play(message.attempt, Finished(0, message.attempt, result, EpisodeStats(1)))
-    validation.tick(0.0, exclusive=True)
-    ((_, metrics),) = validation.results
+    setup.state.config = replace(setup.state.config, validation=limits)
+    metrics = play(setup, validation, lambda which: scored(result))
     assert metrics["val-core/all/greedy/success"] == success
     assert metrics["val-core/all/greedy/mean@1"] == result.reward
     assert metrics["val-aux/score/max"] == result.judged
@@ -139,22 +157,18 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
 
 def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path: Path) -> None:
     """Beside prompts, which are sampled as ever. Where one could not be scored there is no loss."""
-    shown = [msgspec.structs.replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
+    shown = [replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
     setup, _, validation = validating(tmp_path, *shown, SAMPLE)
-    losses = {"0": (1.0, 15), "1": (4.0, 5), "2": (2.0, 5)}
+    losses = {0: (1.0, 15), 1: (4.0, 5), 2: (2.0, 5)}
     modes: list[str] = []
-    while validation.busy:
-        validation.tick(0.0, exclusive=True)
-        setup.state.persist()
-        for _, message in setup.sent.take(Assign):
-            _, mode, row = message.attempt.uid.split("/")
-            modes.append(mode)
-            nll, tokens = losses.get(row, (0.0, 0))
-            result = EpisodeResult(0.0, tokens, components={"nll": nll} if tokens else {})
-            end = Finished(0, message.attempt, result, EpisodeStats(1))
-            failed = Failed(0, message.attempt, FailReason.ENGINE_ERROR, "lost")
-            setup.play(message.attempt, failed if row == "3" else end)
-    ((_, metrics),) = validation.results
+
+    def answer(which: HeldOut) -> Finished | Failed:
+        modes.append(which.mode)
+        nll, tokens = losses.get(which.row, (0.0, 0))
+        end = scored(EpisodeResult(0.0, tokens, components={"nll": nll} if tokens else {}))
+        return replace(BROKE, reason=FailReason.ENGINE_ERROR) if which.row == 3 else end
+
+    metrics = play(setup, validation, answer)
     assert sorted(set(modes)) == ["greedy", "sampled", "scored"] and modes.count("greedy") == 1
     assert metrics["val-core/x/nll"] == pytest.approx((15 + 20) / 20)
     assert not metrics.keys() & {"val-core/y/nll", "val-core/all/nll"}
@@ -175,21 +189,6 @@ def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Pat
             validation.tick(now, exclusive=True)
         sent = [message.attempt for _, message in setup.sent.take(Assign)]
         assert {attempt.uid for attempt in sent} == again and all(attempt.attempt for attempt in sent)
-
-
-def test_who_fails_does_not_score_above_who_answers(tmp_path: Path) -> None:
-    """Where rewards are negative, 0 would be a prize."""
-    setup, _, validation = validating(tmp_path)
-    while validation.busy:
-        validation.tick(0.0, exclusive=True)
-        setup.state.persist()
-        for _, message in setup.sent.take(Assign):
-            failed = message.attempt.uid.split("/")[1] == "sampled"
-            good = Finished(0, message.attempt, EpisodeResult(-1.0), EpisodeStats(1))
-            bad = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
-            setup.play(message.attempt, bad if failed else good)
-    ((_, metrics),) = validation.results
-    assert metrics["val-core/all/sampled/mean@1"] == metrics["val-core/all/greedy/mean@1"] == -1.0
 
 
 def test_episodes_of_a_lost_worker_go_on_from_their_durable_turns(tmp_path: Path) -> None:
@@ -218,8 +217,7 @@ def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path:
     setup, _, validation = validating(tmp_path)
     validation.tick(0.0, exclusive=True)
     for _, message in setup.sent.take(Assign):
-        record = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
-        setup.play(message.attempt, record)
+        setup.play(message.attempt, BROKE)
     validation.tick(validation.deadline + 1, exclusive=True)
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/greedy/mean@1"] == 0.0 and metrics["val-aux/failed"] == 2.0
@@ -230,14 +228,14 @@ def test_a_session_that_a_restart_cut_short_begins_again(tmp_path: Path) -> None
     setup.state.persist()
     ref = setup.state.versions.ref
     setup.state.versions.ref = None  # a newer one by now, or not known yet
-    after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    after = session(setup)
     after.resume(0.0, over=False)
     assert after.session is not None and before.session is not None
     assert (after.session.step, after.session.ref) == (1, ref) and after.session == before.session
     assert [episode.uid for episode in after.episodes.waiting] == ["val1/sampled/0", "val1/greedy/0"]
     after.tick(after.deadline + 1, exclusive=True)  # ended, however
     setup.state.persist()
-    again = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    again = session(setup)
     again.resume(0.0, over=False)
     assert not again.busy
 
@@ -246,13 +244,13 @@ def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path
     training, setup = Training(tmp_path / "weights"), WorkerSetup(tmp_path)
     training.publish(5)
     setup.state.versions.ref = training.ref(0)
-    before = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    before = session(setup)
     assert before.begin(step=1, final=False, now=0.0)
     setup.state.persist()
     before._held.close()  # as when its process ends
     disk.prune(training.directory, keep=1)
     setup.state.versions.ref, setup.state.buffer.committed = training.ref(4), 5
-    after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    after = session(setup)
     after.resume(0.0, over=False)
     assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
 
@@ -274,7 +272,7 @@ def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> No
     setup, _, _ = validating(tmp_path)
     setup.state.persist()
     setup.state.buffer.committed = 1
-    after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    after = session(setup)
     after.resume(0.0, over=True)
     assert not after.busy
 
@@ -298,7 +296,7 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
         setup.join(peer)
         setup.state.held_out.restore()
         setup.handler.reissue_orphans(0.0)
-        other = Validation(setup.state, setup.handler, setup.engines, [SAMPLE] * 3)
+        other = session(setup, 3 * [SAMPLE])
         other.resume(now=0.0, over=False)
         (worker,) = setup.handler.peers
         worker.eval_version = first_version
@@ -322,5 +320,5 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
 
     setup.state.store.rollback()  # the end was not written
     limits = ValidationConfig(success=0.5)
-    setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
+    setup.state.config = replace(setup.state.config, validation=limits)
     assert again(b"rollout/0/c")[1].keys() == first.keys()

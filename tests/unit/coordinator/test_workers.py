@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -276,41 +275,41 @@ def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> 
     assert [message.attempt for _, message in setup.sent.take(Cancel) if message.attempt != first] == [stale]
 
 
-def test_an_ending_that_does_not_fit_its_turns_is_not_trained(setup: WorkerSetup) -> None:
-    (_, first), _ = setup.tick()
-    setup.turn(A, 1, first)
-    setup.finish(A, 2, first, turns=2)
-    assert setup.landed == [] and setup.state_of(first.uid) == (State.PENDING, 1)
-    assert setup.state.buffer.episodes[first.uid].turns == 0  # starts again from the prompt
-
-
 @pytest.mark.parametrize(
-    ("result", "why"),
+    ("result", "stats", "error"),
     [
-        (EpisodeResult(math.nan), "the reward is nan"),
-        (EpisodeResult(1e300), "the reward is 1e+300; it must be within ±1e+06"),
-        (EpisodeResult(0.0, 1, (-1e7, 1e7)), "the reward of turn 0 is -1e+07"),
-        (EpisodeResult(0.0, components={"a": math.inf}), "component 'a' of the reward is inf"),
+        (EpisodeResult(math.nan), {}, "reward_error (the reward is nan"),
+        (EpisodeResult(1e300), {}, "reward_error (the reward is 1e+300; it must be within ±1e+06"),
+        (EpisodeResult(0.0, 1, (-1e7, 1e7)), {}, "reward_error (the reward of turn 0 is -1e+07"),
+        (EpisodeResult(0.0, components={"a": math.inf}), {}, "(component 'a' of the reward is inf"),
+        (EpisodeResult(1.0), {"turns": 2}, "are durable"),
+        (EpisodeResult(1.0, tokens=-1), {}, "impossible"),
+        (EpisodeResult(1.0, tokens=21), {}, "are durable"),
+        (EpisodeResult(1.0, turn_rewards=(1.0, 0.0)), {}, "impossible"),
+        (EpisodeResult(1.0, turn_rewards=(1.0,), agents=("a",)), {}, "impossible"),
+        (EpisodeResult(1.0, turn_rewards=(1.0,), agents=("a",), turn_tokens=(-1,)), {}, "impossible"),
+        (EpisodeResult(1.0), {"seconds": math.nan}, "impossible"),
+        (EpisodeResult(1.0), {"tool_s": -1.0}, "impossible"),
+        (EpisodeResult(1.0), {"tool_calls": -1}, "impossible"),
+        (EpisodeResult(1.0), {"followed": 1 << 63}, "impossible"),
+        (EpisodeResult(1.0), {"longest_row": 21}, "are durable"),
     ],
 )
-def test_numbers_that_cannot_be_trained_fail_the_episode_and_nothing_else(
-    setup: WorkerSetup, caplog: pytest.LogCaptureFixture, result: EpisodeResult, why: str
+def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
+    setup: WorkerSetup, caplog: pytest.LogCaptureFixture, result: EpisodeResult, stats: dict, error: str
 ) -> None:
+    """It starts again from the prompt."""
     (_, first), (_, second) = setup.tick()
     setup.turn(A, 1, first)
     with caplog.at_level("INFO"):
-        setup.records.record(A, Finished(2, first, result, EpisodeStats(1)), [], 0.0)
-    assert f"reward_error ({why}" in caplog.text
+        end = Finished(2, first, result, EpisodeStats(**{"turns": 1} | stats))
+        setup.records.record(A, end, [], 0.0)
+    assert error in caplog.text
     setup.turn(A, 3, second)
     setup.finish(A, 4, second)
     setup.state.persist()  # SQLite takes NaN for no value
     assert setup.state_of(first.uid) == (State.PENDING, 1) and [e.uid for e in setup.landed] == [second.uid]
-
-
-def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> None:
-    for seq, ((_, attempt), (oldest, newest)) in enumerate(zip(setup.tick(), [(-3, 0), (1, 0)], strict=True)):
-        setup.records.record(A, Generated(seq + 1, attempt, 0, 20, 10, oldest, newest), [turn_payload()], 0.0)
-        assert setup.state_of(attempt.uid) == (State.PENDING, 1)
+    assert setup.state.buffer.episodes[first.uid].turns == 0
 
 
 @pytest.mark.parametrize(
@@ -353,6 +352,19 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
 
 
+@pytest.mark.parametrize(
+    ("versions", "left"), [((-3, 0), 20), ((1, 0), 20), ((0, 0), 19)], ids=["negative", "odd", "too long"]
+)
+def test_a_turn_of_impossible_versions_or_beyond_the_limit_is_not_trained(
+    setup: WorkerSetup, versions: tuple[int, int], left: int
+) -> None:
+    """Memory is reserved by the limit."""
+    (_, first), _ = setup.tick()
+    setup.state.buffer.episodes[first.uid].tokens = setup.state.config.rollout.max_tokens - left
+    setup.records.record(A, Generated(1, first, 0, 20, 10, *versions), [turn_payload()], 0.0)
+    assert setup.state_of(first.uid) == (State.PENDING, 1)
+
+
 def test_an_episode_may_end_that_began_with_a_larger_limit(setup: WorkerSetup) -> None:
     """After a resume with a smaller rollout.max_tokens it is over at once, with the tokens that it has."""
     (_, first), _ = setup.tick()
@@ -385,45 +397,6 @@ def test_replies_that_fit_no_turn_are_never_taken_in(setup: WorkerSetup, turn: i
     setup.records.record(A, Replied(2, first, turn), [payload], 0.0)
     setup.state.persist()
     assert setup.state_of(first.uid) == (State.PENDING, 1)
-
-
-def test_an_episode_is_no_longer_than_its_limits(setup: WorkerSetup) -> None:
-    """Its memory is reserved by them."""
-    limit = setup.state.config.rollout.max_tokens
-    (_, first), _ = setup.tick()
-    setup.state.buffer.episodes[first.uid].tokens = limit - 19
-    setup.turn(A, 1, first)
-    assert setup.state_of(first.uid) == (State.PENDING, 1)
-
-
-@pytest.mark.parametrize(
-    ("result", "stats"),
-    [
-        (EpisodeResult(1.0, tokens=-1), {}),
-        (EpisodeResult(1.0, tokens=21), {}),
-        (EpisodeResult(1.0, turn_rewards=(1.0, 0.0)), {}),
-        (EpisodeResult(1.0, turn_rewards=(1.0,), agents=("a",)), {}),
-        (EpisodeResult(1.0, turn_rewards=(1.0,), agents=("a",), turn_tokens=(-1,)), {}),
-        (EpisodeResult(1.0), {"seconds": math.nan}),
-        (EpisodeResult(1.0), {"tool_s": -1.0}),
-        (EpisodeResult(1.0), {"tool_calls": -1}),
-        (EpisodeResult(1.0), {"followed": 1 << 63}),
-        (EpisodeResult(1.0), {"longest_row": 21}),
-    ],
-)
-def test_an_end_with_impossible_figures_fails_the_episode(
-    setup: WorkerSetup, result: EpisodeResult, stats: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    (_, first), (_, second) = setup.tick()
-    setup.turn(A, 1, first)
-    with caplog.at_level("INFO"):
-        setup.records.record(A, Finished(2, first, result, EpisodeStats(1, **stats)), [], 0.0)
-    assert "impossible" in caplog.text or "are durable" in caplog.text
-    assert setup.state_of(first.uid) == (State.PENDING, 1)
-    setup.turn(A, 3, second)
-    setup.finish(A, 4, second)
-    setup.state.persist()
-    assert [episode.uid for episode in setup.landed] == [second.uid]
 
 
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:

@@ -1,5 +1,8 @@
+"""The run's journal and its segments: what is committed comes back, whatever happens to the process or the disk."""
+
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -19,6 +22,7 @@ from asyncrl.store import schema
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, StorePaused, SupersededError, check_schema
+from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, segment_path
 from asyncrl.types import PolicyVersion
 from tests.fakes.power import DurableFiles
 from tests.unit.buffer.machine import admit, land, make, train
@@ -76,15 +80,6 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     restored.restore(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
     restored.next_group = snapshot.next_group
     assert restored.flow() == buffer.flow() and restored.flow().conserved
-
-
-def test_uncommitted_writes_are_not_there(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
-    store.put_frame("0.0", 0, "generated", b"kept")
-    store.commit()
-    store.put_frame("0.0", 1, "generated", b"lost")
-    again = RunStore(tmp_path)  # a second process would see this
-    assert list(again.read.frames("0.0", 2)) == [b"kept", b"", b"", b""]
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -287,3 +282,63 @@ def test_what_was_synced_survives_a_power_cut_and_no_epoch_is_given_twice(tmp_pa
     assert again.epoch == 2
     assert again.read.plan_hash(2) is None and list(again.read.frames("0.1", 1)) == [b"", b""]
     assert_written_once(again)
+
+
+# -- segments -----------------------------------------------------------------------------------------------
+
+
+def test_records_come_back_and_survive_reopening(tmp_path: Path) -> None:
+    segments = SegmentWriter(tmp_path, segment_bytes=100)
+    reader = SegmentReader(tmp_path)
+    payloads = [bytes([i]) * (30 * i) for i in range(6)]
+    places = [segments.append(payload) for payload in payloads]
+    assert [reader.read(place) for place in places] == payloads
+    assert places[-1].segment > 0  # rolled over
+    segments.close()
+    again = SegmentWriter(tmp_path)
+    assert [reader.read(place) for place in places] == payloads
+    assert again.append(b"new").segment > places[-1].segment  # never appends to a file with an unknown tail
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    segments = SegmentWriter(tmp_path)
+    reader = SegmentReader(tmp_path)
+    place = segments.append(b"payload")
+    path = next(tmp_path.glob("*.seg"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match="damaged record at 0"):
+        reader.read(place)
+    with pytest.raises(StoreError, match="damaged"):
+        reader.read(FramePlace(place.segment, 4000))
+
+
+def test_old_segments_go_and_one_that_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = SegmentWriter(tmp_path, segment_bytes=10)
+    places = [segments.append(b"0123456789") for _ in range(4)]
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        SegmentReader(tmp_path).remove_before(places[2].segment)
+    assert "Read-only" in caplog.text and len(list(tmp_path.glob("*.seg"))) == 4
+    reader = SegmentReader(tmp_path)
+    reader.remove_before(places[2].segment)
+    assert len(list(tmp_path.glob("*.seg"))) == 2 and reader.read(places[3]) == b"0123456789"
+    with pytest.raises(StoreError, match="No such file"):
+        reader.read(places[0])
+
+
+def test_a_file_that_is_cut_short_while_it_is_written_loses_no_later_record(tmp_path: Path) -> None:
+    segments, reader = SegmentWriter(tmp_path), SegmentReader(tmp_path)
+    first, second = segments.append(b"first"), segments.append(b"second")
+    os.truncate(segment_path(tmp_path, first.segment), second.offset + 3)
+    third = segments.append(b"third")
+    assert reader.read(first) == b"first" and reader.read(third) == b"third"
+    with pytest.raises(StoreError, match=f"damaged record at {second.offset}"):
+        reader.read(second)
