@@ -1,4 +1,4 @@
-"""The run's journal and its segments: what is committed comes back, whatever happens to the process or the disk."""
+"""The run's journal and its segments: what is committed comes back, whatever happens to process or disk."""
 
 from __future__ import annotations
 
