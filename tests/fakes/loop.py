@@ -3,18 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
-
-
-def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
-    """Run an async test, for at most 60 s."""
-
-    @wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return run
 
 
 async def settle() -> None:

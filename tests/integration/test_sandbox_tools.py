@@ -100,48 +100,41 @@ def test_a_setup_runs_again_after_a_loss() -> None:
 
 
 @pytest.mark.parametrize("setup", ["", "data = [1, 2, 3]"])
-def test_the_call_after_a_cancelled_one_reports_it_and_has_its_setup(setup: str) -> None:
-    async def main() -> None:
-        space = Workspace(SandboxLimits(), frozenset(), 60.0)
-        await space.open(SAMPLE, setup)
-        try:
-            await space.python("n = 7")
-            began = asyncio.Event()
-            asked = space._sandbox._exchange
-            space._sandbox._exchange = lambda request: (began.set(), asked(request))[1]  # type: ignore
-            task = asyncio.create_task(space.python("while True: pass"))
-            await asyncio.wait_for(began.wait(), 10)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            after = await space.python("'n' in globals(), globals().get('data')")
-            data = "[1, 2, 3]" if setup else "None"
-            assert after == f"(False, {data})\n[the variables and files of earlier calls are lost]"
-            assert await space.python("1") == "1"
-        finally:
-            await space.close()
-
-    asyncio.run(main())
+async def test_the_call_after_a_cancelled_one_reports_it_and_has_its_setup(setup: str) -> None:
+    space = Workspace(SandboxLimits(), frozenset(), 60.0)
+    await space.open(SAMPLE, setup)
+    try:
+        await space.python("n = 7")
+        began = asyncio.Event()
+        asked = space._sandbox._exchange
+        space._sandbox._exchange = lambda request: (began.set(), asked(request))[1]  # type: ignore
+        task = asyncio.create_task(space.python("while True: pass"))
+        await asyncio.wait_for(began.wait(), 10)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        after = await space.python("'n' in globals(), globals().get('data')")
+        data = "[1, 2, 3]" if setup else "None"
+        assert after == f"(False, {data})\n[the variables and files of earlier calls are lost]"
+        assert await space.python("1") == "1"
+    finally:
+        await space.close()
 
 
-def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
+async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
     flaky = "import os\nassert not os.path.exists('broken')"
-
-    async def main() -> None:
-        space = Workspace(SandboxLimits(), frozenset(), 5.0)
-        await space.open(SAMPLE, flaky)
-        try:
-            space._sandbox._lost = space._sandbox._emptied = True  # a loss that the next cell reports
-            space._ready, space._setup = False, "1 / 0"
-            with pytest.raises(ToolError, match="setup of sample 0 did not run"):
-                await space.python("1")
-            space._setup = flaky
-            assert (await space._sandbox.run("cell", "'os' in globals()", 5)).lost is False
-            assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
-            assert await space.python("3") == "3"
-        finally:
-            await space.close()
-
-    asyncio.run(main())
+    space = Workspace(SandboxLimits(), frozenset(), 5.0)
+    await space.open(SAMPLE, flaky)
+    try:
+        space._sandbox._lost = space._sandbox._emptied = True  # a loss that the next cell reports
+        space._ready, space._setup = False, "1 / 0"
+        with pytest.raises(ToolError, match="setup of sample 0 did not run"):
+            await space.python("1")
+        space._setup = flaky
+        assert (await space._sandbox.run("cell", "'os' in globals()", 5)).lost is False
+        assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
+        assert await space.python("3") == "3"
+    finally:
+        await space.close()
 
 
 def test_schemas() -> None:
@@ -263,18 +256,14 @@ def test_a_test_finds_nothing_of_the_one_before() -> None:
     assert judged(fenced(once), {"inputs": ["1", "2"], "outputs": ["1", "2"]})[0] == 1.0
 
 
-def test_waiting_for_a_sandbox_has_a_bound_of_its_own() -> None:
+async def test_waiting_for_a_sandbox_has_a_bound_of_its_own() -> None:
     (found,) = load_rewards({"code": {"require": ""}})
     assert found.own_deadline  # the Scorer's clock does not run meanwhile
-
-    async def main() -> None:
-        code = Code(require="", at_once=1, total_seconds=0.01)
-        async with code._started_sandbox():
-            with pytest.raises(RewardError, match=r"no sandbox was free for 0\.1 s"):
-                await code("test", ADD, PAIRS)
-        assert (await code("test", ADD, PAIRS))["components"]["tests"] == 3
-
-    asyncio.run(main())
+    code = Code(require="", at_once=1, total_seconds=0.01)
+    async with code._started_sandbox():
+        with pytest.raises(RewardError, match=r"no sandbox was free for 0\.1 s"):
+            await code("test", ADD, PAIRS)
+    assert (await code("test", ADD, PAIRS))["components"]["tests"] == 3
 
 
 @pytest.mark.parametrize(

@@ -16,49 +16,43 @@ from .tiny import FAMILIES, Forwarded, ask, assert_logprobs, generated, prompt, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_groups_prompt_is_computed_once(family: str):
-    async def main() -> None:
-        engine, same = serve(model), prompt(70)
-        requests = [ask(same, 4, f"member {member}", member) for member in range(8)]
-        for request, generation in zip(
-            requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
-        ):
-            assert_logprobs(tiny(family), request, generation)
-        # One prompt, the 6 ids beyond the last whole block of the other seven, 3 decoded ids of each; a slot
-        # that is done sits out a step or two.
-        assert 0 <= forwarded.tokens - (70 + 7 * 6 + 8 * 3) < 8
-        before = forwarded.tokens
-        other = ask(same[:40] + prompt(9, "other"), 4, "shares one block")
-        assert_logprobs(tiny(family), other, await engine.generate(other))
-        assert forwarded.tokens - before == (8 + 9) + 3
-        await engine.close()
-
+async def test_a_groups_prompt_is_computed_once(family: str):
     model = tiny(family)
     forwarded = Forwarded(model)
-    asyncio.run(main())
+    engine, same = serve(model), prompt(70)
+    requests = [ask(same, 4, f"member {member}", member) for member in range(8)]
+    for request, generation in zip(
+        requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+    ):
+        assert_logprobs(tiny(family), request, generation)
+    # One prompt, the 6 ids beyond the last whole block of the other seven, 3 decoded ids of each; a slot
+    # that is done sits out a step or two.
+    assert 0 <= forwarded.tokens - (70 + 7 * 6 + 8 * 3) < 8
+    before = forwarded.tokens
+    other = ask(same[:40] + prompt(9, "other"), 4, "shares one block")
+    assert_logprobs(tiny(family), other, await engine.generate(other))
+    assert forwarded.tokens - before == (8 + 9) + 3
+    await engine.close()
 
 
 @pytest.mark.parametrize("version", [3, 0], ids=["newer", "of the same number"])
-def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path, version: int):
-    async def main() -> None:
-        engine, same = serve(tiny(), stepwise=True), prompt(40)
-        first = asyncio.create_task(engine.generate(ask(same, 30, "first")))
-        await generated(engine, 5)
-        await engine.load(ref)
-        second = ask(same, 6, "second")
-        generation = await engine.generate(second)
-        assert generation.spans == (VersionSpan(0, 6, version, version),)
-        assert_logprobs(new, second, generation)
-        assert {span.kv_version for span in (await first).spans} == {0}
-        await engine.close()
-
+async def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path, version: int):
     new = tiny(seed=1)
     ref = fake_weights.publish(dict(new.named_parameters()), tmp_path, PolicyVersion(1, version))
-    asyncio.run(main())
+    engine, same = serve(tiny(), stepwise=True), prompt(40)
+    first = asyncio.create_task(engine.generate(ask(same, 30, "first")))
+    await generated(engine, 5)
+    await engine.load(ref)
+    second = ask(same, 6, "second")
+    generation = await engine.generate(second)
+    assert generation.spans == (VersionSpan(0, 6, version, version),)
+    assert_logprobs(new, second, generation)
+    assert {span.kv_version for span in (await first).spans} == {0}
+    await engine.close()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_requests_that_come_and_go_while_others_wait_for_their_prompts(seed: int):
+async def test_requests_that_come_and_go_while_others_wait_for_their_prompts(seed: int):
     async def turns(engine: TorchEngine, index: int) -> None:
         stem = prompt(rng.choice((0, 32, 40, 64, 70)), rng.randrange(2))
         ids = stem + prompt(rng.randrange(1, 12), rng.randrange(3))
@@ -76,10 +70,7 @@ def test_requests_that_come_and_go_while_others_wait_for_their_prompts(seed: int
             ids += generation.ids + prompt(2, turn)
         engine.release(str(index))
 
-    async def main() -> None:
-        engine = serve(tiny(), slots=4, max_len=112, budget=24)
-        await asyncio.wait_for(asyncio.gather(*(turns(engine, index) for index in range(16))), 60)
-        await engine.close()
-
     rng, reference = random.Random(seed), tiny()
-    asyncio.run(main())
+    engine = serve(tiny(), slots=4, max_len=112, budget=24)
+    await asyncio.wait_for(asyncio.gather(*(turns(engine, index) for index in range(16))), 60)
+    await engine.close()

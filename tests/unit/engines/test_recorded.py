@@ -31,7 +31,7 @@ def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
-def test_a_recording_serves_other_batches(family: str, monkeypatch: pytest.MonkeyPatch):
+async def test_a_recording_serves_other_batches(family: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step_layout, "_WORTH", 32)
     monkeypatch.setattr(step_layout, "_SHORT", 8)
 
@@ -43,45 +43,36 @@ def test_a_recording_serves_other_batches(family: str, monkeypatch: pytest.Monke
             assert_logprobs(reference, request, generation)
             ids += generation.ids + prompt(1 + index % 4, turn)
 
-    async def main() -> None:
-        engine = serve(tiny(family), slots=7, budget=24)
-        move = Mock(wraps=engine._batcher.cache.move)
-        monkeypatch.setattr(engine._batcher.cache, "move", move)
-        await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(9))), 120)
-        request = ask(prompt(9), 8, engine._batcher.slots.all[-1].session or "")
-        assert_logprobs(reference, request, await engine.generate(request))
-        kinds = made(engine)
-        assert len(kinds) == 5 and all(kinds.values()), kinds  # 0, 1 or 4 groups decode, with prompts or not
-        assert move.call_count > 3
-        await engine.close()
-
     reference = tiny(family)
-    asyncio.run(main())
+    engine = serve(tiny(family), slots=7, budget=24)
+    move = Mock(wraps=engine._batcher.cache.move)
+    monkeypatch.setattr(engine._batcher.cache, "move", move)
+    await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(9))), 120)
+    request = ask(prompt(9), 8, engine._batcher.slots.all[-1].session or "")
+    assert_logprobs(reference, request, await engine.generate(request))
+    kinds = made(engine)
+    assert len(kinds) == 5 and all(kinds.values()), kinds  # 0, 1 or 4 groups decode, with prompts or not
+    assert move.call_count > 3
+    await engine.close()
 
 
-def test_a_recording_uses_the_weights_of_the_day(tmp_path: Path):
-    async def main() -> None:
-        engine = serve()
-        await engine.generate(ask(prompt(5), 8))
-        assert any(made(engine).values())
-        await engine.load(fake_weights.publish(dict(new.named_parameters()), tmp_path, PolicyVersion(1, 3)))
-        request = ask(prompt(5), 8, "new")
-        assert_logprobs(new, request, await engine.generate(request))
-        await engine.close()
-
+async def test_a_recording_uses_the_weights_of_the_day(tmp_path: Path):
     new = tiny(seed=1)
-    asyncio.run(main())
+    engine = serve()
+    await engine.generate(ask(prompt(5), 8))
+    assert any(made(engine).values())
+    await engine.load(fake_weights.publish(dict(new.named_parameters()), tmp_path, PolicyVersion(1, 3)))
+    request = ask(prompt(5), 8, "new")
+    assert_logprobs(new, request, await engine.generate(request))
+    await engine.close()
 
 
-def test_a_model_whose_code_looks_at_values_is_played_from_its_code(caplog: pytest.LogCaptureFixture):
-    async def main() -> None:
-        model = tiny()
-        model.model.norm.register_forward_hook(lambda _module, _args, out: out * 2 if out.any() else out)
-        request, engine = ask(prompt(5), 8), serve(model)
-        await engine.generate(request)
-        assert made(engine) and not any(made(engine).values())
-        assert "issued by Python" in caplog.text
-        await engine.close()
-
+async def test_a_model_whose_code_looks_at_values_is_played_from_its_code(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
-    asyncio.run(main())
+    model = tiny()
+    model.model.norm.register_forward_hook(lambda _module, _args, out: out * 2 if out.any() else out)
+    request, engine = ask(prompt(5), 8), serve(model)
+    await engine.generate(request)
+    assert made(engine) and not any(made(engine).values())
+    assert "issued by Python" in caplog.text
+    await engine.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -24,29 +25,25 @@ LENGTH = {"type": "length", "length": 0}
 STOP = {"type": "stop", "matched": 0}
 ABORT = {"type": "abort", "message": "Aborted"}
 FULL = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
-Test = Callable[[Script, SGLangClient], Awaitable[None]]
 
 
-def run(test: Test, mode: str = "in_place") -> None:
+@asynccontextmanager
+async def connected(mode: str = "in_place") -> AsyncIterator[tuple[Script, SGLangClient]]:
     config = sglang_config(32, mode)
-
-    async def main() -> None:
-        async with asyncio.timeout(60), scripted() as script:
-            client = SGLangClient(ServerApi(script.url), config, vocabulary=64, salt="mine")
-            try:
-                await test(script, client)
-            finally:
-                await client.close()
-
-    asyncio.run(main())
+    async with asyncio.timeout(60), scripted() as script:
+        client = SGLangClient(ServerApi(script.url), config, vocabulary=64, salt="mine")
+        try:
+            yield script, client
+        finally:
+            await client.close()
 
 
 def bodies(script: Script) -> list[dict[str, Any]]:
     return [body for path, body, _ in script.asked if path == "/generate"]
 
 
-def test_what_is_asked_for_and_what_comes_back():
-    async def test(script: Script, engine: SGLangClient) -> None:
+async def test_what_is_asked_for_and_what_comes_back():
+    async with connected() as (script, engine):
         engine.mark(PolicyVersion(2, 7))
         last = event([7], 3, "e2-v7", STOP, prompt_tokens=4, cached_tokens=2)
         script.streams(event([5, 6], 2, "e2-v7"), last, DONE)
@@ -71,34 +68,29 @@ def test_what_is_asked_for_and_what_comes_back():
         }
         assert engine.use == EngineUse(script.url, requests=1, tokens=3, prompt_tokens=4, cached_tokens=2)
 
-    run(test)
 
-
-def test_modes_that_empty_the_cache_need_no_salt_and_no_stop_ids_means_none():
-    async def test(script: Script, engine: SGLangClient) -> None:
+async def test_modes_that_empty_the_cache_need_no_salt_and_no_stop_ids_means_none():
+    async with connected(mode="retract") as (script, engine):
         script.streams(event([5], 1, finish=LENGTH), DONE)
         await engine.generate(ask((1,), 1))
         [body] = bodies(script)
         assert "cache_salt" not in body
         assert body["sampling_params"]["ignore_eos"] is True
 
-    run(test, mode="retract")
+
+@pytest.mark.parametrize(("mode", "counted"), [("in_place", 3), ("abort", 3), ("retract", 0)])
+async def test_memory_that_a_server_took_back_is_counted_where_updates_do_not_take_it(
+    mode: str, counted: int
+):
+    async with connected(mode) as (script, engine):
+        events = [event([5], total, num_retractions=times) for total, times in ((1, 0), (2, 1))]
+        script.streams(*events, event([5], 3, finish=LENGTH, num_retractions=3), DONE)
+        await engine.generate(ask((1,), 3))
+        assert engine.use.retracted == counted
 
 
-def test_memory_that_a_server_took_back_is_counted_where_updates_do_not_take_it():
-    for mode, counted in (("in_place", 3), ("abort", 3), ("retract", 0)):
-
-        async def test(script: Script, engine: SGLangClient, counted: int = counted) -> None:
-            events = [event([5], total, num_retractions=times) for total, times in ((1, 0), (2, 1))]
-            script.streams(*events, event([5], 3, finish=LENGTH, num_retractions=3), DONE)
-            await engine.generate(ask((1,), 3))
-            assert engine.use.retracted == counted
-
-        run(test, mode=mode)
-
-
-def test_an_end_of_sequence_id_of_the_servers_own_is_not_the_end():
-    async def test(script: Script, engine: SGLangClient) -> None:
+async def test_an_end_of_sequence_id_of_the_servers_own_is_not_the_end():
+    async with connected() as (script, engine):
         script.streams(event([5, 63], 2, finish=STOP), DONE)
         for limit, stop in ((10, StopReason.ABORT), (2, StopReason.LENGTH)):
             generation = await engine.generate(ask((1,), limit, stop_ids=(9,)))
@@ -107,16 +99,12 @@ def test_an_end_of_sequence_id_of_the_servers_own_is_not_the_end():
         assert generation.stop is StopReason.LENGTH
         assert bodies(script)[-1]["sampling_params"]["max_new_tokens"] == 2
 
-    run(test)
 
-
-def test_a_request_that_ends_without_a_token_is_a_loss():
-    async def test(script: Script, engine: SGLangClient) -> None:
+async def test_a_request_that_ends_without_a_token_is_a_loss():
+    async with connected() as (script, engine):
         script.streams(event([], 0, finish=STOP), DONE)
         with pytest.raises(EngineLost, match="before its first token"):
             await engine.generate(ask((1,), 10, stop_ids=(9,)))
-
-    run(test)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +116,8 @@ def test_a_request_that_ends_without_a_token_is_a_loss():
         ([event([5, 6], 2)], False, "before its end mark"),
     ],
 )
-def test_what_a_lost_request_has_is_kept(parts: list[bytes], cut: bool, text: str):
-    async def test(script: Script, engine: SGLangClient) -> None:
+async def test_what_a_lost_request_has_is_kept(parts: list[bytes], cut: bool, text: str):
+    async with connected() as (script, engine):
         script.streams(*parts, cut=cut)
         with pytest.raises(EngineLost, match=text) as lost:
             await engine.generate(ask((1,), 10))
@@ -137,21 +125,17 @@ def test_what_a_lost_request_has_is_kept(parts: list[bytes], cut: bool, text: st
         assert lost.value.partial.spans == (VersionSpan(0, 2, 0, 0),)
         assert script.url in str(lost.value)
 
-    run(test)
 
-
-def test_weights_of_nobody_lose_the_request_and_its_tokens():
-    async def test(script: Script, engine: SGLangClient) -> None:
+async def test_weights_of_nobody_lose_the_request_and_its_tokens():
+    async with connected() as (script, engine):
         script.streams(event([5, 6], 2, "default", LENGTH), DONE)
         with pytest.raises(EngineLost, match=r"'default'.*load them anew") as lost:
             await engine.generate(ask((1,), 2))
         assert lost.value.partial.ids == ()
 
-    run(test)
 
-
-def test_busy_short_and_nonsense():
-    async def test(script: Script, engine: SGLangClient) -> None:
+async def test_busy_short_and_nonsense():
+    async with connected() as (script, engine):
         script.streams(event([], 0, finish=FULL), DONE)
         with pytest.raises(EngineBusy, match="queue is full"):
             await engine.generate(ask((1,), 4))
@@ -164,11 +148,16 @@ def test_busy_short_and_nonsense():
         with pytest.raises(EngineError, match="outside the vocabulary of 64"):
             await engine.generate(ask((64,), 4))
 
-    run(test)
 
+async def test_closing_gives_back_what_was_streamed_and_who_waits_for_room(monkeypatch: pytest.MonkeyPatch):
+    def decoded(payload: bytes) -> Any:
+        streamed.set()
+        return decode(payload)
 
-def test_closing_gives_back_what_was_streamed_and_who_waits_for_room(monkeypatch: pytest.MonkeyPatch):
-    async def test(script: Script, engine: SGLangClient) -> None:
+    streamed, decode = asyncio.Event(), sglang_client.decode
+    monkeypatch.setattr(sglang_client, "decode", decoded)
+    monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
+    async with connected() as (script, engine):
         script.streams(event([5], 1), then=asyncio.Event())
         first, second = [asyncio.create_task(engine.generate(ask((1,), 9, session))) for session in "st"]
         await streamed.wait()
@@ -180,18 +169,10 @@ def test_closing_gives_back_what_was_streamed_and_who_waits_for_room(monkeypatch
             assert lost.value.partial.ids == ids
         assert len(bodies(script)) == 1
 
-    def decoded(payload: bytes) -> Any:
-        streamed.set()
-        return decode(payload)
 
-    streamed, decode = asyncio.Event(), sglang_client.decode
-    monkeypatch.setattr(sglang_client, "decode", decoded)
+async def test_who_waits_for_room_can_leave(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
-    run(test)
-
-
-def test_who_waits_for_room_can_leave(monkeypatch: pytest.MonkeyPatch):
-    async def test(script: Script, engine: SGLangClient) -> None:
+    async with connected() as (script, engine):
         go = asyncio.Event()
         script.streams(event([5], 1, finish=LENGTH), DONE, then=go)
         first, second = [asyncio.create_task(engine.generate(ask((1,), 1, session))) for session in "st"]
@@ -202,15 +183,11 @@ def test_who_waits_for_room_can_leave(monkeypatch: pytest.MonkeyPatch):
         assert (await first).ids == (5,)
         assert len(bodies(script)) == 1
 
-    monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
-    run(test)
-
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_a_watch_ends_the_turn_within_an_event(finished: bool):
+async def test_a_watch_ends_the_turn_within_an_event(finished: bool):
     """The request is aborted; what the server sampled after the id is forgotten, its versions too."""
-
-    async def test(script: Script, engine: SGLangClient) -> None:
+    async with connected() as (script, engine):
         engine.mark(PolicyVersion(0, 3))
         spans = [{"version": "e0-v3", "start": 0, "end": 4}, {"version": "e0-v4", "start": 4, "end": 6}]
         end = event([9, 10], 6, "e0-v4", LENGTH, weight_versions=spans)
@@ -231,5 +208,3 @@ def test_a_watch_ends_the_turn_within_an_event(finished: bool):
         assert heard == [(5,), (5, 6), (5, 6, 7)]
         assert (sampled.ids, sampled.logprobs) == ((5, 6, 7), (-2.5, -3.0, -3.5))
         assert (sampled.stop, sampled.spans) == (StopReason.TEXT, (VersionSpan(0, 3, 3, 3),))
-
-    run(test)

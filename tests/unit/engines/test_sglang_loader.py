@@ -41,7 +41,7 @@ class Server:
         return self.label
 
 
-def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
+async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refs = [publish({"w": torch.ones(2) * at}, tmp_path, PolicyVersion(0, at)) for at in range(2)]
@@ -59,33 +59,26 @@ def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
         return prepare(ref)
 
     monkeypatch.setattr(loader, "_whole", slow)
-
-    async def main() -> None:
-        first = asyncio.create_task(loader.load(refs[0]))
-        assert await asyncio.to_thread(entered.wait, 60)
-        first.cancel()
-        await asyncio.wait([first])
-        second = asyncio.create_task(loader.load(refs[1]))
-        await asyncio.sleep(0)
-        assert inside == [0] and server.calls == []  # the thread goes on; the server was not touched
-        go.set()
-        assert (await second).version.step == 1
-
-    asyncio.run(main())
+    first = asyncio.create_task(loader.load(refs[0]))
+    assert await asyncio.to_thread(entered.wait, 60)
+    first.cancel()
+    await asyncio.wait([first])
+    second = asyncio.create_task(loader.load(refs[1]))
+    await asyncio.sleep(0)
+    assert inside == [0] and server.calls == []  # the thread goes on; the server was not touched
+    go.set()
+    assert (await second).version.step == 1
     assert most == [1, 1] and server.label == "e0-v1" and server.calls == ["pause", "resume"]
 
 
-def test_scores_are_computed_anew() -> None:
-    async def main() -> None:
-        async with scripted() as script:
-            answer = b'{"meta_info":{"input_token_logprobs":[[null,4,null],[-1.5,5,null],[-2.5,6,null]]}}'
-            script.says("/generate", 200, answer)
-            loader = ServerLoader(ServerApi(script.url), WeightsConfig())
-            assert await loader.score((4, 5, 6)) == (-1.5, -2.5)
-            with pytest.raises(EngineError, match="other ids"):
-                await loader.score((4, 6, 5))
-            salts = {body["cache_salt"] for _, body, _ in script.asked}
-            assert len(salts) == 2 and "" not in salts
-            await loader.close()
-
-    asyncio.run(main())
+async def test_scores_are_computed_anew() -> None:
+    async with scripted() as script:
+        answer = b'{"meta_info":{"input_token_logprobs":[[null,4,null],[-1.5,5,null],[-2.5,6,null]]}}'
+        script.says("/generate", 200, answer)
+        loader = ServerLoader(ServerApi(script.url), WeightsConfig())
+        assert await loader.score((4, 5, 6)) == (-1.5, -2.5)
+        with pytest.raises(EngineError, match="other ids"):
+            await loader.score((4, 6, 5))
+        salts = {body["cache_salt"] for _, body, _ in script.asked}
+        assert len(salts) == 2 and "" not in salts
+        await loader.close()

@@ -79,7 +79,7 @@ def test_the_first_gpu_of_each_server(launch: str, ranks: int, tp: int, gpus: in
     assert [base_gpu(config, index, gpus) for index in range(3)] == first
 
 
-def test_keys_are_in_a_private_file_and_not_on_the_command_line(
+async def test_keys_are_in_a_private_file_and_not_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY", "sesame")
@@ -91,16 +91,12 @@ def test_keys_are_in_a_private_file_and_not_on_the_command_line(
     left.chmod(0o644)
     show = f"import sys; open({str(out)!r}, 'w').write(repr(sys.argv) + open(sys.argv[-1]).read())"
     config = configured(server_command=[sys.executable, "-c", show], api_key_env="KEY", admin_key_env="ADMIN")
-
-    async def main() -> None:
-        process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path / "run")
-        (path,) = (tmp_path / "run").iterdir()
-        assert path.stat().st_mode & 0o777 == 0o600
-        assert await asyncio.wait_for(process.ended(), 60) == 0
-        await process.stop()
-        assert not path.exists()
-
-    asyncio.run(main())
+    process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path / "run")
+    (path,) = (tmp_path / "run").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert await asyncio.wait_for(process.ended(), 60) == 0
+    await process.stop()
+    assert not path.exists()
     argv, _, file = out.read_text().partition("]")
     assert "sesame" not in argv and "barley" not in argv
     assert "api-key: sesame" in file and "admin-api-key: barley" in file
@@ -130,15 +126,11 @@ def test_a_server_that_ignores_the_word_to_end_is_killed(
     assert asyncio.run(main()) == -signal.SIGKILL
 
 
-def test_children_of_a_server_that_died_are_ended(tmp_path: Path) -> None:
+async def test_children_of_a_server_that_died_are_ended(tmp_path: Path) -> None:
     spawn = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); "
     config = configured(
         server_command=[sys.executable, "-c", spawn + f"open('{tmp_path}/pid', 'w').write(str(p.pid))"]
     )
-
-    async def main() -> None:
-        process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path)
-        assert await asyncio.wait_for(process.ended(), 60) == 0
-        assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
-
-    asyncio.run(main())
+    process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path)
+    assert await asyncio.wait_for(process.ended(), 60) == 0
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

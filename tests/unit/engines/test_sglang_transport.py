@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -14,19 +15,15 @@ from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import DONE, Script, event, scripted
 
-Test = Callable[[Script, ServerApi], Awaitable[None]]
 
-
-def run(test: Test, *keys: str) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60), scripted() as script:
-            server = ServerApi(script.url, *keys)
-            try:
-                await test(script, server)
-            finally:
-                await server.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def connected(*keys: str) -> AsyncIterator[tuple[Script, ServerApi]]:
+    async with asyncio.timeout(60), scripted() as script:
+        server = ServerApi(script.url, *keys)
+        try:
+            yield script, server
+        finally:
+            await server.close()
 
 
 async def drained(server: ServerApi, silence: float = 30.0) -> list[bytes]:
@@ -48,8 +45,8 @@ async def drained(server: ServerApi, silence: float = 30.0) -> list[bytes]:
         (502, b"", EngineError, "502: HTTP 502"),
     ],
 )
-def test_error_shapes(status: int, content: bytes, kind: type[AsyncrlError], text: str):
-    async def test(script: Script, server: ServerApi) -> None:
+async def test_error_shapes(status: int, content: bytes, kind: type[AsyncrlError], text: str):
+    async with connected() as (script, server):
         for path in ("/generate", "/model_info"):
             script.says(path, status, content)
         for call in (server.generate_whole({}), drained(server), server.model_info()):
@@ -57,11 +54,9 @@ def test_error_shapes(status: int, content: bytes, kind: type[AsyncrlError], tex
                 await call
             assert type(error.value) is kind and script.url in str(error.value)
 
-    run(test)
 
-
-def test_weight_endpoints_fail_with_weights_errors():
-    async def test(script: Script, server: ServerApi) -> None:
+async def test_weight_endpoints_fail_with_weights_errors():
+    async with connected() as (script, server):
         path = "/update_weights_from_disk"
         script.says(path, 400, b'{"success":false,"message":"Failed to get weights iterator"}')
         with pytest.raises(WeightsError, match="answered 400: Failed to get weights iterator"):
@@ -74,11 +69,9 @@ def test_weight_endpoints_fail_with_weights_errors():
         body = {"model_path": "/here", "weight_version": "e0-v1", "flush_cache": False}
         assert script.asked[-1][:2] == (path, body)
 
-    run(test)
 
-
-def test_each_route_gets_the_key_that_opens_it():
-    async def test(script: Script, server: ServerApi) -> None:
+async def test_each_route_gets_the_key_that_opens_it():
+    async with connected("a", "b") as (script, server):
         script.says("/model_info", 200, b'{"model_path":"m","weight_version":"default"}')
         for path in ("/generate", "/abort_request", "/flush_cache", "/continue_generation"):
             script.says(path, 200, b"{}")
@@ -88,8 +81,6 @@ def test_each_route_gets_the_key_that_opens_it():
         await server.flush_cache(wait=1)
         await server.resume()
         assert [key for _, _, key in script.asked] == ["Bearer a"] * 2 + ["Bearer b"] * 3
-
-    run(test, "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -102,16 +93,14 @@ def test_each_route_gets_the_key_that_opens_it():
         (401, b'{"error":"Unauthorized"}', None),
     ],
 )
-def test_the_fullest_rank_says_how_full_a_server_is(status: int, content: bytes, use: float | None):
-    async def test(script: Script, server: ServerApi) -> None:
+async def test_the_fullest_rank_says_how_full_a_server_is(status: int, content: bytes, use: float | None):
+    async with connected() as (script, server):
         script.says("/v1/loads", status, content)
         assert await server.kv_use() == use
 
-    run(test)
 
-
-def test_servers_that_are_gone_silent_or_cut_the_line():
-    async def test(script: Script, server: ServerApi) -> None:
+async def test_servers_that_are_gone_silent_or_cut_the_line():
+    async with connected() as (script, server):
         forever = asyncio.Event()
         script.streams(event([1], 1), then=forever)
         with pytest.raises(ServerGone, match=r"no answer within 0\.2 s"):
@@ -125,22 +114,17 @@ def test_servers_that_are_gone_silent_or_cut_the_line():
         script.streams(event([1], 1), DONE)
         assert len(await drained(server)) == 1
 
-    run(test)
+
+@pytest.mark.parametrize(("url", "kind"), [("http://127.0.0.1:9", ServerGone), ("nonsense", ConfigError)])
+async def test_nobody_there_and_no_url(url: str, kind: type[AsyncrlError]):
+    server = ServerApi(url)
+    with pytest.raises(kind):
+        await server.ready()
+    await server.close()
 
 
-def test_nobody_there_and_no_url():
-    async def main() -> None:
-        for url, kind in (("http://127.0.0.1:9", ServerGone), ("nonsense", ConfigError)):
-            server = ServerApi(url)
-            with pytest.raises(kind):
-                await server.ready()
-            await server.close()
-
-    asyncio.run(main())
-
-
-def test_ready_is_a_question_to_servers_of_this_kind_only():
-    async def test(script: Script, server: ServerApi) -> None:
+async def test_ready_is_a_question_to_servers_of_this_kind_only():
+    async with connected() as (script, server):
         for status, ready in ((200, True), (503, False)):
             script.says("/ready", status)
             assert await server.ready() is ready
@@ -149,8 +133,6 @@ def test_ready_is_a_question_to_servers_of_this_kind_only():
         with pytest.raises(EngineError, match="is this an SGLang server"):
             await server.ready()
         assert not await server.alive()
-
-    run(test)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

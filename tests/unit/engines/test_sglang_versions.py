@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from asyncrl.engines.sglang.http import NEW, OLD, ServerApi, dialect_of
@@ -28,29 +26,26 @@ def test_versions_are_chosen_by_name_and_others_refused():
             dialect_of(version, "u")
 
 
-def test_a_session_is_closed_whatever_happens_in_it():
-    async def main() -> None:
-        async with scripted() as script:
-            server = ServerApi(script.url)
-            script.says("/begin_weight_update", 200, OK)
-            script.says("/end_weight_update", 200, OK)
+async def test_a_session_is_closed_whatever_happens_in_it():
+    async with scripted() as script:
+        server = ServerApi(script.url)
+        script.says("/begin_weight_update", 200, OK)
+        script.says("/end_weight_update", 200, OK)
+        async with NEW.update(server):
+            assert asked(script) == ["/begin_weight_update"]
+        assert asked(script)[1:] == ["/end_weight_update"]
+
+        script.says("/end_weight_update", 400, OPEN)
+        with pytest.raises(WeightsError, match="of the body"):
             async with NEW.update(server):
-                assert asked(script) == ["/begin_weight_update"]
-            assert asked(script)[1:] == ["/end_weight_update"]
-
-            script.says("/end_weight_update", 400, OPEN)
-            with pytest.raises(WeightsError, match="of the body"):
-                async with NEW.update(server):
-                    raise WeightsError("of the body")
-            assert asked(script)[3:] == ["/end_weight_update"]
-            with pytest.raises(WeightsError, match="already open"):  # its own
-                async with NEW.update(server):
-                    pass
-
-            script.asked.clear()
-            async with OLD.update(server):
+                raise WeightsError("of the body")
+        assert asked(script)[3:] == ["/end_weight_update"]
+        with pytest.raises(WeightsError, match="already open"):  # its own
+            async with NEW.update(server):
                 pass
-            assert asked(script) == []
-            await server.close()
 
-    asyncio.run(main())
+        script.asked.clear()
+        async with OLD.update(server):
+            pass
+        assert asked(script) == []
+        await server.close()

@@ -21,27 +21,24 @@ from .tiny import FAMILIES, VOCABULARY, Forwarded, ask, assert_logprobs, generat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_multi_turn_logprobs_with_kept_prefixes(family: str):
-    async def main() -> None:
-        engine, ids = serve(model), prompt(17)
-        for turn, temperature in enumerate((1.0, 0.7, 1.3)):
-            request = ask(ids, temperature=temperature, key=turn)
-            before = forwarded.tokens
-            generation = await engine.generate(request)
-            assert generation.stop is StopReason.LENGTH and len(generation.ids) == 12
-            assert_logprobs(tiny(family), request, generation)
-            # 17 or 1 + 5 new prompt ids, and one decoded token per further id
-            assert forwarded.tokens - before == (17 if turn == 0 else 6) + 11
-            ids += generation.ids + prompt(5, turn)
-        await engine.close()
-
+async def test_multi_turn_logprobs_with_kept_prefixes(family: str):
     model = tiny(family)
     forwarded = Forwarded(model)
-    asyncio.run(main())
+    engine, ids = serve(model), prompt(17)
+    for turn, temperature in enumerate((1.0, 0.7, 1.3)):
+        request = ask(ids, temperature=temperature, key=turn)
+        before = forwarded.tokens
+        generation = await engine.generate(request)
+        assert generation.stop is StopReason.LENGTH and len(generation.ids) == 12
+        assert_logprobs(tiny(family), request, generation)
+        # 17 or 1 + 5 new prompt ids, and one decoded token per further id
+        assert forwarded.tokens - before == (17 if turn == 0 else 6) + 11
+        ids += generation.ids + prompt(5, turn)
+    await engine.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ragged_streams_share_slots_with_chunked_prefill(family: str):
+async def test_ragged_streams_share_slots_with_chunked_prefill(family: str):
     async def stream(engine: TorchEngine, index: int) -> None:
         rng, ids = random.Random(index), prompt(1 + index % 30, index)
         for turn in range(2):
@@ -52,210 +49,179 @@ def test_ragged_streams_share_slots_with_chunked_prefill(family: str):
             assert_logprobs(reference, request, generation)
             ids += generation.ids + prompt(index % 5, turn)
 
-    async def main() -> None:
-        engine = serve(tiny(family), slots=8, budget=24)
-        await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(24))), 120)
-        await engine.close()
-
     reference = tiny(family)
-    asyncio.run(main())
+    engine = serve(tiny(family), slots=8, budget=24)
+    await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(24))), 120)
+    await engine.close()
 
 
-def test_greedy_is_argmax_and_stops():
-    async def main() -> None:
-        engine, ids, reference = serve(), prompt(9), tiny()
-        request = ask(ids, temperature=0.0)
-        full = await engine.generate(request)
-        with torch.no_grad():
-            logits = reference(torch.tensor([ids + full.ids])).logits[0, len(ids) - 1 : -1]
-        assert full.ids == tuple(logits.argmax(-1).tolist())
-        assert_logprobs(reference, request, full)
-        stop = full.ids[5]
-        cut = await engine.generate(ask(ids, temperature=0.0, stop_ids=(60, stop, 59)))
-        assert cut.stop is StopReason.STOP
-        assert cut.ids == full.ids[: full.ids.index(stop) + 1]
-        assert cut.spans == (VersionSpan(0, len(cut.ids), 0, 0),)
-        await engine.close()
-
-    asyncio.run(main())
+async def test_greedy_is_argmax_and_stops():
+    engine, ids, reference = serve(), prompt(9), tiny()
+    request = ask(ids, temperature=0.0)
+    full = await engine.generate(request)
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids + full.ids])).logits[0, len(ids) - 1 : -1]
+    assert full.ids == tuple(logits.argmax(-1).tolist())
+    assert_logprobs(reference, request, full)
+    stop = full.ids[5]
+    cut = await engine.generate(ask(ids, temperature=0.0, stop_ids=(60, stop, 59)))
+    assert cut.stop is StopReason.STOP
+    assert cut.ids == full.ids[: full.ids.index(stop) + 1]
+    assert cut.spans == (VersionSpan(0, len(cut.ids), 0, 0),)
+    await engine.close()
 
 
-def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
-    async def main() -> None:
-        engine = serve(max_len=20, stepwise=True)
-        last = await engine.generate(ask(prompt(19), 50))
-        assert len(last.ids) == 1 and last.stop is StopReason.LENGTH
-        clipped = await engine.generate(ask(prompt(15), 50))
-        assert len(clipped.ids) == 5 and clipped.stop is StopReason.LENGTH
-        assert_logprobs(tiny(), ask(prompt(15)), clipped)
-        for bad, reason in (
-            (ask(()), "no ids"),
-            (ask((3, VOCABULARY)), "vocabulary of 61"),
-            (ask((-1, 3)), "vocabulary"),
-            (ask(prompt(20)), "max_len 20"),
-            (ask((1,), 0), "out of range"),
-            (ask((1,), temperature=-1.0), "out of range"),
-        ):
-            with pytest.raises(EngineError, match=reason):
-                await engine.generate(bad)
-        first = asyncio.create_task(engine.generate(ask((1, 2))))
-        before = engine.tokens
-        await generated(engine, engine._batcher.generated + 1)
-        assert before < engine.tokens < before + 12  # the turn is under way: a sign of life
-        with pytest.raises(EngineError, match="still running"):
-            await engine.generate(ask((1, 2)))
-        assert len((await first).ids) == 12
-        await engine.close()
-
-    asyncio.run(main())
+async def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
+    engine = serve(max_len=20, stepwise=True)
+    last = await engine.generate(ask(prompt(19), 50))
+    assert len(last.ids) == 1 and last.stop is StopReason.LENGTH
+    clipped = await engine.generate(ask(prompt(15), 50))
+    assert len(clipped.ids) == 5 and clipped.stop is StopReason.LENGTH
+    assert_logprobs(tiny(), ask(prompt(15)), clipped)
+    for bad, reason in (
+        (ask(()), "no ids"),
+        (ask((3, VOCABULARY)), "vocabulary of 61"),
+        (ask((-1, 3)), "vocabulary"),
+        (ask(prompt(20)), "max_len 20"),
+        (ask((1,), 0), "out of range"),
+        (ask((1,), temperature=-1.0), "out of range"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            await engine.generate(bad)
+    first = asyncio.create_task(engine.generate(ask((1, 2))))
+    before = engine.tokens
+    await generated(engine, engine._batcher.generated + 1)
+    assert before < engine.tokens < before + 12  # the turn is under way: a sign of life
+    with pytest.raises(EngineError, match="still running"):
+        await engine.generate(ask((1, 2)))
+    assert len((await first).ids) == 12
+    await engine.close()
 
 
-def test_abort_and_cancel_give_back_what_there_is():
-    async def main() -> None:
-        engine = serve(slots=2, stepwise=True)
-        requests = {name: ask(prompt(7, name), 80, session=name) for name in "abc"}
-        tasks = {name: asyncio.create_task(engine.generate(request)) for name, request in requests.items()}
-        await generated(engine, 10)
-        engine.release("a")
-        engine.release("c")  # still waits for a slot
-        engine.release("unknown")
-        partial, nothing = await tasks["a"], await tasks["c"]
-        assert partial.stop is nothing.stop is StopReason.ABORT
-        assert len(partial.ids) in (5, 6) and nothing.ids == nothing.spans == ()  # a step may be under way
-        assert_logprobs(tiny(), requests["a"], partial)
-        tasks["b"].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await tasks["b"]
-        again = ask(requests["a"].ids + partial.ids, 3, session="a")  # goes on from the partial turn
-        assert_logprobs(tiny(), again, await engine.generate(again))
-        await engine.close()
-
-    asyncio.run(main())
+async def test_abort_and_cancel_give_back_what_there_is():
+    engine = serve(slots=2, stepwise=True)
+    requests = {name: ask(prompt(7, name), 80, session=name) for name in "abc"}
+    tasks = {name: asyncio.create_task(engine.generate(request)) for name, request in requests.items()}
+    await generated(engine, 10)
+    engine.release("a")
+    engine.release("c")  # still waits for a slot
+    engine.release("unknown")
+    partial, nothing = await tasks["a"], await tasks["c"]
+    assert partial.stop is nothing.stop is StopReason.ABORT
+    assert len(partial.ids) in (5, 6) and nothing.ids == nothing.spans == ()  # a step may be under way
+    assert_logprobs(tiny(), requests["a"], partial)
+    tasks["b"].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks["b"]
+    again = ask(requests["a"].ids + partial.ids, 3, session="a")  # goes on from the partial turn
+    assert_logprobs(tiny(), again, await engine.generate(again))
+    await engine.close()
 
 
-def test_the_same_request_gives_the_same_ids_in_any_company():
+async def test_the_same_request_gives_the_same_ids_in_any_company():
     async def other(engine: TorchEngine, index: int) -> None:
         await generated(engine, index)
         await engine.generate(ask(prompt(3 + index, index), 5 + index, str(index), 7, temperature=0.9))
 
-    async def main() -> None:
-        request = ask(prompt(11), 50, key=42)
-        alone = await serve().generate(request)
-        engine = serve(stepwise=True)
-        company = [asyncio.create_task(other(engine, index)) for index in range(20)]
-        await generated(engine, 3)
-        crowded = await engine.generate(request)
-        await asyncio.gather(*company)
-        assert crowded.ids == alone.ids
-        assert (await engine.generate(ask(prompt(11), 50, "x", key=43))).ids != alone.ids
-        await engine.close()
-
-    asyncio.run(main())
+    request = ask(prompt(11), 50, key=42)
+    alone = await serve().generate(request)
+    engine = serve(stepwise=True)
+    company = [asyncio.create_task(other(engine, index)) for index in range(20)]
+    await generated(engine, 3)
+    crowded = await engine.generate(request)
+    await asyncio.gather(*company)
+    assert crowded.ids == alone.ids
+    assert (await engine.generate(ask(prompt(11), 50, "x", key=43))).ids != alone.ids
+    await engine.close()
 
 
-def test_idle_sessions_are_evicted_and_prefilled_again():
-    async def main() -> None:
-        engine, ids = serve(model, slots=2), {name: prompt(10, name) for name in "abc"}
-        for name in "abac":  # c takes the slot of b, the least recently used
-            request = ask(ids[name], 4, name)
-            generation = await engine.generate(request)
-            assert_logprobs(tiny(), request, generation)
-            ids[name] += generation.ids + prompt(2, name)
-        for name, new in (("a", 3), ("b", 16), ("c", 16)):  # b evicts c
-            before = forwarded.tokens
-            await engine.generate(ask(ids[name], 1, name))
-            assert forwarded.tokens - before == new
-        diverging = ask(ids["c"][:6] + prompt(7, "other"), 3, "c")
-        before = forwarded.tokens
-        assert_logprobs(tiny(), diverging, await engine.generate(diverging))
-        assert forwarded.tokens - before == 7 + 2
-        engine.release("c")
-        engine.release("unknown")
-        before = forwarded.tokens
-        await engine.generate(ask(diverging.ids, 1, "c"))
-        assert forwarded.tokens - before == 13
-        await engine.close()
-
+async def test_idle_sessions_are_evicted_and_prefilled_again():
     model = tiny()
     forwarded = Forwarded(model)
-    asyncio.run(main())
+    engine, ids = serve(model, slots=2), {name: prompt(10, name) for name in "abc"}
+    for name in "abac":  # c takes the slot of b, the least recently used
+        request = ask(ids[name], 4, name)
+        generation = await engine.generate(request)
+        assert_logprobs(tiny(), request, generation)
+        ids[name] += generation.ids + prompt(2, name)
+    for name, new in (("a", 3), ("b", 16), ("c", 16)):  # b evicts c
+        before = forwarded.tokens
+        await engine.generate(ask(ids[name], 1, name))
+        assert forwarded.tokens - before == new
+    diverging = ask(ids["c"][:6] + prompt(7, "other"), 3, "c")
+    before = forwarded.tokens
+    assert_logprobs(tiny(), diverging, await engine.generate(diverging))
+    assert forwarded.tokens - before == 7 + 2
+    engine.release("c")
+    engine.release("unknown")
+    before = forwarded.tokens
+    await engine.generate(ask(diverging.ids, 1, "c"))
+    assert forwarded.tokens - before == 13
+    await engine.close()
 
 
-def test_padding_near_max_len_stays_in_its_row():
-    async def main() -> None:
-        engine, ids = serve(slots=2, max_len=40), prompt(20)
-        ids += (await engine.generate(ask(ids, 14, "low"))).ids
-        wide, narrow = ask(prompt(16, 1), 20, "high"), ask(ids + prompt(4), 20, "low")
-        answers = await asyncio.gather(engine.generate(wide), engine.generate(narrow))
-        for request, generation in zip((wide, narrow), answers, strict=True):
-            assert_logprobs(tiny(), request, generation)
-        await engine.close()
-
-    asyncio.run(main())
+async def test_padding_near_max_len_stays_in_its_row():
+    engine, ids = serve(slots=2, max_len=40), prompt(20)
+    ids += (await engine.generate(ask(ids, 14, "low"))).ids
+    wide, narrow = ask(prompt(16, 1), 20, "high"), ask(ids + prompt(4), 20, "low")
+    answers = await asyncio.gather(engine.generate(wide), engine.generate(narrow))
+    for request, generation in zip((wide, narrow), answers, strict=True):
+        assert_logprobs(tiny(), request, generation)
+    await engine.close()
 
 
-def test_a_broken_engine_fails_everything_and_hangs_nothing():
-    async def main() -> None:
-        model = tiny()
-        engine = serve(model, slots=2, stepwise=True)
-        tasks = [asyncio.create_task(engine.generate(ask(prompt(4), 80, str(index)))) for index in range(4)]
-        await generated(engine, 8)
-        model.register_forward_pre_hook(lambda *_: 1 / 0)
-        for outcome in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
-            assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
-        with pytest.raises(EngineError, match="the engine broke"):
-            await engine.generate(ask((1,)))
-        await engine.close()
-
-    asyncio.run(main())
+async def test_a_broken_engine_fails_everything_and_hangs_nothing():
+    model = tiny()
+    engine = serve(model, slots=2, stepwise=True)
+    tasks = [asyncio.create_task(engine.generate(ask(prompt(4), 80, str(index)))) for index in range(4)]
+    await generated(engine, 8)
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    for outcome in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
+        assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
+    with pytest.raises(EngineError, match="the engine broke"):
+        await engine.generate(ask((1,)))
+    await engine.close()
 
 
-def test_a_change_between_steps_that_fails_drops_none_after_it(monkeypatch: pytest.MonkeyPatch):
-    async def main() -> None:
-        engine = serve(slots=2)
-        monkeypatch.setattr(engine._batcher.slots, "release", lambda _: 1 / 0)
-        made: list[str] = []
+async def test_a_change_between_steps_that_fails_drops_none_after_it(monkeypatch: pytest.MonkeyPatch):
+    engine = serve(slots=2)
+    monkeypatch.setattr(engine._batcher.slots, "release", lambda _: 1 / 0)
+    made: list[str] = []
 
-        def watch(ids: object) -> bool:  # called in the midst of a step
-            engine.release("d")
-            engine._between_steps(lambda: made.append("after"))
-            return False
+    def watch(ids: object) -> bool:  # called in the midst of a step
+        engine.release("d")
+        engine._between_steps(lambda: made.append("after"))
+        return False
 
-        await asyncio.wait_for(engine.generate(replace(ask(prompt(4), 80, "d"), watch=watch)), 60)
-        assert made == ["after"]
-        with pytest.raises(EngineError, match="the engine broke: ZeroDivisionError"):
-            await engine.generate(ask(prompt(4), 8, "e"))
-        await engine.close()
-
-    asyncio.run(main())
+    await asyncio.wait_for(engine.generate(replace(ask(prompt(4), 80, "d"), watch=watch)), 60)
+    assert made == ["after"]
+    with pytest.raises(EngineError, match="the engine broke: ZeroDivisionError"):
+        await engine.generate(ask(prompt(4), 8, "e"))
+    await engine.close()
 
 
-def test_a_turn_that_cannot_be_ended_breaks_the_engine_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch):
-    async def main() -> None:
-        engine = serve(slots=2)
-        monkeypatch.setattr(engine._batcher, "end", lambda *_: 1 / 0)
-        asked = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(n)))) for n in (3, 9)]
-        for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60):
-            assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
-        await engine.close()
+async def test_a_turn_that_cannot_be_ended_breaks_the_engine_and_hangs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = serve(slots=2)
+    monkeypatch.setattr(engine._batcher, "end", lambda *_: 1 / 0)
+    asked = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(n)))) for n in (3, 9)]
+    for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60):
+        assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
+    await engine.close()
 
-    asyncio.run(main())
 
-
-def test_close_fails_what_is_pending():
-    async def main() -> None:
-        engine = serve()
-        await engine.close()  # never started
-        engine = serve(stepwise=True)
-        task = asyncio.create_task(engine.generate(ask(prompt(4), 80)))
-        await generated(engine, 1)
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            await task
-        with pytest.raises(EngineError, match="closed"):
-            await engine.generate(ask((1,)))
-
-    asyncio.run(main())
+async def test_close_fails_what_is_pending():
+    engine = serve()
+    await engine.close()  # never started
+    engine = serve(stepwise=True)
+    task = asyncio.create_task(engine.generate(ask(prompt(4), 80)))
+    await generated(engine, 1)
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await task
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(ask((1,)))
 
 
 def test_built_by_name_and_the_module_still_serves_plain_calls(tmp_path: Path):
@@ -278,66 +244,58 @@ def test_a_sliding_window_is_refused():
         serve(model)
 
 
-def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses():
-    async def main() -> None:
-        engine, asked = serve(), [ask(prompt(9, n), 20, f"{n}", n) for n in range(3)]
-        whole = await asyncio.gather(*map(engine.generate, asked))
-        heard: dict[int, list[tuple[int, ...]]] = {0: [], 1: []}
+async def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses():
+    engine, asked = serve(), [ask(prompt(9, n), 20, f"{n}", n) for n in range(3)]
+    whole = await asyncio.gather(*map(engine.generate, asked))
+    heard: dict[int, list[tuple[int, ...]]] = {0: [], 1: []}
 
-        def watch(n: int) -> Watch:
-            return lambda ids: heard[n].append(tuple(ids)) or len(ids) == (7, 20)[n]  # type: ignore[func-returns-value]
+    def watch(n: int) -> Watch:
+        return lambda ids: heard[n].append(tuple(ids)) or len(ids) == (7, 20)[n]  # type: ignore[func-returns-value]
 
-        again = [
-            replace(one, session=f"again {n}", watch=watch(n) if n < 2 else None)
-            for n, one in enumerate(asked)
-        ]
-        cut, last, free = await asyncio.gather(*map(engine.generate, again))
-        assert (cut.stop, last.stop, free.stop) == (StopReason.TEXT, StopReason.TEXT, StopReason.LENGTH)
-        assert cut.ids == whole[0].ids[:7]
-        # Kernels may sum batches of other shapes in another order: equal within float32's rounding only.
-        assert cut.logprobs == pytest.approx(whole[0].logprobs[:7], abs=1e-5)
-        assert cut.spans == (VersionSpan(0, 7, 0, 0),)
-        assert (last.ids, free.ids) == (whole[1].ids, whole[2].ids)
-        assert heard[0] == [whole[0].ids[:n] for n in range(1, 8)]
-        assert heard[1] == [whole[1].ids[:n] for n in range(1, 21)]
-        await engine.close()
-
-    asyncio.run(main())
+    again = [
+        replace(one, session=f"again {n}", watch=watch(n) if n < 2 else None) for n, one in enumerate(asked)
+    ]
+    cut, last, free = await asyncio.gather(*map(engine.generate, again))
+    assert (cut.stop, last.stop, free.stop) == (StopReason.TEXT, StopReason.TEXT, StopReason.LENGTH)
+    assert cut.ids == whole[0].ids[:7]
+    # Kernels may sum batches of other shapes in another order: equal within float32's rounding only.
+    assert cut.logprobs == pytest.approx(whole[0].logprobs[:7], abs=1e-5)
+    assert cut.spans == (VersionSpan(0, 7, 0, 0),)
+    assert (last.ids, free.ids) == (whole[1].ids, whole[2].ids)
+    assert heard[0] == [whole[0].ids[:n] for n in range(1, 8)]
+    assert heard[1] == [whole[1].ids[:n] for n in range(1, 21)]
+    await engine.close()
 
 
-def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monkeypatch: pytest.MonkeyPatch):
+async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monkeypatch: pytest.MonkeyPatch):
     """A score waits for the step under way, not for the end of a turn."""
+    engine, fifth, asked, scored = serve(), threading.Event(), threading.Event(), threading.Event()
+    steps, returns = 0, []
+    step, in_thread = engine._batcher.step, engine._in_thread
 
-    async def main() -> None:
-        engine, fifth, asked, scored = serve(), threading.Event(), threading.Event(), threading.Event()
-        steps, returns = 0, []
-        step, in_thread = engine._batcher.step, engine._in_thread
+    def counted() -> list[Run]:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            fifth.set()
+            assert asked.wait(30)
+        assert steps < 6 or scored.wait(30)
+        return step()
 
-        def counted() -> list[Run]:
-            nonlocal steps
-            steps += 1
-            if steps == 5:
-                fifth.set()
-                assert asked.wait(30)
-            assert steps < 6 or scored.wait(30)
-            return step()
+    def returning() -> list[Run]:
+        try:
+            return in_thread()
+        finally:
+            returns.append(steps)
 
-        def returning() -> list[Run]:
-            try:
-                return in_thread()
-            finally:
-                returns.append(steps)
-
-        monkeypatch.setattr(engine._batcher, "step", counted)
-        monkeypatch.setattr(engine, "_in_thread", returning)
-        turn = asyncio.create_task(engine.generate(ask(prompt(9), 60)))
-        await asyncio.to_thread(fifth.wait, 30)
-        score = asyncio.create_task(engine.score(prompt(7)))
-        await asyncio.sleep(0)
-        asked.set()
-        assert len(await score) == 6
-        scored.set()
-        assert len((await turn).ids) == 60 and returns == [5, 60]
-        await engine.close()
-
-    asyncio.run(main())
+    monkeypatch.setattr(engine._batcher, "step", counted)
+    monkeypatch.setattr(engine, "_in_thread", returning)
+    turn = asyncio.create_task(engine.generate(ask(prompt(9), 60)))
+    await asyncio.to_thread(fifth.wait, 30)
+    score = asyncio.create_task(engine.score(prompt(7)))
+    await asyncio.sleep(0)
+    asked.set()
+    assert len(await score) == 6
+    scored.set()
+    assert len((await turn).ids) == 60 and returns == [5, 60]
+    await engine.close()

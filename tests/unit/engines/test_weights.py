@@ -37,52 +37,39 @@ def mixed_logprobs(
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
-    async def main() -> None:
-        engine, request = serve(tiny(family), stepwise=True), ask(prompt(8), 80)
-        task = asyncio.create_task(engine.generate(request))
-        await generated(engine, 5)
-        assert await engine.load(ref) == disk.read_manifest(ref)
-        assert engine.version == 3
-        generation = await task
-        (_, cut, *first), (start, end, *second) = map(tuple_of, generation.spans)
-        assert 5 <= cut == start < end == 80
-        assert first == [0, 0] and second == [3, 0]  # version, kv_version
-        ids = request.ids + generation.ids
-        before = Generation(generation.ids[:cut], generation.logprobs[:cut], (), StopReason.ABORT)
-        assert_logprobs(old, request, before)
-        # The last token sampled by the old weights has no KV yet: the new weights write it.
-        expected = mixed_logprobs(old, new, ids, len(request.ids) + cut - 1)
-        torch.testing.assert_close(torch.tensor(generation.logprobs[cut:]), expected, **ROUNDING)
-        kept = await engine.generate(ask((*ids, 1), 3))
-        assert kept.spans == (VersionSpan(0, 3, 3, 0),)
-        engine.release("s")
-        fresh = ask((*ids, 1), 3)
-        generation = await engine.generate(fresh)
-        assert generation.spans == (VersionSpan(0, 3, 3, 3),)
-        assert_logprobs(new, fresh, generation)
-        await engine.close()
-
+async def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
     old, new = tiny(family), tiny(family, seed=1)
     ref = publish(new, tmp_path, 3)
-    asyncio.run(main())
+    engine, request = serve(tiny(family), stepwise=True), ask(prompt(8), 80)
+    task = asyncio.create_task(engine.generate(request))
+    await generated(engine, 5)
+    assert await engine.load(ref) == disk.read_manifest(ref)
+    assert engine.version == 3
+    generation = await task
+    (_, cut, *first), (start, end, *second) = map(tuple_of, generation.spans)
+    assert 5 <= cut == start < end == 80
+    assert first == [0, 0] and second == [3, 0]  # version, kv_version
+    ids = request.ids + generation.ids
+    before = Generation(generation.ids[:cut], generation.logprobs[:cut], (), StopReason.ABORT)
+    assert_logprobs(old, request, before)
+    # The last token sampled by the old weights has no KV yet: the new weights write it.
+    expected = mixed_logprobs(old, new, ids, len(request.ids) + cut - 1)
+    torch.testing.assert_close(torch.tensor(generation.logprobs[cut:]), expected, **ROUNDING)
+    kept = await engine.generate(ask((*ids, 1), 3))
+    assert kept.spans == (VersionSpan(0, 3, 3, 0),)
+    engine.release("s")
+    fresh = ask((*ids, 1), 3)
+    generation = await engine.generate(fresh)
+    assert generation.spans == (VersionSpan(0, 3, 3, 3),)
+    assert_logprobs(new, fresh, generation)
+    await engine.close()
 
 
 def tuple_of(span: VersionSpan) -> tuple[int, int, int, int]:
     return span.start, span.end, span.version, span.kv_version
 
 
-def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
-    async def main() -> None:
-        engine = serve()
-        for ref, reason in bad:
-            with pytest.raises(WeightsError, match=reason):
-                await engine.load(ref)
-        assert engine.version == 0
-        request = ask(prompt(5))
-        assert_logprobs(tiny(), request, await engine.generate(request))
-        await engine.close()
-
+async def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
     good = dict(tiny(seed=1).named_parameters())
     damaged = fake_weights.publish(good, tmp_path, PolicyVersion(0, 1))
     payload = Path(damaged.path) / disk.PAYLOAD
@@ -104,46 +91,47 @@ def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
             r"\(31,\) instead of \(32,\)",
         ),
     ]
-    asyncio.run(main())
+    engine = serve()
+    for ref, reason in bad:
+        with pytest.raises(WeightsError, match=reason):
+            await engine.load(ref)
+    assert engine.version == 0
+    request = ask(prompt(5))
+    assert_logprobs(tiny(), request, await engine.generate(request))
+    await engine.close()
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bool):
-    async def main() -> None:
-        engine, request = serve(tiny(tie_word_embeddings=True)), ask(prompt(5))
-        await engine.load(ref)
-        assert_logprobs(new, request, await engine.generate(request))
-        await engine.close()
-
+async def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bool):
     new = tiny(seed=1, tie_word_embeddings=True)
     tensors = {name: tensor.clone() for name, tensor in new.state_dict().items()}
     assert "lm_head.weight" in tensors
     if not both:
         del tensors["lm_head.weight"]
     ref = fake_weights.publish(tensors, tmp_path, PolicyVersion(0, 1))
-    asyncio.run(main())
+    engine, request = serve(tiny(tie_word_embeddings=True)), ask(prompt(5))
+    await engine.load(ref)
+    assert_logprobs(new, request, await engine.generate(request))
+    await engine.close()
 
 
-def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_path: Path):
-    async def main() -> None:
-        engine, request = serve(slots=4, stepwise=True), ask(prompt(5), 80)
-        lengths = enumerate((80, 1, 80))  # the row in the middle sits out when the weights go bad
-        others = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
-        await others.pop(1)
-        await generated(engine, 7)
-        await engine.load(nan)
-        for outcome in await asyncio.gather(*others, engine.generate(request), return_exceptions=True):
-            assert isinstance(outcome, EngineError) and "not finite" in str(outcome)
-        await engine.load(good)
-        requests = [ask(prompt(6, i), 80, str(i)) for i in range(3)]
-        for request, generation in zip(
-            requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
-        ):
-            assert_logprobs(tiny(), request, generation)
-        await engine.close()
-
+async def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_path: Path):
     good = publish(tiny(), tmp_path, 2)
     poisoned = tiny()
     torch.nn.init.constant_(poisoned.get_input_embeddings().weight, torch.nan)
     nan = publish(poisoned, tmp_path, 1)
-    asyncio.run(main())
+    engine, request = serve(slots=4, stepwise=True), ask(prompt(5), 80)
+    lengths = enumerate((80, 1, 80))  # the row in the middle sits out when the weights go bad
+    others = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
+    await others.pop(1)
+    await generated(engine, 7)
+    await engine.load(nan)
+    for outcome in await asyncio.gather(*others, engine.generate(request), return_exceptions=True):
+        assert isinstance(outcome, EngineError) and "not finite" in str(outcome)
+    await engine.load(good)
+    requests = [ask(prompt(6, i), 80, str(i)) for i in range(3)]
+    for request, generation in zip(
+        requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+    ):
+        assert_logprobs(tiny(), request, generation)
+    await engine.close()

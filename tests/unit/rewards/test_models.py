@@ -79,28 +79,25 @@ def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
     assert cut.function(GIVEN) == pytest.approx(last[1], abs=1e-6)
 
 
-def test_sglangs_reward_model(tokenizer: Any) -> None:
-    async def main() -> None:
-        async with scripted() as script:
-            script.says("/classify", 200, json.dumps({"embedding": [0.25], "meta_info": {}}).encode())
-            options = {"url": script.url, "tokenizer": str(DEMO), "of": "messages", "retries": 0}
-            scorer = Scorer(load_rewards({"reward_model": options}), 60.0)
-            try:
-                results = await asyncio.gather(*(scorer.score(GIVEN) for _ in range(3)))
-                assert [result.score for result in results] == [0.25] * 3
-                said = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
-                ids = tokenizer.apply_chat_template(said, return_dict=False)
-                assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
-                script.says("/classify", 200, b'{"embedding": "none"}')
-                with pytest.raises(RewardError, match="no answer of a reward model"):
-                    await scorer.score(GIVEN)
-                script.says("/classify", 400, b'{"error": "no reward model"}')
-                with pytest.raises(RewardError, match="status 400"):
-                    await scorer.score(GIVEN)
-            finally:
-                await scorer.close()
-
-    asyncio.run(main())
+async def test_sglangs_reward_model(tokenizer: Any) -> None:
+    async with scripted() as script:
+        script.says("/classify", 200, json.dumps({"embedding": [0.25], "meta_info": {}}).encode())
+        options = {"url": script.url, "tokenizer": str(DEMO), "of": "messages", "retries": 0}
+        scorer = Scorer(load_rewards({"reward_model": options}), 60.0)
+        try:
+            results = await asyncio.gather(*(scorer.score(GIVEN) for _ in range(3)))
+            assert [result.score for result in results] == [0.25] * 3
+            said = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
+            ids = tokenizer.apply_chat_template(said, return_dict=False)
+            assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
+            script.says("/classify", 200, b'{"embedding": "none"}')
+            with pytest.raises(RewardError, match="no answer of a reward model"):
+                await scorer.score(GIVEN)
+            script.says("/classify", 400, b'{"error": "no reward model"}')
+            with pytest.raises(RewardError, match="status 400"):
+                await scorer.score(GIVEN)
+        finally:
+            await scorer.close()
 
 
 def test_directories_are_looked_for_at_the_start(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-"""Sync rewards in real child processes: whatever they do costs their process and their episode, no more."""
+"""Sync rewards in real child processes; what these may do otherwise: tests/unit/isolation/test_pool.py."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ from asyncrl.isolation.calls import CallTimeout
 from asyncrl.rewards import RewardError, RewardInput, RewardSource, load_rewards, process
 from asyncrl.rewards.process import RewardPool
 from asyncrl.types import Message, RewardResult, Sample, ToolCall
-from tests.fakes.processes import gone, until
 
 pytestmark = pytest.mark.slow
 
 FILE = """
-import asyncio, os, signal, subprocess, sys, threading, time
+import asyncio, os, sys, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, plus: float = 0.0):
     return {"score": float(solution_str) + plus, "components": {"turns": extra_info["num_turns"]}}
@@ -29,65 +26,27 @@ async def slept():
     return 0.5
 
 def act(given):
-    os.umask(0o022)
-    match given.answer.split():
-        case ["hang"]:
+    match given.answer:
+        case "hang":
             time.sleep(1000)
-        case ["deaf"]:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-            while True:
-                pass
-        case ["segv"]:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case ["leave"]:
+        case "leave":
             os._exit(3)
-        case ["exit"]:
+        case "exit":
             sys.exit(4)
-        case ["raise"]:
+        case "raise":
             raise KeyError("no key")
-        case ["print"]:
-            print("x" * 1000)
-            os.write(1, b"\\x01\\x00\\x00\\x00\\xc0" * 10)
-            sys.stdout.flush()
-        case ["read"]:
-            return len(sys.stdin.read())
-        case ["close"]:
-            os.closerange(0, 3)
-        case ["garbage"]:
-            for number in range(3, 20):
-                try:
-                    os.write(number, b"\\x05\\x00\\x00\\x00hello")
-                except OSError:
-                    pass
-        case ["flood"]:
-            for number in range(3, 20):
-                try:
-                    os.write(number, b"\\xff\\xff\\xff\\xffhello")
-                except OSError:
-                    pass
-        case ["huge"]:
-            return {"score": 1.0, "components": {str(k): 0.0 for k in range(200_000)}}
-        case ["big"]:
-            return {"score": 1.0, "junk": "x" * 50_000_000}
-        case ["nan"]:
-            return float("nan")
-        case ["loop"]:
-            return asyncio.run(slept())
-        case ["main"]:
-            return threading.current_thread() is threading.main_thread()
-        case ["child", path]:
-            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-            with open(path + "~", "w") as file:
-                file.write(str(child.pid))
-            os.rename(path + "~", path)
-            time.sleep(1000)
-        case ["pid"]:
-            return os.getpid()
-        case ["length"]:
-            return len(given.transcript) + len(given.messages[0].tool_calls)
-        case ["surrogate"]:
+        case "surrogate":
             raise ValueError("\\ud800")
+        case "huge":
+            return {"score": 1.0, "components": {str(k): 0.0 for k in range(200_000)}}
+        case "big":
+            return {"score": 1.0, "junk": "x" * 50_000_000}
+        case "nan":
+            return float("nan")
+        case "loop":
+            return asyncio.run(slept())
+        case "length":
+            return len(given.transcript) + len(given.messages[0].tool_calls)
     return 1.0
 
 async def late(given):
@@ -107,10 +66,7 @@ class Patient:
     async def __call__(self, given):
         return 0.75
 """
-
-
 SAMPLE = Sample(0, "s", (Message("user", "?"),), '"5"')
-Body = Callable[["Asked"], Awaitable[Any]]
 
 
 class Asked(RewardPool):
@@ -124,13 +80,17 @@ class Asked(RewardPool):
 
 
 def pooled(
-    tmp_path: Path, body: Body, name: str = "act", size: int = 1, text: str = FILE, **options: float
+    tmp_path: Path,
+    body: Callable[[Asked], Awaitable[Any]],
+    name: str = "act",
+    text: str = FILE,
+    **options: float,
 ) -> Any:
     """What `body` returns of a pool for the function `name` of a file with this text."""
     (tmp_path / "mine.py").write_text(text)
 
     async def run() -> Any:
-        pool = Asked(RewardSource(f"{tmp_path}/mine.py:{name}", dict(options)), size)
+        pool = Asked(RewardSource(f"{tmp_path}/mine.py:{name}", dict(options)), 1)
         try:
             return await body(pool)
         finally:
@@ -151,98 +111,46 @@ def test_a_function_with_options_and_a_typed_one(tmp_path: Path) -> None:
     assert reward.place == "processes"
 
 
-SURVIVED: dict[str, float | str] = {
+ANSWERED: dict[str, float | str] = {
     "fine": 1.0,
-    "raise": "KeyError: 'no key' (mine.py:27)",
-    "exit": "SystemExit: 4 (mine.py:25)",
-    "surrogate": "ValueError: ? (mine.py:69)",
+    "raise": "KeyError: 'no key' (mine.py:19)",
+    "exit": "SystemExit: 4 (mine.py:17)",
+    "surrogate": "ValueError: ? (mine.py:21)",
     "nan": "ValueError: the reward is nan, which is no finite number",
-    "print": 1.0,
-    "read": 0.0,
-    "close": 1.0,
     "loop": 0.5,
-    "main": 1.0,
     "big": 1.0,
     "huge": "the answer has 3088963 bytes, at most 1048576 are allowed",
-}
-FATAL = {
-    "segv": "the reward process was killed by SIGSEGV",
     "leave": "the reward process ended with exit code 3",
-    "garbage": "the reward process sent an unreadable answer",
-    "flood": "the reward process sent 4294967295 bytes at once",
-    "hang": "",
-    "deaf": "",
 }
 
 
-def test_what_a_function_may_do_without_costing_its_process(tmp_path: Path) -> None:
+def test_what_a_function_does_is_a_score_or_an_error_that_names_its_line(tmp_path: Path) -> None:
     async def body(pool: Asked) -> None:
-        before = await pool.ask("pid")
-        assert {answer: await pool.ask(answer) for answer in SURVIVED} == SURVIVED
-        assert await pool.ask("pid") == before
+        assert {answer: await pool.ask(answer) for answer in ANSWERED} == ANSWERED
 
     pooled(tmp_path, body)
 
 
-def test_what_costs_it_is_told_and_the_next_call_gets_another_process(tmp_path: Path) -> None:
-    """Whoever is late is killed, too, though it ignores signals."""
-
-    async def body(pool: Asked) -> None:
-        pids = [await pool.ask("pid")]
-        for answer, why in FATAL.items():
-            if why:
-                assert why in str(await pool.ask(answer))
-            else:
-                with pytest.raises(CallTimeout):
-                    await pool.ask(answer, 0.2)
-            await gone(int(pids[-1]))
-            pids.append(await pool.ask("pid"))
-        assert len({*pids}) == 1 + len(FATAL)
-
-    pooled(tmp_path, body)
-
-
-def test_waiting_for_a_process_has_a_deadline_too(tmp_path: Path) -> None:
+def test_a_call_has_a_deadline_and_a_wait_ten_of_them(tmp_path: Path) -> None:
     async def body(pool: Asked) -> None:
         await pool.ask("fine")
-        hung = asyncio.create_task(pool.ask("hang"))
+        hung = asyncio.create_task(pool.ask("hang", 0.3))
         await asyncio.sleep(0)  # it has the only process now
         assert "was not free for 0.1 s" in str(await pool.ask("fine", 0.01))
-        hung.cancel()
-        assert await pool.ask("fine") == 1.0
+        with pytest.raises(CallTimeout):
+            await hung
 
     pooled(tmp_path, body)
 
 
-def test_children_of_a_function_go_with_it(tmp_path: Path) -> None:
-    async def body(pool: Asked) -> None:
-        note = tmp_path / "pid"
-        call = asyncio.create_task(pool.ask(f"child {note}"))
-        await until(lambda: note.exists() or call.done(), "the function started nothing")
-        call.cancel()
-        await asyncio.wait([call])
-        await gone(int(note.read_text()))
-
-    pooled(tmp_path, body)
-
-
-def test_a_hundred_at_once(tmp_path: Path) -> None:
-    async def body(pool: Asked) -> list[float | str]:
-        scores = await asyncio.gather(*(pool.ask(str(k)) for k in range(100)))
-        assert len(pool._pool.children) == 2
-        return scores
-
-    assert pooled(tmp_path, body, "compute_score", size=2) == list(range(100))
-
-
-@pytest.mark.parametrize(("name", "scores"), [("late", 0.75), ("Patient", 0.75), ("Loads", 1.0)])
+@pytest.mark.parametrize(("name", "score"), [("late", 0.75), ("Patient", 0.75), ("Loads", 1.0)])
 def test_async_functions_are_awaited_and_what_is_loaded_is_loaded_once(
-    tmp_path: Path, name: str, scores: float
+    tmp_path: Path, name: str, score: float
 ) -> None:
     async def body(pool: Asked) -> Any:
         return [await pool.ask("any"), await pool.ask("any")]
 
-    assert pooled(tmp_path, body, name) == [scores, scores]
+    assert pooled(tmp_path, body, name) == [score, score]
 
 
 SLOW = "import time\ntime.sleep(1000)\n"
@@ -262,49 +170,3 @@ def test_what_cannot_be_loaded_in_time_is_told(
         return [await pool.ask("any") for _ in range(2)]
 
     assert all(why in str(said) for said in pooled(tmp_path, body, name, text=text))
-
-
-def test_processes_start_when_they_are_needed_and_end_with_the_pool(tmp_path: Path) -> None:
-    async def body(pool: Asked) -> None:
-        assert not pool._pool.children
-        pids = {await pool.ask("pid") for _ in range(5)}
-        assert len(pids) == 1
-        await pool.close()
-        await gone(int(pids.pop()))
-
-    pooled(tmp_path, body, size=4)
-
-
-def test_a_process_that_dies_between_calls_costs_nothing(tmp_path: Path) -> None:
-    async def body(pool: Asked) -> None:
-        before = await pool.ask("pid")
-        os.kill(int(before), signal.SIGKILL)
-        (process,) = pool._pool.children
-        await until(lambda: not process.usable, "it lives")
-        assert await pool.ask("pid") != before
-
-    pooled(tmp_path, body)
-
-
-def test_closing_ends_calls_and_starts_nothing(tmp_path: Path) -> None:
-    async def body(pool: Asked) -> None:
-        await pool.ask("fine")
-        hung, waiting = (asyncio.create_task(pool.ask("hang")) for _ in range(2))
-        await asyncio.sleep(0)
-        await pool.close()
-        assert "SIGKILL" in str(await hung) and "pool is closed" in str(await waiting)
-        assert not pool._pool.children
-
-    pooled(tmp_path, body)
-
-
-def test_closing_ends_a_start_that_is_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(begun := tmp_path / "begun")
-
-    async def body(pool: Asked) -> None:
-        call = asyncio.create_task(pool.ask("any"))
-        await asyncio.to_thread(begun.read_text)
-        await pool.close()
-        assert "pool is closed" in str(await call)
-
-    pooled(tmp_path, body, text=f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(1000)\n")

@@ -12,7 +12,7 @@ from hypothesis import given
 from asyncrl.rollout.server_pool import PooledServer, ServerPool, choose
 from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
-from tests.fakes.loop import Intervals, in_loop
+from tests.fakes.loop import Intervals
 from tests.fakes.servers import FakeServer, entry
 
 
@@ -44,7 +44,6 @@ class Routes:
         return server.entry.name
 
 
-@in_loop
 async def test_turns_stay_where_the_prefix_is() -> None:
     made = Routes("a", "b", "c")
     homes = {session: made.once(session) for session in "stu"}
@@ -54,7 +53,6 @@ async def test_turns_stay_where_the_prefix_is() -> None:
         assert made.once(session) == homes[session]
 
 
-@in_loop
 async def test_few_requests_do_not_move() -> None:
     made = Routes("a", "b", "c", "d")
     for session in "stu":
@@ -62,7 +60,6 @@ async def test_few_requests_do_not_move() -> None:
     assert [made.stay(session) for session in "stu"] == ["a", "a", "b"]
 
 
-@in_loop
 async def test_an_overloaded_home_is_left_for_the_least_loaded() -> None:
     made = Routes("a", "b", "c")
     sessions = "qrstuvwxyz"
@@ -73,7 +70,6 @@ async def test_an_overloaded_home_is_left_for_the_least_loaded() -> None:
     assert made.stay("s") == "b"  # its prefix is there now
 
 
-@in_loop
 async def test_a_restarted_server_has_no_prefixes_and_a_released_session_no_home() -> None:
     made = Routes("a", "b")
     assert made.once("s") == "a"

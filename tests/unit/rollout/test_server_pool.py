@@ -12,7 +12,7 @@ from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
 from asyncrl.types import StopReason, VersionSpan
 from asyncrl.wire.messages.worker import EngineUse
-from tests.fakes.loop import in_loop, settle
+from tests.fakes.loop import settle
 from tests.fakes.servers import (
     SECONDS,
     Busy,
@@ -28,7 +28,6 @@ from tests.fakes.servers import (
 # -- routing -----------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_the_turns_of_an_episode_stay_at_one_server() -> None:
     s = Servers("a", "b")
     for _ in range(3):
@@ -37,7 +36,6 @@ async def test_the_turns_of_an_episode_stay_at_one_server() -> None:
     assert [{r.session for r in client.requests} for client in s.clients] == [{"s"}, {"t"}]
 
 
-@in_loop
 async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 3, healthy=False))
@@ -57,7 +55,6 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     assert s.asked() == ["a:0", "b:1"]
 
 
-@in_loop
 async def test_nobody_is_asked_without_an_address_or_while_unhealthy() -> None:
     s = Servers()
     s.tell(entry("a", url="", healthy=False), entry("b", healthy=False))
@@ -69,7 +66,6 @@ async def test_nobody_is_asked_without_an_address_or_while_unhealthy() -> None:
     assert s.asked() == ["b:0", "a:1"]
 
 
-@in_loop
 async def test_validation_uses_the_server_set_aside_for_it_whatever_it_holds() -> None:
     train, validation = Servers("a", "b"), Servers("a", "b", lane="eval")
     for s in (train, validation):
@@ -81,7 +77,6 @@ async def test_validation_uses_the_server_set_aside_for_it_whatever_it_holds() -
     assert validation.asked() == ["a:1", "b:1"]
 
 
-@in_loop
 async def test_each_turn_is_held_to_the_version_that_its_own_episode_needs() -> None:
     """A server back from validation, with weights of its own age."""
     s = Servers("a", "b")
@@ -93,7 +88,6 @@ async def test_each_turn_is_held_to_the_version_that_its_own_episode_needs() -> 
     assert s.asked() == ["a:4", "b:1"]
 
 
-@in_loop
 async def test_a_text_is_scored_by_the_first_server_that_has_room_and_is_not_lost() -> None:
     s = Servers("a", "b", "c", lane="eval")
     s["a"].acts, s["b"].acts = [Busy()], [Lose()]
@@ -108,7 +102,6 @@ async def test_a_text_is_scored_by_the_first_server_that_has_room_and_is_not_los
 # -- full servers ------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_full_server_sends_the_turn_to_another() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Busy()]
@@ -117,7 +110,6 @@ async def test_a_full_server_sends_the_turn_to_another() -> None:
     assert tuple(s.pool.uses.values())[1].moved == 0  # nobody had begun it
 
 
-@in_loop
 async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "PAUSE", 0.001)
     s = Servers("a", "b")
@@ -133,7 +125,6 @@ async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: py
     assert "engines: all 2 that have v0 are full" in names
 
 
-@in_loop
 async def test_no_room_for_too_long_is_an_error() -> None:
     s = Servers("a", patience=0.05)
     s["a"].acts = [Busy()] * 1000
@@ -148,7 +139,6 @@ async def test_no_room_for_too_long_is_an_error() -> None:
 # -- lost turns --------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 7), entry("b", 6))
@@ -162,7 +152,6 @@ async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
     assert sum(use.tokens for use in s.pool.uses.values()) == 8
 
 
-@in_loop
 async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Part(3), Part(2), Busy()]
@@ -172,7 +161,6 @@ async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
     assert [(use.lost, use.busy, use.moved) for use in s.pool.uses.values()] == [(0, 1, 0), (0, 0, 1)]
 
 
-@in_loop
 async def test_a_turn_that_is_lost_after_its_last_token_is_whole() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Lose(8)]
@@ -183,7 +171,6 @@ async def test_a_turn_that_is_lost_after_its_last_token_is_whole() -> None:
     assert s.asked() == ["a:2", "b:0"]
 
 
-@in_loop
 async def test_a_server_that_lost_a_turn_gets_none_until_the_table_vouches_for_it() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Lose(1)]
@@ -195,7 +182,6 @@ async def test_a_server_that_lost_a_turn_gets_none_until_the_table_vouches_for_i
     assert s.asked() == ["a:2", "b:3"]
 
 
-@in_loop
 async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server that is well the table has no news."""
     monkeypatch.setattr(server_pool, "SUSPECT_SECONDS", 0.01)
@@ -205,7 +191,6 @@ async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert s.asked() == ["a:4"]
 
 
-@in_loop
 async def test_a_turn_that_moves_is_held_to_freshness() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 5), entry("b", 4))
@@ -217,7 +202,6 @@ async def test_a_turn_that_moves_is_held_to_freshness() -> None:
     assert [span.version for span in (await turn).spans] == [5, 6]
 
 
-@in_loop
 async def test_a_turn_that_nobody_survives_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "SUSPECT_SECONDS", 0.0)
     s = Servers("a")
@@ -227,7 +211,6 @@ async def test_a_turn_that_nobody_survives_is_an_error(monkeypatch: pytest.Monke
     assert s.asked() == [f"a:{server_pool.MAX_LOSSES + 2}"]
 
 
-@in_loop
 async def test_what_a_server_refuses_is_not_asked_of_another() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Refuse()]
@@ -280,7 +263,6 @@ def test_nothing_is_lost_or_sampled_twice(
 # -- a changing table --------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_the_turns_of_a_server_that_leaves_go_on_elsewhere() -> None:
     s = Servers("a", "b")
     s["a"].gate.clear()
@@ -295,7 +277,6 @@ async def test_the_turns_of_a_server_that_leaves_go_on_elsewhere() -> None:
     assert s["a"].version == 1
 
 
-@in_loop
 async def test_a_new_version_leaves_turns_and_clients_alone() -> None:
     s = Servers("a")
     s["a"].gate.clear()
@@ -312,7 +293,6 @@ async def test_a_new_version_leaves_turns_and_clients_alone() -> None:
 # -- endings -----------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_cancelling_a_turn_cancels_it_at_the_server() -> None:
     s = Servers("a")
     s["a"].gate.clear()
@@ -325,7 +305,6 @@ async def test_cancelling_a_turn_cancels_it_at_the_server() -> None:
     assert counts_up(await s.pool.generate(request()))  # the session is free again
 
 
-@in_loop
 async def test_close_closes_every_client() -> None:
     s = Servers("a", "b")
     s.tell(entry("b", incarnation="2"))
@@ -333,7 +312,6 @@ async def test_close_closes_every_client() -> None:
     assert [client.closed for client in s.clients] == [True, True, True]
 
 
-@in_loop
 async def test_use_is_counted_over_all_incarnations_of_a_server() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Lose(2)]

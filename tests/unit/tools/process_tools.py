@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
 from asyncrl.tools import Rewarded, Tool, ToolError, tool
 
-if "PROCESS_TOOLS_GATE" in os.environ:
-    with open(os.environ["PROCESS_TOOLS_GATE"], "rb", buffering=0) as gate:
-        gate.read(1)
 
-
-def keep_stopped(pid: int) -> None:
-    while True:
-        os.kill(pid, signal.SIGSTOP)
-
-
-@tool(process=True, timeout=20, concurrency=2, env=("PROCESS_TOOLS_GATE", "SEARCH_KEY"))
+@tool(process=True, timeout=20, concurrency=2, env=("SEARCH_KEY",))
 def work(what: str) -> Rewarded:
     """Do what is said, some of it bad."""
     print("tools may print")
@@ -34,12 +23,6 @@ def work(what: str) -> Rewarded:
             return Rewarded(subprocess.Popen(["sleep", "60"], start_new_session=True).pid, 0.0)
         case "variables":
             return Rewarded(" ".join(os.environ), 0.0)
-        case "stop":  # the wrapper around this process
-            os.kill(os.getppid(), signal.SIGSTOP)
-            return Rewarded(os.getppid(), 0.0)
-        case "stop always":
-            threading.Thread(target=keep_stopped, args=(os.getppid(),), daemon=True).start()
-            return Rewarded(os.getppid(), 0.0)
         case "large":
             return Rewarded("x" * 10_000_000, 0.0)
     if what.startswith("polite"):

@@ -136,20 +136,17 @@ def test_a_blocking_tool_gives_back_its_result_or_its_error() -> None:
     assert run(half, '{"x": 0}').content == "error: ZeroDivisionError: division by zero"
 
 
-def test_cancellation_travels_on() -> None:
+async def test_cancellation_travels_on() -> None:
     @tool
     async def forever() -> str:
         await asyncio.Event().wait()
         return "never"
 
-    async def main() -> None:
-        task = asyncio.create_task(call_tool(forever, ToolCall("forever", "{}")))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+    task = asyncio.create_task(call_tool(forever, ToolCall("forever", "{}")))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_unknown_tools_are_answered_with_the_known_ones() -> None:

@@ -99,19 +99,16 @@ def test_samples_choose_their_tools() -> None:
         play([echo], sample(tools=["ekko"]))
 
 
-def test_what_has_to_be_repeated_is_repeated(log: list[str]) -> None:
-    async def main() -> None:
-        box = Toolbox({"notes": tool(Notes), "echo": echo})
-        session = box.session(sample())
-        await session.open()
-        recorded = [ToolReply(call("notes", line="a"), '["untit'), ToolReply(call("echo", text="x"), "pure")]
-        await session.redo(recorded, lambda text: text[:7])
-        assert "a" in (await session.call(call("notes", line="b"))).content
-        with pytest.raises(ProtocolError, match="another reply"):
-            await session.redo(recorded)
-        await session.close()
-
-    asyncio.run(main())
+async def test_what_has_to_be_repeated_is_repeated(log: list[str]) -> None:
+    box = Toolbox({"notes": tool(Notes), "echo": echo})
+    session = box.session(sample())
+    await session.open()
+    recorded = [ToolReply(call("notes", line="a"), '["untit'), ToolReply(call("echo", text="x"), "pure")]
+    await session.redo(recorded, lambda text: text[:7])
+    assert "a" in (await session.call(call("notes", line="b"))).content
+    with pytest.raises(ProtocolError, match="another reply"):
+        await session.redo(recorded)
+    await session.close()
 
 
 # -- bad tools -----------------------------------------------------------------------------------------
@@ -235,26 +232,23 @@ def test_calls_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tries  # bad arguments stay bad
 
 
-def test_concurrency_holds_over_all_episodes() -> None:
-    async def main() -> None:
-        inside: list[int] = []
-        gate = asyncio.Event()
+async def test_concurrency_holds_over_all_episodes() -> None:
+    inside: list[int] = []
+    gate = asyncio.Event()
 
-        @tool(concurrency=2)
-        async def narrow() -> int:
-            inside.append(1)
-            if len(inside) == 2:
-                asyncio.get_running_loop().call_later(0.01, gate.set)
-            await gate.wait()
-            now = len(inside)
-            inside.pop()
-            return now
+    @tool(concurrency=2)
+    async def narrow() -> int:
+        inside.append(1)
+        if len(inside) == 2:
+            asyncio.get_running_loop().call_later(0.01, gate.set)
+        await gate.wait()
+        now = len(inside)
+        inside.pop()
+        return now
 
-        box = Toolbox({"narrow": narrow})
-        replies = await asyncio.gather(*(one_call(box, sample(), call("narrow")) for _ in range(8)))
-        assert max(int(reply[0].content) for reply in replies) == 2
-
-    asyncio.run(main())
+    box = Toolbox({"narrow": narrow})
+    replies = await asyncio.gather(*(one_call(box, sample(), call("narrow")) for _ in range(8)))
+    assert max(int(reply[0].content) for reply in replies) == 2
 
 
 def test_calls_are_spaced_at_the_rate() -> None:
@@ -325,28 +319,25 @@ def test_closing_has_a_deadline_and_never_raises(monkeypatch: pytest.MonkeyPatch
     assert play([hangs], sample(), call("thing"))[0].content == "called"
 
 
-def test_close_cancels_calls_that_run() -> None:
-    async def main() -> None:
-        began, cancelled = asyncio.Event(), asyncio.Event()
+async def test_close_cancels_calls_that_run() -> None:
+    began, cancelled = asyncio.Event(), asyncio.Event()
 
-        @tool
-        async def endless() -> str:
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-            return ""
+    @tool
+    async def endless() -> str:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return ""
 
-        session = Toolbox({"endless": endless}).session(sample())
-        await session.open()
-        running = asyncio.create_task(session.call(call("endless")))
-        await began.wait()
-        await session.close()
-        assert (await running).error == "RuntimeError: it was cancelled"
-        assert cancelled.is_set()
-
-    asyncio.run(main())
+    session = Toolbox({"endless": endless}).session(sample())
+    await session.open()
+    running = asyncio.create_task(session.call(call("endless")))
+    await began.wait()
+    await session.close()
+    assert (await running).error == "RuntimeError: it was cancelled"
+    assert cancelled.is_set()
 
 
 def test_what_tools_share_is_ended_once_and_never_raises() -> None:
