@@ -153,7 +153,7 @@ def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:
 
 
 def _initialise(source: WeightsSource) -> None:
-    """Returns what was added since the model was read."""
+    """Sets what was added since the model was read."""
     state = source.model.state_dict(keep_vars=True)
     read = {id(state[piece.parameter]) for piece in source.places}
     for name, tensor in state.items():

@@ -17,6 +17,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 KIT = Path(__file__).parents[2] / "tools" / "gpu_kit"
+REPLACING = [file for file in (KIT / "parts").glob("*.py") if "mock.patch" in file.read_text()]
 # The other modules there are shared by several parts.
 PARTS = sorted(file.stem for file in (KIT / "parts").glob("*.py") if "\ndef run(" in file.read_text())
 
@@ -105,11 +106,9 @@ def test_a_part_says_what_it_asks_and_how_long_it_may_take(name: str) -> None:
     assert not {f"parts.{other}" for other in PARTS} & imported
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PARTS if "mock.patch" in (KIT / "parts" / f"{name}.py").read_text()]
-)
-def test_what_a_part_replaces_in_the_package_is_there(name: str) -> None:
-    tree = ast.parse((KIT / "parts" / f"{name}.py").read_text())
+@pytest.mark.parametrize("file", REPLACING, ids=lambda file: file.stem)
+def test_what_a_part_replaces_in_the_package_is_there(file: Path) -> None:
+    tree = ast.parse(file.read_text())
     modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)

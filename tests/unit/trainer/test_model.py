@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config import ModelConfig
-from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.scores import SplitModel
 from asyncrl.trainer.world import World
@@ -30,11 +27,16 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_tiny_qwen(directory, tied=request.param == "qwen2 tied")
 
 
+def plain_table(model: Any, t: Selected) -> torch.Tensor:
+    """[4, vocabulary]: log-probs by the plain model."""
+    logits = model(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
+    return cast(torch.Tensor, logits.log_softmax(-1))
+
+
 def test_scores_are_log_softmax_at_the_temperature(world: World, path: str) -> None:
     t = few_tokens()
     scores = load_policy(ModelConfig(path=path, dtype="float64"), world)(t)
-    logits = plain_model(path)(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
-    table = logits.log_softmax(-1)
+    table = plain_table(plain_model(path), t)
     assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0])
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1))
     assert scores.logp.requires_grad and not scores.entropy.requires_grad
@@ -46,38 +48,15 @@ def test_gradients_are_those_of_the_plain_model(
     world: World, path: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", chunk)
-    t, policy, plain = (
-        few_tokens(),
-        load_policy(ModelConfig(path=path, dtype="float64"), world),
-        plain_model(path),
-    )
+    t, policy = few_tokens(), load_policy(ModelConfig(path=path, dtype="float64"), world)
+    plain = plain_model(path)
     policy(t).logp.sum().backward()
-    logits = plain(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
-    logits.log_softmax(-1).gather(1, t.labels[:, None]).sum().backward()
+    plain_table(plain, t).gather(1, t.labels[:, None]).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     found = {name: p.grad for name, p in policy.lm.named_parameters()}
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
         assert torch.allclose(gradient.full_tensor(), wanted[name], rtol=1e-5, atol=1e-6), name
-
-
-def test_padding_on_the_right_changes_nothing(world: World, path: str) -> None:
-    policy, t = load_policy(ModelConfig(path=path, dtype="float64"), world), few_tokens()
-    ids, predictor = torch.cat([t.ids, t.ids[:, :3]], dim=1), np.array([0, 5, 16, 23])
-    longer = replace(t, ids=ids, predictor=predictor)
-    assert torch.allclose(policy(t).logp, policy(longer).logp, atol=1e-6)
-
-
-def test_parameters_are_sharded_and_the_export_is_whole(world: World, path: str) -> None:
-    policy, plain = (
-        load_policy(ModelConfig(path=path, dtype="float32"), world),
-        plain_model(path, torch.float32),
-    )
-    assert all(isinstance(p, DTensor) for p in policy.parameters())
-    state = full_state(policy)
-    wanted = dict(plain.named_parameters())  # a tied tensor once
-    assert state.keys() == wanted.keys()
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
 def test_parameters_are_sharded_again_after_scoring(world: World, path: str) -> None:
@@ -96,11 +75,6 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(world: World, p
     assert {tensor.dtype for tensor in full_state(policy).values()} == {torch.bfloat16}
     exact = load_policy(ModelConfig(path=path, dtype="float32"), world)(t).logp
     assert torch.allclose(scores.logp, exact, atol=0.1) and not torch.equal(scores.logp, exact)
-
-
-def test_a_directory_without_a_model_is_refused(world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        load_policy(ModelConfig(path=str(tmp_path)), world)
 
 
 def test_large_models_are_sharded_layer_by_layer(
@@ -136,8 +110,7 @@ def test_what_a_model_does_to_its_logits_is_done(
     assert not policy.whole
     policy.whole = whole
     scores = policy(t, entropy_grad=True, collision=True)
-    logits = plain_model(path)(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
-    table = logits.log_softmax(-1)
+    table = plain_table(plain_model(path), t)
     assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0], atol=1e-6)
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1), atol=1e-6)
     assert torch.allclose(scores.collision, table.exp().square().sum(-1), atol=1e-6)

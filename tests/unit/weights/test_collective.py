@@ -12,10 +12,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import wraps
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
@@ -72,14 +71,6 @@ async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG) -> Ma
         return await ready.load()
 
 
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(**given: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**given), 2 * LONG))
-
-    return run
-
-
 def offer(sender: Sender, version: int = 1) -> WeightsRef:
     return sender.offer(snapshot_of(weights(version), PolicyVersion(0, version)))
 
@@ -100,7 +91,6 @@ def check(server: FakeServer, version: int, rank: int = 0) -> None:
     assert server.look(rank) == (f"e0-v{version}", entries)
 
 
-@in_a_loop
 async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     server, tensors = spawn(), weights(1)
     receiver = Receiver(server, 0, 1)
@@ -113,7 +103,6 @@ async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     assert server.calls[-1] == "destroy_group"
 
 
-@in_a_loop
 async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     server = spawn(ranks=2)
     receiver = Receiver(server, 0, 2)
@@ -125,7 +114,6 @@ async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     await receiver.close()
 
 
-@in_a_loop
 async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     monkeypatch.setattr(collective, "OFFER_SECONDS", 0.1)
     server = spawn()
@@ -143,7 +131,6 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     await receiver.close()
 
 
-@in_a_loop
 async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sender, monkeypatch):
     """Another rank has announced it; here it is offered a little later."""
     server, asked = spawn(), threading.Event()
@@ -160,7 +147,6 @@ async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sende
     await receiver.close()
 
 
-@in_a_loop
 async def test_a_push_is_finished_with_its_own_version(spawn, sender):
     server = spawn()
     at_update(server, 1, lambda: offer(sender, 2) and None)
@@ -171,7 +157,6 @@ async def test_a_push_is_finished_with_its_own_version(spawn, sender):
 
 
 @pytest.mark.parametrize("bucket", [0, 2])
-@in_a_loop
 async def test_a_server_that_is_killed(spawn, sender, bucket):
     """Its push ends at once, and others are served: also its successor."""
     server, other = spawn(), spawn()
@@ -186,7 +171,6 @@ async def test_a_server_that_is_killed(spawn, sender, bucket):
     assert sender.error is None
 
 
-@in_a_loop
 async def test_a_server_that_freezes(spawn, sender):
     """Its push ends at the receiver's deadline, others are served then, and a new group serves it again."""
     server, other = spawn(), spawn()
@@ -205,7 +189,6 @@ async def test_a_server_that_freezes(spawn, sender):
     assert server.calls.count("init_group") == 2
 
 
-@in_a_loop
 async def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     """It was told to join, and does so long after everybody has given up."""
     server = spawn()
@@ -221,7 +204,6 @@ async def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     check(server, 1)
 
 
-@in_a_loop
 async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
     """Rank 0 that cannot listen is an error before the server hears of it; alone it would wait there."""
 
@@ -235,7 +217,6 @@ async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
     assert server.calls == []
 
 
-@in_a_loop
 async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     """However long it takes rank 0 to get there."""
     make, there = ServerGroup._make, []
@@ -253,7 +234,6 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
     assert there == [False]
 
 
-@in_a_loop
 async def test_a_trainer_that_is_killed(spawn):
     """The server is waiting for a broadcast: it gets an error, and lives."""
     server, trainer = spawn(), SenderProcess(silent_from=2)
@@ -265,7 +245,6 @@ async def test_a_trainer_that_is_killed(spawn):
     assert server.look()[0] == "default"
 
 
-@in_a_loop
 async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
     """The push ends at the deadline. The server waits in the broadcast until the trainer is killed."""
     server, trainer = spawn(), SenderProcess(silent_from=2)
@@ -279,7 +258,6 @@ async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
     assert server.look()[0] == "default"
 
 
-@in_a_loop
 async def test_a_trainer_that_is_gone(spawn):
     server, trainer = spawn(), SenderProcess(silent_from=0)
     trainer.end()
@@ -290,7 +268,6 @@ async def test_a_trainer_that_is_gone(spawn):
     assert server.calls == []
 
 
-@in_a_loop
 async def test_a_rank_that_does_not_deliver(spawn, sender):
     """The server is not told to receive a bucket that the trainer cannot collect. The trainer is told."""
 
@@ -312,7 +289,6 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
     check(server, 2)
 
 
-@in_a_loop
 async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn, sender):
     server = spawn()
     ref = offer(sender)
@@ -323,7 +299,6 @@ async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline
     check(server, 1)
 
 
-@in_a_loop
 async def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
     server, other = spawn(), spawn()
     server.look()
@@ -341,7 +316,6 @@ async def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"\xc1\xc1\xc1"])
-@in_a_loop
 async def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
     server = spawn()
     ref = offer(sender)
@@ -374,7 +348,6 @@ def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender,
     check(server, 1)
 
 
-@in_a_loop
 async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     ref = offer(sender)
     reader, writer = await asyncio.open_connection(*_address(ref))
@@ -383,7 +356,6 @@ async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     assert "asked for bucket 2 when 0 were sent" in answer.reason
 
 
-@in_a_loop
 async def test_closing_the_sender_ends_its_pushes(spawn):
     server, sender = spawn(), Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))
     at_update(server, 1, sender.close)
@@ -394,7 +366,6 @@ async def test_closing_the_sender_ends_its_pushes(spawn):
     assert server.look()[0] == "default"
 
 
-@in_a_loop
 async def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(spawn, sender, monkeypatch):
     """It costs a thread and a descriptor, and may be on a machine that is gone."""
     monkeypatch.setattr(collective, "IDLE_SECONDS", 0.05)
@@ -408,7 +379,6 @@ async def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(sp
     await receiver.close()
 
 
-@in_a_loop
 async def test_who_dials_and_says_nothing_is_disconnected():
     with closing(Sender("127.0.0.1", BUCKET_BYTES, 0.05, torch.device("cpu"))) as sender:
         place = _address(WeightsRef(PolicyVersion(0, 1), sender.address))
@@ -417,7 +387,6 @@ async def test_who_dials_and_says_nothing_is_disconnected():
         writer.close()
 
 
-@in_a_loop
 async def test_the_groups_of_training_are_left_alone(spawn, sender):
     """This process has no default group, and gets none."""
     known = dict(dist.distributed_c10d._world.pg_map)
