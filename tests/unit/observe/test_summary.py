@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,126 +11,110 @@ from asyncrl.observe.metrics import GREEDY, SAMPLED, SAMPLED_SCORE
 from asyncrl.observe.summary import identity_line, summarize
 from asyncrl.observe.table import before_and_after
 
-FLOW = {
-    "issued": 12,
-    "trained": 4,
-    "filtered": 3,
-    "dropped": 1,
-    "failed": 1,
-    "taken": 1,
-    "ready": 1,
-    "in_flight": 1,
-}
+STATES = ["issued", "trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight"]
+FLOW = dict(zip(STATES, (12, 4, 3, 1, 1, 1, 1, 1), strict=True))
 KEYS = (
     "steps seconds reward_first reward_last success_before success_after greedy_after policy_version "
     "tokens_trained tokens_per_s lag_mean lag_max masked_token_frac trajectories_multi_version "
     "trainer_idle_frac rollout_idle_frac weights_stall_s_mean logprob_diff_max_same_version "
     "logprob_tokens_compared k3_same_version flow conserved"
 )
+SCORE, LAG, LAST = "rollout/score/mean", "staleness/lag/mean", "val-aux/policy_version"
+TOKENS, PAUSE = "trainer/model_tokens", "timing_s/update_weights"
+DIFF, COMPARED, K3 = (
+    f"rollout_corr/{name}" for name in ("logprob_diff_max", "logprob_diff_tokens", "k3_kl_same_version")
+)
 
 
 def step(number: int, **more: float) -> dict[str, float]:
-    names = {name.replace("__", "/"): value for name, value in more.items()}
-    return {"training/step": number, "timing_s/step": 2.0, "time_s": 2.0 * number} | names
+    return {"training/step": number, "timing_s/step": 2.0, "time_s": 2.0 * number} | more
 
 
-def test_every_promised_key_is_there_even_for_a_run_without_steps() -> None:
-    summary = summarize([], FLOW, True)
-    assert set(KEYS.split()) <= summary.keys()
-    assert summary["steps"] == 0 and summary["reward_first"] is None and summary["tokens_trained"] == 0
+def held_out(number: float, success: float, **more: float) -> dict[str, float]:
+    return {"training/step": number, SAMPLED: success} | more
 
 
-def test_numbers_are_weighted_as_they_should_be() -> None:
-    rows = [
-        {"training/step": 0, "time_s": 1.0, SAMPLED: 0.2, SAMPLED_SCORE: -4.0, GREEDY: 0.0},
-        step(1, rollout__score__mean=0.25, staleness__lag__mean=0.0, trainer__model_tokens=100),
-        step(2, rollout__score__mean=0.75, staleness__lag__mean=2.0, trainer__model_tokens=300),
-        {
-            "training/step": 2,
-            "time_s": 9.0,
-            SAMPLED: 0.9,
-            SAMPLED_SCORE: 7.0,
-            GREEDY: 0.8,
-            "val-aux/policy_version": 2,
-        },
-    ]
+def told(**figures: float) -> dict[str, float]:
+    return figures
+
+
+# By what is shown: the rows of metrics.jsonl, and what the summary has.
+CASES: dict[str, tuple[list[dict[str, float]], dict[str, Any]]] = {
+    "a run without steps": ([], {"steps": 0, "reward_first": None, "tokens_trained": 0, "flow": FLOW}),
+    "numbers are weighted as they should be": (
+        [
+            held_out(0, 0.2, time_s=1.0, **{SAMPLED_SCORE: -4.0, GREEDY: 0.0}),
+            step(1, **{SCORE: 0.25, LAG: 0.0, TOKENS: 100}),
+            step(2, **{SCORE: 0.75, LAG: 2.0, TOKENS: 300}),
+            held_out(2, 0.9, time_s=9.0, **{SAMPLED_SCORE: 7.0, GREEDY: 0.8, LAST: 2}),
+        ],
+        told(steps=2, seconds=9.0, reward_first=0.25, reward_last=0.75)
+        | told(success_before=0.2, success_after=0.9, greedy_before=0.0, greedy_after=0.8)
+        | told(score_before=-4.0, score_after=7.0, policy_version=2)
+        | told(tokens_trained=400, tokens_per_s=100, lag_mean=1.5),  # by tokens, not by steps
+    ),
+    "skipped steps are counted": (
+        [step(n, **{"actor/skipped_steps": skipped}) for n, skipped in enumerate((1.0, 0.0, 2.0))],
+        {"skipped_steps": 3},
+    ),
+    "rewards at the ends are means over a tenth of the steps": (
+        [step(n, **{SCORE: float(n)}) for n in range(1, 21)],
+        {"reward_first": 1.5, "reward_last": 19.5},
+    ),
+    "a step in which no episode landed has no reward": (
+        [step(1, **{SCORE: 0.25}), step(2, **{SCORE: 0.5}), step(3)],
+        {"reward_first": 0.25, "reward_last": 0.5},
+    ),
+    "a step repeated after a crash counts once": (
+        [step(1, **{TOKENS: 5}), step(2, **{TOKENS: 7}), step(2, **{TOKENS: 9})],
+        {"steps": 2, "tokens_trained": 14},
+    ),
+    "one validation is before and not after": (
+        [held_out(0, 0.5)],
+        {"success_before": 0.5, "success_after": None},
+    ),
+    "a validation that is over after the last step is the one after": (
+        [held_out(0, 0.25), step(1), step(2), step(3), held_out(2, 0.75, time_s=30.0, **{LAST: 2})],
+        told(steps=3, seconds=30.0, tokens_per_s=0.0, policy_version=2)
+        | told(success_before=0.25, success_after=0.75),
+    ),
+    "an abandoned validation has no success of an earlier one": (
+        [held_out(0, 0.5), held_out(5, 0.6), {"training/step": 9.0, "val-aux/failed": 40.0}],
+        {"success_before": 0.5, "success_after": None},
+    ),
+    "extremes are of the whole run": (
+        [
+            step(1, **{"staleness/lag/max": 3.0, DIFF: 1e-3}),
+            step(2, **{"staleness/lag/max": 1.0, COMPARED: 10.0, K3: 1e-9}),
+        ],
+        told(lag_max=3, logprob_diff_max_same_version=1e-3)
+        | told(logprob_tokens_compared=10, k3_same_version=1e-9),
+    ),
+    "no step tells the wait for weights": ([step(1)], {"weights_stall_frac": None}),
+    "the wait for weights is a share of the steps that tell it": (
+        [step(1), step(2, **{PAUSE: 0.1}), step(3, **{PAUSE: 0.3})],
+        {"weights_stall_frac": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "expected"), CASES.values(), ids=CASES)
+def test_what_rows_add_up_to(rows: list[dict[str, float]], expected: dict[str, Any]) -> None:
     summary = summarize(rows, FLOW, False)
-    assert summary["steps"] == 2 and summary["seconds"] == 9.0
-    assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
-    assert (summary["success_before"], summary["success_after"]) == (0.2, 0.9)
-    assert (summary["greedy_before"], summary["greedy_after"]) == (0.0, 0.8)
-    assert (summary["score_before"], summary["score_after"]) == (-4.0, 7.0)
-    assert summary["lag_mean"] == pytest.approx(1.5)  # by tokens, not by steps
-    assert summary["tokens_trained"] == 400 and summary["tokens_per_s"] == 100
-    assert summary["policy_version"] == 2 and summary["conserved"] is False
-
-
-def test_skipped_steps_are_counted() -> None:
-    rows = [step(n, actor__skipped_steps=skipped) for n, skipped in enumerate((1.0, 0.0, 2.0))]
-    assert summarize(rows, FLOW, True)["skipped_steps"] == 3
-
-
-def test_rewards_at_the_ends_are_means_over_a_tenth_of_the_steps() -> None:
-    rows = [step(n, rollout__score__mean=float(n)) for n in range(1, 21)]
-    summary = summarize(rows, FLOW, True)
-    assert (summary["reward_first"], summary["reward_last"]) == (1.5, 19.5)
-
-
-def test_a_step_repeated_after_a_crash_counts_once() -> None:
-    rows = [
-        step(1, trainer__model_tokens=5),
-        step(2, trainer__model_tokens=7),
-        step(2, trainer__model_tokens=9),
-    ]
-    summary = summarize(rows, FLOW, True)
-    assert summary["steps"] == 2 and summary["tokens_trained"] == 14
-
-
-def test_one_validation_is_before_and_not_after() -> None:
-    summary = summarize([{"training/step": 0, "time_s": 0.0, SAMPLED: 0.5}], FLOW, True)
-    assert summary["success_before"] == 0.5 and summary["success_after"] is None
-
-
-def test_a_validation_that_is_over_after_the_last_step_is_the_one_after() -> None:
-    """Its row names the step that it judged, and is the last one."""
-    rows = [{"training/step": 0, SAMPLED: 0.25}, step(1), step(2), step(3)]
-    late = {"training/step": 2, "time_s": 30.0, SAMPLED: 0.75, "val-aux/policy_version": 2}
-    summary = summarize([*rows, late], FLOW, True)
-    assert (summary["steps"], summary["seconds"], summary["tokens_per_s"]) == (3, 30.0, 0.0)
-    assert (summary["success_before"], summary["success_after"]) == (0.25, 0.75)
-    assert summary["policy_version"] == 2
-
-
-def test_extremes_are_of_the_whole_run() -> None:
-    rows = [
-        step(1, staleness__lag__max=3.0, rollout_corr__logprob_diff_max=1e-3),
-        step(
-            2,
-            staleness__lag__max=1.0,
-            rollout_corr__logprob_diff_tokens=10.0,
-            rollout_corr__k3_kl_same_version=1e-9,
-        ),
-    ]
-    summary = summarize(rows, FLOW, True)
-    assert summary["k3_same_version"] == pytest.approx(1e-9)
-    assert summary["lag_max"] == 3 and summary["logprob_diff_max_same_version"] == 1e-3
-    assert summary["logprob_tokens_compared"] == 10
-
-
-def test_the_wait_for_weights_is_a_share_of_the_steps_that_tell_it() -> None:
-    assert summarize([step(1)], FLOW, True)["weights_stall_frac"] is None
-    rows = [step(1), step(2, timing_s__update_weights=0.1), step(3, timing_s__update_weights=0.3)]
-    assert summarize(rows, FLOW, True)["weights_stall_frac"] == pytest.approx(0.1)
+    assert set(KEYS.split()) <= summary.keys() and summary["conserved"] is False
+    assert {key: summary[key] for key in expected} == {
+        key: pytest.approx(value) if isinstance(value, float) else value for key, value in expected.items()
+    }
 
 
 def test_components_of_a_reward_stand_beside_the_score_in_training_and_held_out() -> None:
     """Partial credit is seen before anything succeeds: success stays 0 here."""
-    name, held_out = "rollout/component/near/mean", "val-aux/all/sampled/near/mean@1"
+    name, tested = "rollout/component/near/mean", "val-aux/all/sampled/near/mean@1"
     rows = [
-        {"training/step": 0, SAMPLED: 0.0, held_out: 0.1},
-        step(1, rollout__score__mean=0.25) | {name: 0.5, "rollout/component/near/max": 1.0},
-        step(2, rollout__score__mean=0.5) | {name: 0.75},
-        {"training/step": 2, SAMPLED: 0.0, held_out: 0.875},
+        held_out(0, 0.0, **{tested: 0.1}),
+        step(1, **{SCORE: 0.25, name: 0.5, "rollout/component/near/max": 1.0}),
+        step(2, **{SCORE: 0.5, name: 0.75}),
+        held_out(2, 0.0, **{tested: 0.875}),
     ]
     summary = summarize(rows, FLOW, True)
     assert summary["components"] == {"near": (0.5, 0.75, 0.1, 0.875)}
@@ -143,19 +128,3 @@ def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
     assert line.startswith("12 issued = 4 trained + 3 filtered + 1 dropped + 1 failed + 1 taken + 1 ready")
     assert line.endswith("1 in flight ✓")
     assert "NOT CONSERVED" in identity_line(FLOW, False)
-
-
-def test_a_step_in_which_no_episode_landed_is_left_out_of_the_rewards() -> None:
-    rows = [{"training/step": k, "timing_s/step": 1.0, "rollout/score/mean": k / 4} for k in (1, 2)]
-    found = summarize([*rows, {"training/step": 3, "timing_s/step": 1.0}], {}, True)
-    assert (found["reward_first"], found["reward_last"]) == (0.25, 0.5)
-
-
-def test_a_last_validation_that_was_abandoned_has_no_success_of_an_earlier_one() -> None:
-    rows = [
-        {"training/step": 0.0, SAMPLED: 0.5},
-        {"training/step": 5.0, SAMPLED: 0.6},
-        {"training/step": 9.0, "val-aux/failed": 40.0},
-    ]
-    summary = summarize(rows, FLOW, True)
-    assert summary["success_before"] == 0.5 and summary["success_after"] is None
