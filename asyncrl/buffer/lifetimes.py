@@ -1,4 +1,4 @@
-"""How long groups live and tokens wait, estimated while some of them still run; the deadlines that follow."""
+"""Estimates how long groups live and tokens wait, while some of them still run; the deadlines that follow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Lifetimes:
         self._since = -math.inf  # when the window begins: the newest end that is not in it any more
 
     def begin(self, key: Hashable, now: float, weight: float = 1.0) -> None:
-        """One more lifetime of `key` begins."""
+        """Begins one more lifetime of `key`."""
         self._running.setdefault(key, []).append((now, weight))
 
     def end(self, key: Hashable, now: float) -> None:

@@ -66,8 +66,8 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
 
 
 def check_logprobs(uid: str, turn: Turn) -> None:
-    """They are finite, and of probabilities up to 1. ProtocolError when not. (The trainer does not ask: it
-    leaves tokens out whose ratio is not finite.)"""
+    """Checks that they are finite, and of probabilities up to 1. ProtocolError when not. (The trainer does
+    not ask: it leaves tokens out whose ratio is not finite.)"""
     if turn.logprobs and not (math.isfinite(sum(turn.logprobs)) and max(turn.logprobs) <= MOST_LOGPROB):
         raise ProtocolError(f"episode {uid} turn {turn.index}: log-probs that are no finite numbers up to 0")
 

@@ -44,7 +44,7 @@ NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
 
 
 class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100,000 takes too long
-    """One member of a group. `oldest` and `newest` are policy versions of its model tokens; while it runs, no
+    """A member of a group. `oldest` and `newest` are policy versions of its model tokens; while it runs, no
     token is added that is older than `bound`. `step` is the batch it was taken into (the lag is counted from
     it). The `greedy` one is sampled at temperature 0 and never trained: the others are compared with it."""
 

@@ -31,7 +31,7 @@ def token_lags(spans: Iterable[VersionSpan], step: int) -> list[int]:
 
 
 def stale_mask(lags: Iterable[int], bound: int) -> list[bool]:
-    """Which tokens are over the bound: these never contribute to a gradient."""
+    """Marks the tokens over the bound: these never contribute to a gradient."""
     return [value > bound for value in lags]
 
 
@@ -124,7 +124,7 @@ class Places:
             self.left[ahead] -= groups
 
     def _due(self, floor: int) -> int:
-        """How many batches ahead a group with this floor is due at the latest."""
+        """Counts the batches until a group with this floor is due at the latest."""
         return max(0, floor - self._oldest)
 
 

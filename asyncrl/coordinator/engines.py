@@ -44,8 +44,8 @@ class KeeperRecord:
 
 
 class EngineHandler:
-    """Which engine has which version, and who may use it. An engine is named by its peer, a worker or a
-    keeper."""
+    """Tracks which engine has which version, and who may use it. An engine is named by its peer, a worker or
+    a keeper."""
 
     def __init__(self, state: RunState, now: float) -> None:
         self.state, self._began = state, now
@@ -124,7 +124,8 @@ class EngineHandler:
             self.state.liveness.alive(now)
 
     def pop_unloadable_version(self) -> str:
-        """Why the newest version cannot be loaded, once for REFUSALS of it; '' where an engine holds it."""
+        """Returns why the newest version cannot be loaded, once for REFUSALS of it; '' where an engine holds
+        it."""
         held, newest = self.state.versions.engines, self.state.versions.newest
         often = any(count >= REFUSALS for (_, version), count in self.refused.items() if version == newest)
         if not often or any(engine.acked >= newest for engine in held.values()):

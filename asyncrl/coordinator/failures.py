@@ -70,8 +70,9 @@ class FirstAttempts:
         self._failed.append((place, sample))
 
     def verdict(self, running: Iterable[int]) -> str:
-        """What has failed; '' as long as an attempt may land. `running`: places of those under way. Only the
-        attempts before all of these count, or slow ones that land would come after many that fail fast."""
+        """Says what has failed; '' as long as an attempt may land. `running`: places of those under way. Only
+        the attempts before all of these count, or slow ones that land would come after many that fail
+        fast."""
         if self.landed or len(self._failed) < MIN_ATTEMPTS:
             return ""
         first = min(running, default=math.inf)

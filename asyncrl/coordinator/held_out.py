@@ -97,7 +97,7 @@ class HeldOutEpisodes:
 
     @property
     def waiting(self) -> list[EpisodeRecord]:
-        """Those that are to be assigned, in their order."""
+        """Episodes that are to be assigned, in their order."""
         return list(self._pending.values())
 
     # -- running: see ReplayBuffer -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where the run is, what it waits for before it goes on, and how it ends.
+"""Moves a run from phase to phase, says what it waits for, and ends it.
 
 waits for: peers (to start); the last push, checkpoint and validation (to complete); a checkpoint (to stop)
 unblocks: the end of the run
@@ -22,7 +22,7 @@ FOLLOW = 4.0  # of the stop timeout: for the other processes to end
 
 
 class Phase(enum.StrEnum):
-    """Where the run is. Each phase but RUNNING has a deadline."""
+    """Names the parts of a run. Each phase but RUNNING has a deadline."""
 
     STARTING = "starting"
     RUNNING = "running"

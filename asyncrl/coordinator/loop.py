@@ -143,7 +143,7 @@ class Coordinator:
             self.reporter.longest_turn = max(self.reporter.longest_turn, time.monotonic() - begin)
 
     def turn(self, now: float) -> None:
-        """One turn of the loop; an error undoes it and ends the run."""
+        """Runs one turn of the loop; an error undoes it and ends the run."""
         try:
             written = self._turn(now)
         except SupersededError:
@@ -157,7 +157,8 @@ class Coordinator:
             self._finish()
 
     def _turn(self, now: float) -> bool:
-        """Whether it is written. While the store cannot be, nothing is taken in, acknowledged or admitted."""
+        """Returns True when the turn is written. While the store cannot be, nothing is taken in, acknowledged
+        or admitted."""
         if self.journal.paused:
             self._hear_observers(now)
             if not self.journal.commit_pass(now):

@@ -32,7 +32,7 @@ class RecordHandler:
         self._most_tokens = max([limit, *began])  # of an episode
 
     def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
-        """One sequenced record: processed once, acknowledged after the commit."""
+        """Takes in one sequenced record: it is processed once, and acknowledged after the commit."""
         worker = self.workers.peers.get(peer)
         if worker is None:
             return  # unacknowledged: it is sent again after the hello
@@ -81,7 +81,9 @@ class RecordHandler:
                 self._keep_text(episode, message)
                 state.buffer.finish(episode, message.result, message.stats, now)
                 self.reporter.on_landed(episode)
-                self._first_landed()
+                if not state.first_attempts.landed:
+                    state.first_attempts.landed = True  # after a restart of this process alone, too
+                    state.store.put_meta("landed", state.launch)
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
                 del worker.running[episode.uid]
@@ -89,14 +91,9 @@ class RecordHandler:
             case _:
                 assert_never(message)
 
-    def _first_landed(self) -> None:
-        """Kept in the store: after a restart of this process alone, what follows are no first attempts."""
-        if not self.state.first_attempts.landed:
-            self.state.first_attempts.landed = True
-            self.state.store.put_meta("landed", self.state.launch)
-
     def _keep_text(self, episode: EpisodeRecord, message: Finished) -> None:
-        """Of an episode that is transcribed. `versions`: of the policy, from the oldest to the newest."""
+        """Saves the text of an episode that is transcribed. `versions`: of the policy, from the oldest to the
+        newest."""
         if not message.text:
             return
         state = self.state
@@ -145,7 +142,7 @@ class RecordHandler:
             self.state.buffer.waiting_tokens.begin(episode.uid, now, message.model_tokens)
 
     def queue_acks(self) -> None:
-        """One cumulative ack per worker that sent records in this turn of the loop."""
+        """Queues one cumulative ack per worker that sent records in this turn of the loop."""
         for peer in self._acks:
             worker = self.workers.peers.get(peer)
             if worker is not None:

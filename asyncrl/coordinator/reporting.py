@@ -149,7 +149,8 @@ class Reporter:
         return status
 
     def constant_reward(self) -> str:
-        """Why nothing can be learned: all episodes so far scored alike, in two batches of groups or more."""
+        """Says why nothing can be learned: all episodes so far scored alike, in two batches of groups or
+        more."""
         config, groups, (low, high) = self.state.config, self.state.buffer.settled.total(), self._scores
         if groups < 2 * config.buffer.groups_per_batch or low != high or self.state.samples[0].demonstration:
             return ""
@@ -193,16 +194,16 @@ class Reporter:
         )
 
     def batch_share(self) -> float:
-        """How far the step under way is: an episode counts half when it has landed, and whole when the
-        trainer has taken it."""
+        """Measures how far the step under way is: an episode counts half when it has landed, and whole when
+        the trainer has taken it."""
         counts, buffer = self.state.buffer.counts(), self.state.config.buffer
         taken = counts[State.TAKEN]
         landed = taken + counts[State.READY] + counts[State.LANDED]
         return min(1.0, (landed + taken) / (2 * buffer.groups_per_batch * buffer.episodes_per_group))
 
     def waits(self) -> tuple[str, ...]:
-        """Who waits for what, and for how long, as far as asked: each wait since it was first found here. Who
-        waits for the same is named together."""
+        """Says who waits for what, and for how long, as far as asked: each wait since it was first found
+        here. Who waits for the same is named together."""
         peers = (*self.workers.peers, *self.engines.keepers, *self.trainer.ranks.peers)
         named = [(one.name, one.beat.waiting) for one in peers if one.beat]
         own, now = dict.fromkeys(self.state.waits), time.monotonic()
@@ -319,13 +320,14 @@ QUESTIONS = 8  # of a validation, each with its sampled and its greedy episode
 
 
 def kept_questions(count: int) -> frozenset[int]:
-    """Of `count` held-out samples, evenly spread: files are often sorted by source or difficulty."""
+    """Chooses some of `count` held-out samples, evenly spread: files are often sorted by source or
+    difficulty."""
     kept = min(QUESTIONS, count)
     return frozenset(index * count // kept for index in range(kept))
 
 
 def transcript_entry(uid: str, sample: Sample, **more: Any) -> dict[str, Any]:
-    """What is asked, and `more`: what came of it."""
+    """Describes what is asked, and in `more` what came of it."""
     truth = json.loads(sample.ground_truth)
     asked = {"sample": sample.row, "data_source": sample.data_source, "ground_truth": truth}
     return {"uid": uid} | asked | more

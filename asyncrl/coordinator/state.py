@@ -109,7 +109,7 @@ class RunState:
         self.trains_since(self.batches.committed)
 
     def futile(self) -> str:
-        """Why the run learns nothing and had better end; '' when that is not so."""
+        """Says why the run learns nothing and had better end; '' when that is not so."""
         buffer = self.buffer
         if buffer.prompts.failed:
             return f"{buffer.prompts.failed}; mend that, then go on with resume=auto"
@@ -135,7 +135,7 @@ class RunState:
 
     @property
     def all_episodes(self) -> list[EpisodeRecord]:
-        """Those in memory, of training and of a validation."""
+        """Episodes in memory, of training and of a validation."""
         return [*self.buffer.episodes.values(), *self.held_out.episodes.values()]
 
     @property
@@ -175,8 +175,8 @@ class RunState:
         self.store.copies.take(self.buffer.counts())
 
     def payloads(self, episode: EpisodeRecord) -> list[bytes]:
-        """Of its turns, without the replies to them; [] where one cannot be read. They were checked when they
-        came: to decode them again takes most of the time of a plan."""
+        """Reads its turns, without the replies to them; [] where one cannot be read. They were checked when
+        they came: to decode them again takes most of the time of a plan."""
         try:
             found = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
         except StoreError as error:

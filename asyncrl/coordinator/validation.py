@@ -51,8 +51,8 @@ NOTHING = "null"  # is under way, but something has been
 
 
 class SessionStart(msgspec.Struct, frozen=True):
-    """What is kept in the store of a session under way, beside its episodes. `final`: at the start or the end
-    of training. `settings`: under which it samples."""
+    """Describes a session under way, as the store keeps it beside its episodes. `final`: at the start or the
+    end of training. `settings`: under which it samples."""
 
     step: int
     final: bool
@@ -104,7 +104,7 @@ class Validation:
                 self.begin(committed, start.final, now)
 
     def _stored(self) -> SessionStart | None:
-        """What was under way when the coordinator ended."""
+        """Reads which session was under way when the coordinator ended."""
         stored = self.state.store.read.meta("validation", NOTHING)
         return msgspec.json.decode(stored, type=SessionStart | None)
 

@@ -1,4 +1,4 @@
-"""Which policy version is the newest, which one each engine was sent, and which one it has confirmed."""
+"""Keeps the newest policy version, and for each engine the one it was sent and the one it has confirmed."""
 
 from __future__ import annotations
 

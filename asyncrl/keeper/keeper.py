@@ -91,15 +91,12 @@ class Keeper:
         at_ending(loop, lambda: self._end("by a signal"))
         deadline = self.config.weights.deadline
         self._loads = WeightLoader("train", self._timeline, deadline, self._ready, self._mirror)
-        services = [asyncio.create_task(service) for service in self._services()]
+        services = [*map(asyncio.create_task, (self._listen(), self._keep_contact(), self._keep_server()))]
         try:
             done, _ = await asyncio.wait([self._ending, *services], return_when=asyncio.FIRST_COMPLETED)
             return int(done.pop().result())
         finally:
             await self._leave(services)
-
-    def _services(self) -> list[Coroutine[Any, Any, int]]:
-        return [self._listen(), self._keep_contact(), self._keep_server()]
 
     async def _ready(self) -> ServerLoader:
         if self._server is None:

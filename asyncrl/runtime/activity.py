@@ -27,7 +27,7 @@ SHORTEST = 0.001  # seconds together; less is left out
 
 
 class Recorder(Protocol):
-    """What is used of a timeline. Times are wall-clock, so that processes line up."""
+    """The part of a timeline that is used here. Times are wall-clock, so that processes line up."""
 
     def record(self, name: str, start: float, end: float, **details: object) -> None: ...
 

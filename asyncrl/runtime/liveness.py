@@ -1,5 +1,5 @@
-"""When a run has stalled, or a process has lost its coordinator: signs of life, progress,
-and how long each may be missing."""
+"""Finds that a run has stalled, or a process has lost its coordinator: signs of life, progress, and how long
+each may be missing."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def progress_limit(config: RunConfig) -> float:
 
 
 class Liveness:
-    """When something last moved in a run. Pure: `now` is passed in, in seconds of one monotonic clock.
-    `start`: seconds for a role to report in."""
+    """Remembers when something last moved in a run. Pure: `now` is passed in, in seconds of one monotonic
+    clock. `start`: seconds for a role to report in."""
 
     def __init__(self, config: RunConfig, now: float) -> None:
         self.start = start_limit(config)
@@ -58,7 +58,7 @@ class Liveness:
         self.alive_at = now
 
     def stalled(self, now: float) -> str:
-        """Why the run counts as stalled; '' when it does not."""
+        """Says why the run counts as stalled; '' when it does not."""
         if now - self.alive_at > self._silence:
             limit = f"{self._silence:g} s (launch.stall_timeout, and the longest silent wait)"
             return f"nothing has moved for {limit}"
@@ -72,7 +72,7 @@ QUIET_SECONDS = 5.0  # without a message, after which the coordinator may have r
 
 
 class ContactState(enum.Enum):
-    """What to do at a tick."""
+    """Tells a process what to do at a tick."""
 
     FINE = "fine"  # send a heartbeat
     QUIET = "quiet"  # send a hello: the coordinator may have restarted, or lost us

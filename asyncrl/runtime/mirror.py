@@ -66,7 +66,7 @@ SLACK = 4.0  # a fetch may take so many times as long as the last one made expec
 
 
 class Mirror:
-    """One process's end. `role`, `index`: of the process."""
+    """The end of one process. `role`, `index`: of the process."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, role: str, index: int, timeline: Recorder
@@ -141,8 +141,8 @@ class Mirror:
                     await asyncio.to_thread(self._fetched, ref.version)
 
     def _is_elsewhere(self, ref: WeightsRef) -> bool:
-        """Where files of the trainer's machine are in sight, one that is not there is asked for, too: it is
-        told whether there is a newer one."""
+        """Returns True when it is to be fetched. Where files of the trainer's machine are in sight, one that
+        is gone is asked for, too: the answer says whether there is a newer one."""
         return self._possible and not (self._sees_files and Path(ref.path).is_dir())
 
     # -- in a thread -----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Mirror:
         return directory
 
     def _chosen(self, manifest: Manifest) -> Path:
-        """Where versions are kept here: as at the trainer, in shared memory if there is room."""
+        """Chooses the directory of versions here: as at the trainer, in shared memory if there is room."""
         size = sum(spec.nbytes for spec in manifest.layout)
         needed = disk.bytes_needed(size, manifest.delta is not None, caches=0)
         return disk.weights_directory(self._where, self._run_dir, self._name, needed) / self._lock.name
@@ -268,7 +268,7 @@ class Mirror:
                 opened = self._open(opened.version, anew=True)
 
     def _read_from(self, opened: OpenedVersion, arriving: Arriving, lock: Path, until: float) -> None:
-        """What has not arrived so far, in order."""
+        """Read what has not arrived so far, in order."""
         wanted = iter(range(arriving.have, opened.size, PIECE))
         asked, end = (
             dict[int, int](),
@@ -299,7 +299,7 @@ class Mirror:
                 os.utime(lock)
 
     def _served_at(self) -> tuple[str, str]:
-        """Where others read from this process, and the key."""
+        """Gives the address where others read from this process, and the key."""
         if self._joined:
             return "", ""
         if self._server is None:

@@ -82,8 +82,8 @@ class MainMemory(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Where a version of cgroups says what a group may use and uses. `cache`: what of it the kernel frees on
-    demand, a line of memory.stat."""
+    """Files in which a version of cgroups says what a group may use and uses. `cache`: what of it the kernel
+    frees on demand, a line of memory.stat."""
 
     mount: str
     limit: str
@@ -109,8 +109,8 @@ def main_memory(root: Path = Path("/")) -> MainMemory:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """What each group of this process, and each around it, may use and uses. Inside a container a path may be
-    that outside of it: the container's own group is the mount then."""
+    """Yields what each group of this process, and each around it, may use and uses. Inside a container a path
+    may be that outside of it: the container's own group is the mount then."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -65,7 +65,7 @@ class Arriving:
 
 @dataclass
 class Chain:
-    """Who reads a version. `end`: address and key of the one that nobody reads it from so far."""
+    """The readers of a version. `end`: address and key of the one that nobody reads it from so far."""
 
     end: tuple[str, str]
     members: set[str] = field(default_factory=set)
@@ -221,7 +221,7 @@ def root(
 
 
 def travels(config: RunConfig) -> bool:
-    """Whether versions are files of the trainer's machine alone."""
+    """Returns True when versions are files of the trainer's machine alone."""
     return config.weights.transport == "disk" and config.weights.directory in OWN
 
 

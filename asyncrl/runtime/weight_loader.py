@@ -47,7 +47,7 @@ class LoadFailures:
         self._since = min(self._since, time.monotonic())
 
     def too_many(self, patience: float) -> str:
-        """Why the engine is to be given up: LOAD_TRIES or more, over `patience` seconds; else ""."""
+        """Says why the engine is to be given up: LOAD_TRIES or more, over `patience` seconds; else ""."""
         if self._count < LOAD_TRIES or time.monotonic() - self._since < patience:
             return ""
         return f"{self._count} loads in a row failed; the last one: {self._last}"

@@ -69,12 +69,11 @@ class RunReader:
         places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
         for turn in range(turns):
             for kind in kinds:
-                yield self._frame((uid, turn, kind), places.get((turn, kind)))
-
-    def _frame(self, key: FrameKey, place: FramePlace | None) -> bytes:
-        if key in self._unwritten:
-            return self._unwritten[key]
-        return self._segments.read(place) if place else b""
+                if (uid, turn, kind) in self._unwritten:
+                    yield self._unwritten[uid, turn, kind]
+                else:
+                    place = places.get((turn, kind))
+                    yield self._segments.read(place) if place else b""
 
     def plan_hash(self, step: int) -> str | None:
         rows = self._rows("SELECT plan_hash FROM commits WHERE step=?", step)
@@ -110,7 +109,7 @@ class RunReader:
         }
 
     def plan(self, step: int) -> Batch:
-        """Of one of these."""
+        """Decodes the plan of one of these batches."""
         return self._one(Batch, "plan of batch", "SELECT record FROM plans WHERE step=?", step)
 
     @property

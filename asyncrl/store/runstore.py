@@ -57,9 +57,6 @@ class RunStore:
         self.read = RunReader(self._db, self._written, self._frames)
         self.copies = Copies(run_dir)
 
-    def _stored_epoch(self) -> int:
-        return int(self.read.meta("coordinator_epoch", "0"))
-
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
         """The payload of a turn (`kind` generated | replied); a repeat replaces the one before."""
         self._frames[uid, turn, kind] = payload
@@ -161,7 +158,7 @@ class RunStore:
         oldest: int | None = None
         if self._frames or self._statements or self._sync_due or self.pruning:
             with self._transaction():
-                if (epoch := self._stored_epoch()) != self.epoch:
+                if (epoch := int(self.read.meta("coordinator_epoch", "0"))) != self.epoch:
                     raise SupersededError(
                         f"{self._run_dir / DATABASE}: another coordinator (epoch {epoch}) has taken over "
                         f"from this one (epoch {self.epoch})"

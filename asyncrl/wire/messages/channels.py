@@ -3,63 +3,23 @@
 A message is a header (one of these structs, msgpack) and zero or more opaque frames.
 """
 
-from asyncrl.wire.messages.engine import (
-    KeeperBeat,
-    KeeperHello,
-    OpenedVersion,
-    OpenVersion,
-    ReadBytes,
-    VersionBytes,
-    VersionGone,
-)
-from asyncrl.wire.messages.shared import (
-    Enrol,
-    Enrolled,
-    Invite,
-    Loaded,
-    LoadWeights,
-    ObserverHello,
-    Prefetch,
-    Replace,
-    RunEnd,
-    Status,
-    StepReport,
-    Stop,
-    Welcome,
-)
-from asyncrl.wire.messages.trainer import (
-    Checkpointed,
-    Commit,
-    Committed,
-    GaveUp,
-    PlanReceived,
-    PlanRequest,
-    Probed,
-    Published,
-    StartPlan,
-    TrainerBeat,
-    TrainerHello,
-    WorkPlan,
-)
-from asyncrl.wire.messages.worker import (
-    Ack,
-    Assign,
-    Cancel,
-    Clock,
-    Engines,
-    Fenced,
-    Heartbeat,
-    Leave,
-    Record,
-    WorkerHello,
-)
+from asyncrl.wire.messages import engine, shared, trainer, worker
+from asyncrl.wire.messages.worker import Record
 
-FromWorker = WorkerHello | Heartbeat | Leave | Loaded
-FromKeeper = KeeperHello | KeeperBeat | Leave | Loaded
-FromTrainer = TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | GaveUp
-FromObserver = ObserverHello | Invite | Stop
-FromTrainerBulk = PlanRequest | PlanReceived
-AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | Enrol
+FromWorker = worker.WorkerHello | worker.Heartbeat | worker.Leave | shared.Loaded
+FromKeeper = engine.KeeperHello | engine.KeeperBeat | worker.Leave | shared.Loaded
+FromTrainer = (
+    trainer.TrainerHello
+    | trainer.TrainerBeat
+    | trainer.Commit
+    | trainer.Probed
+    | trainer.Published
+    | trainer.Checkpointed
+    | trainer.GaveUp
+)
+FromObserver = shared.ObserverHello | shared.Invite | shared.Stop
+FromTrainerBulk = trainer.PlanRequest | trainer.PlanReceived
+AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | shared.Enrol
 AnyBulk = Record | FromTrainerBulk
 # By the role of the sender: the coordinator takes nothing else from it.
 ToCoordinatorControl = {
@@ -67,15 +27,26 @@ ToCoordinatorControl = {
     "engine": FromKeeper,
     "trainer": FromTrainer,
     "observer": FromObserver,
-    "token": Enrol,
+    "token": shared.Enrol,
 }
 ToCoordinatorBulk = {"rollout": Record, "trainer": FromTrainerBulk}
-ToVersionServer = {"rollout": OpenVersion | ReadBytes, "engine": OpenVersion | ReadBytes}
-ToVersionReader = OpenedVersion | VersionBytes | VersionGone
-ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
-ToKeeper = Welcome | Prefetch | LoadWeights | Stop
-ToWorkerBulk = Ack | Fenced
-ToTrainerControl = Welcome | Committed | Stop
-ToTrainerBulk = WorkPlan | StartPlan
-ToToken = Enrolled
-ToObserver = Welcome | Status | StepReport | Replace | RunEnd | Stop
+ToVersionServer = {
+    "rollout": engine.OpenVersion | engine.ReadBytes,
+    "engine": engine.OpenVersion | engine.ReadBytes,
+}
+ToVersionReader = engine.OpenedVersion | engine.VersionBytes | engine.VersionGone
+ToWorkerControl = (
+    shared.Welcome
+    | worker.Assign
+    | worker.Cancel
+    | shared.LoadWeights
+    | worker.Engines
+    | worker.Clock
+    | shared.Stop
+)
+ToKeeper = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Stop
+ToWorkerBulk = worker.Ack | worker.Fenced
+ToTrainerControl = shared.Welcome | trainer.Committed | shared.Stop
+ToTrainerBulk = trainer.WorkPlan | trainer.StartPlan
+ToToken = shared.Enrolled
+ToObserver = shared.Welcome | shared.Status | shared.StepReport | shared.Replace | shared.RunEnd | shared.Stop

@@ -19,8 +19,9 @@ Short = Annotated[str, Meta(max_length=300)]
 
 
 class OpenVersion(WireMessage, frozen=True):
-    """Who has this version? `address`, `key`: where others may read it from the asker, as far as it has got,
-    and the public key of that server. `anew`: the source that the asker was told before does not deliver."""
+    """Asks who has this version. `address`, `key`: where others may read it from the asker, as far as it has
+    got, and the public key of that server. `anew`: the source that the asker was told before does not
+    deliver."""
 
     version: PolicyVersion
     address: Short

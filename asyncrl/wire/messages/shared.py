@@ -49,7 +49,7 @@ class Enrolled(WireMessage, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True):
-    """One try at one episode. Records of a try that is not current are fenced."""
+    """A try at an episode. Records of a try that is not current are fenced."""
 
     uid: str
     attempt: Count
