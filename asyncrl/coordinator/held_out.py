@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.buffer.records import EpisodeRecord, State
-from asyncrl.observe.held_out import SAMPLED, HeldOut
+from asyncrl.observe.held_out import SAMPLED, HeldOut, uid_prefix
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.shared import Attempt
@@ -47,12 +47,16 @@ class HeldOutEpisodes:
         read, decode = self._store.read, msgspec.msgpack.Decoder(EpisodeRecord).decode
         records = (decode(record) for _, record in read.held_out(RECORD))
         self.episodes = {episode.uid: episode for episode in records}
-        self.over: dict[str, Finished | Failed] = {}  # results without texts, which are in the store,
+        self._prefix = uid_prefix(HeldOut.of(next(iter(self.episodes))).step) if self.episodes else ""
+        stored, result = read.held_out(self._prefix) if self._prefix else (), Finished | Failed
+        self.over: dict[str, Finished | Failed] = {  # results without texts, which are in the store,
+            uid: _without_text(msgspec.msgpack.decode(record, type=result)) for uid, record in stored
+        }
         self.texts: dict[str, str] = {}  # but for those of this turn
         self.causes: dict[str, str] = {}  # of the newest failure, by uid
         self._dirty: dict[str, EpisodeRecord] = {}
         self._before = msgspec.json.decode(read.meta(META, "{}"), type=HeldOutFlow)  # of earlier sessions
-        self._issued, self._prefix = len(self.episodes), ""
+        self._issued = len(self.episodes)
         self._count()
 
     # -- a session -----------------------------------------------------------------------------------
@@ -70,24 +74,20 @@ class HeldOutEpisodes:
         self._issued, self._prefix = len(uids), prefix
         self.episodes = {uid: _issue(uid, known.get(uid), again) for uid in uids}
         self._dirty = dict(self.episodes)
-        decode = msgspec.msgpack.Decoder(Finished | Failed).decode
-        for uid, record in self._store.read.held_out(prefix) if again else ():
-            done = self.over[uid] = _without_text(decode(record))
-            self.episodes[uid].state = State.LANDED if isinstance(done, Finished) else State.FAILED
         self._count()
 
     def _count(self) -> None:
         self._counts = Counter(episode.state for episode in self.episodes.values())
         self._pending = {uid: e for uid, e in self.episodes.items() if e.state is State.PENDING}
 
-    def end(self) -> list[EpisodeRecord]:
+    def end(self, cause: str = "not over in time") -> list[EpisodeRecord]:
         """The session is over: what is in flight has failed. Returns what was running."""
         left = [
             episode for episode in self.episodes.values() if episode.state in (State.PENDING, State.RUNNING)
         ]
         running = [episode for episode in left if episode.state is State.RUNNING]
         for episode in left:
-            self.give_up(episode, FailReason.DEADLINE, "not over in time")
+            self.give_up(episode, FailReason.DEADLINE, cause)
         self._before, self._issued = self.flow(), 0
         self._store.put_meta(META, msgspec.json.encode(self._before).decode())
         self._store.forget_held_out(RECORD)
@@ -162,8 +162,9 @@ class HeldOutEpisodes:
 
     def audit(self) -> bool:
         """The account is exact, and the store has as many results of the session as are counted here."""
-        stored = self._store.read.count_held_out(self._prefix) if self._prefix else len(self.over)
-        return self.flow().conserved and stored == len(self.over)
+        stored = self._store.read.count_held_out(self._prefix) if self._prefix else 0
+        ended = self._counts[State.LANDED] + self._counts[State.FAILED] if self.episodes else stored
+        return self.flow().conserved and stored == len(self.over) == ended
 
 
 def _without_text(result: Finished | Failed) -> Finished | Failed:

@@ -255,6 +255,29 @@ def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path
     assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
 
 
+def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_so(tmp_path: Path) -> None:
+    setup, _, validation = validating(tmp_path)
+    validation.tick(0.0, exclusive=True)
+    uids = [message.attempt.uid for _, message in setup.sent.take(Assign)]
+    setup.play(Attempt(uids[0], 0), Finished(0, Attempt(uids[0], 0), EpisodeResult(1.0), EpisodeStats(1)))
+    setup.state.persist()
+    validation._held.close()
+    assert setup.state.versions.ref is not None
+    disk.delete(setup.state.versions.ref)
+    held_out = setup.state.held_out
+    held_out.restore()  # as the next coordinator does
+    assert held_out.flow() == HeldOutFlow(issued=2, scored=1, in_flight=1) and held_out.audit()
+    del held_out.over[uids[0]]
+    assert not held_out.audit(), "what the store has is compared"
+    held_out.restore()
+    after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    after.resume(0.0, over=False)
+    setup.state.persist()
+    assert not after.busy and held_out.flow() == HeldOutFlow(issued=2, scored=1, failed=1)
+    assert held_out.audit() and held_out.over.keys() == {*uids}
+    assert after._stored() is None
+
+
 def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_path: Path) -> None:
     setup, worker, validation = validating(tmp_path)
     worker.eval_version = None
