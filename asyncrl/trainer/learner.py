@@ -113,7 +113,7 @@ class Learner:
     # -- a batch ---------------------------------------------------------------------------------------
 
     @property
-    def waits(self) -> bool:
+    def behind_barrier(self) -> bool:
         """The batch is trained behind a barrier: always, or because running statistics are still unknown."""
         return self.recipe.barrier or (self.recipe.scale == "whiten_running" and self.whitening is None)
 
@@ -131,7 +131,7 @@ class Learner:
             for planned, turns in work
         ]
         tally_examples(self._tally, examples, self.config.rollout.longest_prompt)
-        if self.waits:
+        if self.behind_barrier:
             self._held += examples
             return
         self._train(examples, self._tally)
@@ -139,7 +139,7 @@ class Learner:
     def finish(self) -> dict[str, float]:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks.
         Raises SpikeError, on all ranks, if it is to be left out: this learner is of no use then."""
-        if self.waits:
+        if self.behind_barrier:
             tally = merged(self.world.gather_data(self._tally, MetricSums))
             tally.merge(self._train_held())
         else:
@@ -247,7 +247,7 @@ class Learner:
         optimizer steps that were taken; else they get theirs here, or from the critic as it scores them.
         Episodes that nothing reads are counted only.
         """
-        if not self.waits and not (self.recipe.critic or self.recipe.reference):
+        if not self.behind_barrier and not (self.recipe.critic or self.recipe.reference):
             examples = self._credited(examples, tally)
         if self.recipe.skips_inert:
             tally_unscored(tally, [e for e in examples if not e.is_read])
@@ -257,7 +257,7 @@ class Learner:
 
     def _backward(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> None:
         """Runs one micro-batch."""
-        if not self.waits and self.reference is not None:
+        if not self.behind_barrier and self.reference is not None:
             with self.watch.phase("ref"):
                 tokens = self._collate(examples).selected
                 examples = with_values(examples, "reference", self.reference.logp(tokens))
@@ -278,7 +278,7 @@ class Learner:
         if self.critic is not None:
             with self.watch.phase("values"):
                 value = self.critic(micro.selected)
-        if not self.waits and value is not None:
+        if not self.behind_barrier and value is not None:
             examples = self._credited(with_values(examples, "value", value.detach()), tally)
             micro = micro.updated(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
@@ -376,7 +376,7 @@ class Learner:
         factor = 1.0
         if self.recipe.batch_mean_weight and whole.totals.get("_weight"):
             factor *= whole.totals["trainer/kept_tokens"] / whole.totals["_weight"]
-        if not self.waits:
+        if not self.behind_barrier:
             factor *= advantage_factor(self.recipe.scale, whole)
         return factor
 

@@ -201,7 +201,7 @@ def test_gradients_are_those_of_the_formula(
 ) -> None:
     sections, formula, tolerance, waits = FORMULAS[case]
     learner = made(**sections)
-    assert waits in (None, learner.waits)
+    assert waits in (None, learner.behind_barrier)
     wanted = gradients(model, formula(model, episodes) / tokens_of(episodes))
     assert gradient_gap(learner, episodes, wanted) < tolerance
 
@@ -237,7 +237,9 @@ def test_advantages_are_reported_as_they_are_trained(
     if algorithm.get("normalise") == "batch_std":
         held = made(algorithm=algorithm | {"prox": "recompute"})
         again = run_batch(held, random_cut(episodes, 1, 3, seed=0))
-        assert held.waits and again["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-9)
+        assert held.behind_barrier and again["actor/pg_loss"] == pytest.approx(
+            metrics["actor/pg_loss"], rel=1e-9
+        )
     assert found == pytest.approx({name: float(x) for name, x in wanted.items()}, rel=1e-9, abs=1e-12)
 
 
@@ -265,10 +267,10 @@ def test_running_whitening_uses_the_batches_before(made: Made, model: Any, episo
     """The first batch waits and is whitened by itself; the second streams, whitened by the first."""
     algorithm = {"advantage": "reinforce_pp_baseline", "normalise": "whiten_running"}
     learner = made(algorithm=algorithm, buffer=UNFILTERED, trainer={"lr": 1e-12})
-    assert learner.waits
+    assert learner.behind_barrier
     run_batch(learner, [[episodes]])
     learner.step = 0
-    assert not learner.waits and learner.state.keys() > {"kl_coef"}
+    assert not learner.behind_barrier and learner.state.keys() > {"kl_coef"}
     sizes = [sum(len(turn.ids) for turn in turns) for _, turns in episodes]
     raw = [torch.full((n,), centred(e), dtype=torch.float64) for n, e in zip(sizes, episodes, strict=True)]
     other = Recorder(model, seed=12, noise=0.2).groups(4, 3, [0], name="h")
