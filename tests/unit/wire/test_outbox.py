@@ -11,7 +11,7 @@ from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Record, Replied
 from asyncrl.wire.outbox import RESEND, Outbox
-from tests.fakes.loop import in_loop, settle
+from tests.fakes.loop import settle
 
 A, B = Attempt("a", 0), Attempt("b", 0)
 
@@ -83,7 +83,6 @@ class Played:
         pytest.param("x2 p =1", id="a send past its deadline is tried again"),
     ],
 )
-@in_loop
 async def test_records(events: str) -> None:
     """`p9` posts a record of 9 bytes, `a1` acks up to 1, `r` rewinds, `z` pauses, `@5`: it is 5 s. The wire
     refuses the next two: `x2`; holds all: `(` to `)`. These were sent: `=1,2`; record 1 is durable: `d1`, is
@@ -97,7 +96,6 @@ async def test_records(events: str) -> None:
     running.cancel()
 
 
-@in_loop
 async def test_attempts_are_those_of_records_that_are_not_acked() -> None:
     outbox = Played().outbox
     first = await outbox.post(Replied(0, A, 0))
@@ -110,7 +108,6 @@ async def test_attempts_are_those_of_records_that_are_not_acked() -> None:
     await outbox.flushed()
 
 
-@in_loop
 async def test_a_record_that_no_socket_takes_is_refused() -> None:
     """It would be sent again for ever; so the episode fails."""
     played = Played()
