@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.config.composition import compose
-from asyncrl.conversation import commands
-from asyncrl.conversation import episode as machine
-from asyncrl.data import load_samples
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.episodes.parts import EpisodeParts
-from asyncrl.tools import Toolbox, load_tool
+from asyncrl.tools import Toolbox
 from asyncrl.types import Sample, ToolCall
 from tests.fakes.scripts import bench_script
 
@@ -132,32 +126,6 @@ def test_a_mode_keeps_commas_within_values() -> None:
     assert bench.mode("x=a.b=1,c={d: 1, e: 2},f=[g,h]") == ("x", ["a.b=1", "c={d: 1, e: 2}", "f=[g,h]"])
     with pytest.raises(Exception, match="give NAME=OVERRIDE"):
         bench.mode("x")
-
-
-def test_trls_prompts_are_the_demos() -> None:
-    """Its tokenizer shows the tool as ours does, whatever schema it is given."""
-    config = compose(["experiment=calculator", "name=prompts"])
-    sample = load_samples(config.data.train)[0]
-    opened = commands.Opened((load_tool("calculator").schema_text,))
-    ours = machine.advance(EpisodeParts(config).rules, machine.begin(sample), opened).command
-    messages = [{"role": message.role, "content": message.content} for message in sample.prompt]
-    theirs = (
-        bench_script("trl_job")
-        .demo_tokenizer()
-        .apply_chat_template(
-            messages, tools=[{"other": "schema"}], add_generation_prompt=True, return_dict=False
-        )
-    )
-    assert isinstance(ours, commands.Generate)
-    assert tuple(theirs) == ours.ids
-
-
-def test_trls_steps_are_counted_after_the_first_ones() -> None:
-    rows = [{"time": 10.0 * n, "cpu": 3.0 * n, "slept": 1.0 * n} for n in (0, 1, 3, 5)]
-    logs = [{"step": n, "completions/mean_length": 100.0 * n} for n in (1, 3)]
-    found = bench_script("trl").figures({"rows": rows, "logs": logs}, 2)
-    del sys.modules["trl"]  # for others that is the library's name
-    assert found == {"T": 20.0, "cpu": 6.0, "slept": 2.0, "tokens": 300.0 * 64}
 
 
 def row(arm: str, lag: int, seed: int, success: float) -> dict[str, Any]:
