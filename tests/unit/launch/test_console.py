@@ -64,16 +64,31 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
     assert plain_line(ConsoleState("demo", START)) == "[starting] step 0/10 | elapsed 0:00:00"
 
 
-def test_a_constant_reward_is_said_once_and_the_score_before_any_step() -> None:
+ALERT = "64 groups: every episode scored 0; the samples are too hard, or the reward finds no answer"
+FAILED = "attempts failed: 1,234 reward_error, 2 worker_lost; the newest: [x] (bad.py:41)"
+
+
+@pytest.mark.parametrize(
+    ("told", "shorter"),
+    [
+        ([{"alert": ALERT}, {"alert": ALERT.replace("64", "65")}], "65 groups: every episode scored 0"),
+        ([{"failed": FAILED}, {"failed": FAILED}], FAILED),
+    ],
+)
+def test_what_is_wrong_is_said_once_and_stays_in_view(told: list[dict[str, str]], shorter: str) -> None:
+    """With the score before any step."""
     shown, out = console()
-    alert = "64 groups: every episode scored 0; the samples are too hard, or the reward finds no answer"
-    for seen in ("", alert, alert.replace("64", "65")):
-        shown.status(Status("running", 0, 10, {REWARD: 0.0, FILTERED: 0.98}, (), alert=seen))
-    assert out.getvalue().splitlines() == ["phase: running", alert]
+    for more in ({}, *told):
+        shown.status(Status("running", 0, 10, {REWARD: 0.0, FILTERED: 0.98}, (), **more))
+    assert out.getvalue().splitlines() == ["phase: running", *told[0].values()]
     line = plain_line(shown.state)
-    assert "reward 0.000, filtered 98%" in line and line.count("65 groups: every episode scored 0 | ") == 1
+    assert "reward 0.000, filtered 98%" in line and line.count(f" | {shorter}") == 1
     shown.terminal.print(render(shown.state, shown.terminal))
-    assert "65 groups: every episode scored 0" in out.getvalue()
+    assert shorter in "\n".join(out.getvalue().splitlines()[2:])
+
+
+def test_failed_attempts_are_counted_by_kind() -> None:
+    assert failures_line({"worker_lost": 2, "reward_error": 1234}, "[x] (bad.py:41)") == FAILED
 
 
 @pytest.mark.parametrize("failed", ["", "attempts failed: " + 9 * "1,234 reward_error, "])
@@ -89,20 +104,6 @@ def test_a_plain_line_is_never_long(failed: str, count: int) -> None:
     assert ("waits: worker 0" in line) == bool(count) and ("attempts failed: 1,234" in line) == bool(failed)
     assert (plain_line(state, waits=False) == line) == (not failed and not count)
     assert all(name in plain_line(state, waits=False) for name in ("lag mean", "advantage 0", "reward"))
-
-
-def test_failed_attempts_are_said_at_once_and_stay_in_view() -> None:
-    shown, out = console()
-    failed = failures_line({"worker_lost": 2, "reward_error": 1234}, "KeyError: 'b' [x] (bad.py:41)")
-    assert failed == (
-        "attempts failed: 1,234 reward_error, 2 worker_lost; the newest: KeyError: 'b' [x] (bad.py:41)"
-    )
-    for seen in ("", failed, failed):
-        shown.status(Status("running", 0, 10, {}, (), seen))
-    assert out.getvalue().splitlines() == ["phase: running", failed]
-    assert plain_line(shown.state).endswith(f" | {failed}")
-    shown.terminal.print(render(shown.state, shown.terminal))
-    assert failed in out.getvalue().splitlines()[2:]
 
 
 def test_there_is_a_line_for_each_step_and_each_validation() -> None:
