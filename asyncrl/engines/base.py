@@ -29,7 +29,7 @@ never raises, and keeps no hold of the ids. Fewer ids than before: those since t
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One turn of one episode.
+    """Asks for one turn of one episode.
 
     `session` names the episode: its prefix may be kept between turns. `ids` is the whole prefix.
     `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the

@@ -31,8 +31,8 @@ class Environment(Protocol):
     reach `step`."""
 
     replay: Literal["reapply", "no"] = "reapply"
-    """What happens after a crash. `reapply`: the recorded turns are passed to `step` of a new environment,
-    which must give the same answers. `no`: the episode starts again."""
+    """Tells what happens after a crash. `reapply`: the recorded turns are passed to `step` of a new
+    environment, which must give the same answers. `no`: the episode starts again."""
 
     timeout: float | None = None
     """Seconds that each of its answers may take; None: `rollout.tool_timeout`."""

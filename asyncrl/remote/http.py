@@ -105,7 +105,7 @@ async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
 
 
 def _session() -> aiohttp.ClientSession:
-    """One per event loop: a session cannot change loops."""
+    """Return the session of this event loop: a session cannot change loops."""
     import aiohttp
 
     loop = asyncio.get_running_loop()

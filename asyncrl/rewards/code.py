@@ -44,8 +44,8 @@ class CodeTruth(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class CodeTest:
-    """One run: a program around the answer, what it reads, and whether its output is right: `right` may raise
-    what `passes` catches, as the output can be anything."""
+    """Describes one run: a program around the answer, what it reads, and whether its output is right: `right`
+    may raise what `passes` catches, as the output can be anything."""
 
     source: str
     stdin: str
@@ -113,7 +113,7 @@ class Code:
 
     @asynccontextmanager
     async def _started_sandbox(self) -> AsyncIterator[Sandbox]:
-        """One of `at_once`. RewardError when none comes free."""
+        """Start one of `at_once`. RewardError when none comes free."""
         most = MAX_WAIT * self._total
         try:
             async with asyncio.timeout(most):
@@ -167,7 +167,7 @@ def last_block(text: str) -> str | None:
 
 
 def cases_of(truth: CodeTruth, answer: str) -> list[CodeTest]:
-    """One case for each test."""
+    """Make one case for each test."""
     pairs = list(zip(truth.inputs, truth.outputs, strict=True))
     if truth.fn_name:
         cases = [_call(answer, truth.fn_name, given, expected) for given, expected in pairs]

@@ -30,9 +30,9 @@ class RewardSource(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Reward:
-    """One part of an episode's reward. `name` is what reports call it; `load` is called once in a process of
-    its own before `function` is. `own_deadline`: an async one that bounds its own waits. `needs_truth`,
-    `numbers`: see `rewards.base.needs_truth`."""
+    """Gives one part of an episode's reward. `name` is what reports call it; `load` is called once in a
+    process of its own before `function` is. `own_deadline`: an async one that bounds its own waits.
+    `needs_truth`, `numbers`: see `rewards.base.needs_truth`."""
 
     name: str
     function: Callable[[RewardInput], Any]
@@ -58,7 +58,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> lis
 
 
 def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
-    """One function of whole episodes, with its options bound."""
+    """Load one function of whole episodes, with its options bound."""
     found, where = rewards.load(source.spec, where), f"{where}.{source.spec}"
     function = bound(_with_verls_options(found, where), source.options, where, CALL)
     typed = _is_typed(function)
@@ -119,7 +119,7 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
 
 
 def _is_typed(function: RewardFunction) -> bool:
-    """One parameter that is not an option, called `given` or annotated as RewardInput."""
+    """True for one parameter that is not an option, called `given` or annotated as RewardInput."""
     options = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     taken = [p for p in inspect.signature(function).parameters.values() if p.kind not in options]
     if len(taken) != 1:

@@ -19,8 +19,8 @@ from asyncrl.values import finite
 
 @dataclass(frozen=True)
 class ShapingInput:
-    """One scored episode. `tokens` and `turns` are the model's; `limit` is the most model tokens that the
-    limits of `rollout` can let an episode have."""
+    """Describes one scored episode. `tokens` and `turns` are the model's; `limit` is the most model tokens
+    that the limits of `rollout` can let an episode have."""
 
     score: float
     tokens: int

@@ -68,13 +68,13 @@ class Tool:
     timeout: float | None = None
     """Seconds; None: the caller's default."""
     retries: int = 0
-    """How often a call that raised is tried again, with growing pauses, before its deadline."""
+    """A call that raised is tried again so often, with growing pauses, before its deadline."""
     concurrency: int | None = None
     """Calls of this tool that one worker runs at once; None: any number."""
     rate: float | None = None
     """Calls of this tool that one worker begins per second; None: any number."""
     replay: Replay = "pure"
-    """What is done with recorded calls when an episode goes on after a crash. `pure`: the recorded reply is
+    """Recorded calls are treated so when an episode goes on after a crash. `pure`: the recorded reply is
     used; `reapply`: the call is run again to rebuild its effects; `no`: the episode begins again."""
     blocking: bool = False
     """Run a sync function in a thread, which the deadline can abandon; others run inline: keep them quick."""

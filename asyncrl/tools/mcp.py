@@ -43,7 +43,7 @@ def mcp(
     api_key_env: str = "",
     headers: str = "",
 ) -> Sequence[Tool]:
-    """One tool for each tool of the server, which lists them now, over a connection for this purpose.
+    """Make one tool for each tool of the server, which lists them now, over a connection for this purpose.
 
     `command`: the line that starts a server (no shell; `python` is this interpreter), or `url`: one that
     runs. `prefix` goes before the tools' names; `allow`: the server's names of those to take, with commas;

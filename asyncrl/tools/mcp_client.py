@@ -77,7 +77,7 @@ _connections: set[McpConnection] = set()
 
 
 class McpConnection:
-    """One connection, from the handshake, which begins after `pause` seconds, to its end."""
+    """Keep one connection, from the handshake, which begins after `pause` seconds, to its end."""
 
     def __init__(self, server: McpServer, pause: float = 0.0) -> None:
         self._server = server
@@ -202,7 +202,7 @@ class McpConnection:
         self._refusal = f"HTTP {status} {response.reason_phrase}{hint}" if status >= 400 else ""
 
     def _why(self, problem: str) -> str:
-        """Why it ended, and the last that the server wrote beside messages."""
+        """Say why it ended, and the last that the server wrote beside messages."""
         wrote = " ".join(self._wrote.decode("utf-8", "replace").split())[-300:]
         return (self._problem or problem) + (f" (it wrote: {wrote})" if wrote else "")
 

@@ -29,7 +29,7 @@ MAX_ABANDONED = 100  # calls of one tool that still run after their deadlines; w
 
 
 class ToolSource(msgspec.Struct, frozen=True):
-    """Which tool a child runs: a function, or a factory with its arguments, as `module:name`."""
+    """Tells a child which tool it runs: a function, or a factory with its arguments, as `module:name`."""
 
     spec: str
     arguments: dict[str, Any]
@@ -127,11 +127,10 @@ class CallLimits:
             if (abandoned := len(self.live) - self._awaited) >= MAX_ABANDONED:
                 raise CallTimeout(f"the tool is out of order: {abandoned} earlier calls have not ended")
             self._awaited += 1
-            stack.callback(self._leave)
-            yield
-
-    def _leave(self) -> None:
-        self._awaited -= 1
+            try:
+                yield
+            finally:
+                self._awaited -= 1
 
     async def _pace(self) -> None:
         """Only a call that begins delays the next one; a call that gives up does not."""

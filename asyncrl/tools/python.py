@@ -23,7 +23,7 @@ Size = Annotated[int, Meta(ge=1)]
 
 
 class Workspace:
-    """One sandbox for one episode: an interpreter, a shell, and the directory they share."""
+    """Holds one sandbox for one episode: an interpreter, a shell, and the directory they share."""
 
     def __init__(self, limits: SandboxLimits, require: frozenset[str], seconds: float) -> None:
         self._sandbox = new_sandbox(limits, require)

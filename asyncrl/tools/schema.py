@@ -30,7 +30,11 @@ def signature_of(function: Callable[..., Any], name: str, described: Any) -> Sig
     docstring."""
     description, notes = docstring(described)
     struct = _struct(function, name, notes)
-    return Signature(_schema(name, description, struct), _decoder(struct))
+    decoder = msgspec.json.Decoder(struct, strict=False)
+    return Signature(
+        _schema(name, description, struct),
+        lambda text: msgspec.structs.asdict(decoder.decode(text or "{}")),
+    )
 
 
 def docstring(described: Any) -> tuple[str, dict[str, str]]:
@@ -64,11 +68,6 @@ def _kind(part: Any) -> str:
     if "anyOf" in part:
         return " | ".join(map(_kind, part["anyOf"]))
     return str(part.get("type", "any"))
-
-
-def _decoder(struct: type[msgspec.Struct]) -> Decode:
-    decoder = msgspec.json.Decoder(struct, strict=False)
-    return lambda text: msgspec.structs.asdict(decoder.decode(text or "{}"))
 
 
 def _struct(function: Callable[..., Any], name: str, notes: dict[str, str]) -> type[msgspec.Struct]:

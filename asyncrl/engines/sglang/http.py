@@ -69,8 +69,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """One data-parallel rank in the answer of `/v1/loads`. `token_usage`: share of its KV memory that
-    requests hold; prefixes that are only kept for reuse are not counted."""
+    """Describes one data-parallel rank in the answer of `/v1/loads`. `token_usage`: share of its KV memory
+    that requests hold; prefixes that are only kept for reuse are not counted."""
 
     token_usage: float
 

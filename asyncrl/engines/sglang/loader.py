@@ -105,8 +105,8 @@ class ServerLoader:
         return manifest
 
     async def _prepared(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
-        """One at a time: the thread of a cancelled load goes on, and two would take each other's files out of
-        the cache."""
+        """Prepare files, one version at a time: the thread of a cancelled load goes on, and two would take
+        each other's files out of the cache."""
         if self._preparing is not None:
             await asyncio.wait([self._preparing])
         self._preparing = asyncio.ensure_future(asyncio.to_thread(self._whole, ref))

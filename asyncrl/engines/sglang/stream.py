@@ -33,14 +33,14 @@ class ForeignWeights(EngineError):
 
 
 class OutputToken(msgspec.Struct, frozen=True, array_like=True):
-    """One entry of `output_token_logprobs`."""
+    """Reads one entry of `output_token_logprobs`."""
 
     logprob: float
     id: int
 
 
 class InputToken(msgspec.Struct, frozen=True, array_like=True):
-    """One entry of `input_token_logprobs`; the first of a prompt has no log-prob."""
+    """Reads one entry of `input_token_logprobs`; the first of a prompt has no log-prob."""
 
     logprob: float | None
     id: int
@@ -77,7 +77,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
-    """One event of a stream, or the whole answer to a request that is not streamed."""
+    """Reads one event of a stream, or the whole answer to a request that is not streamed."""
 
     meta_info: MetaInfo = MetaInfo()
     error: msgspec.Raw = msgspec.Raw()
@@ -100,7 +100,7 @@ def decode(payload: bytes) -> StreamEvent:
 
 
 class StreamedTurn:
-    """One request's tokens so far.
+    """Collects one request's tokens.
 
     `acked`: the version that the server was known to hold when the request was sent: nothing older can have
     sampled it. `in_place`: updates leave the KV cache as it is, and a batch that is under way meanwhile is

@@ -30,7 +30,7 @@ _RAGGED = 4  # a prompt waits for a later step rather than be padded to more tha
 
 
 class Run:
-    """One request from arrival to its end."""
+    """Follows one request from arrival to its end."""
 
     def __init__(self, request: Request, limit: int, version: int) -> None:
         self.request = request

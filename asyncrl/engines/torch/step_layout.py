@@ -1,4 +1,4 @@
-"""What one step computes: host bookkeeping in, the tensors of one forward and one sampling out."""
+"""Lays out what one step computes: host bookkeeping in, the tensors of one forward and one sampling out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
 
 
 class StepLayout(NamedTuple):
-    """One step: the tokens to forward, and how to sample from the logits of some of them."""
+    """Describes one step: the tokens to forward, and how to sample from the logits of some of them."""
 
     layout: Layout
     keep: torch.Tensor  # [samples] indices of the tokens sampled from
@@ -105,8 +105,8 @@ def _behind(values: np.ndarray) -> np.ndarray:
 
 
 def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]) -> StepLayout:
-    """One token for every decoding slot, and the chunks. `lengths` [slots] counts the known ids of decoding
-    slots, the last of which is the one to forward, and is 0 for others."""
+    """Lay out one token for every decoding slot, and the chunks. `lengths` [slots] counts the known ids of
+    decoding slots, the last of which is the one to forward, and is 0 for others."""
     decoding = _decoding(lengths, cache.scratch)
     count = sum(len(span.slots) for span in decoding)
     spans, active = list(decoding), (lengths[:count] > 0).astype(np.int64)
@@ -159,7 +159,8 @@ def _decoding(lengths: np.ndarray, scratch: int) -> list[_Span]:
 
 
 def _cut(reach: np.ndarray) -> tuple[int, int]:
-    """Where to cut slots in two, and how many cells that saves. `reach` [r], not empty, does not rise."""
+    """Return where to cut slots in two, and how many cells that saves. `reach` [r], not empty, does not
+    rise."""
     saved = (reach[0] - reach) * np.arange(len(reach), 0, -1)
     at = int(saved.argmax())
     return at, int(saved[at])

@@ -106,7 +106,8 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
         holds.add("orphans")  # the guard runs as another user: the code cannot kill it
     if os.getuid() != 0:
         holds.add("processes")
-    counted_apart = own or ("user" in spaces and _kernel() >= (5, 14))
+    kernel_version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    counted_apart = own or ("user" in spaces and kernel_version >= (5, 14))
     count = plan.limits.processes + OWN_PROCESSES + (0 if counted_apart else _tasks(os.getuid()))
     alone = own or "pid" in spaces
     return Confinement(home, frozenset(holds), alone, count, files, filtered, "; ".join(notes))
@@ -249,10 +250,6 @@ def _library_is_public() -> bool:
         if not os.stat(path).st_mode & 1:
             return False
     return True
-
-
-def _kernel() -> tuple[int, ...]:
-    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
 
 
 def _tasks(uid: int) -> int:

@@ -16,9 +16,9 @@ REPLY = struct.Struct("!ci?QI")  # ending, status, state lost, bytes left out, b
 HELLO = struct.Struct("!BI")  # which isolations hold (bits, see ISOLATION), bytes of the notes
 
 ISOLATION = ("network", "files", "processes", "orphans", "memory")
-"""What a sandbox can keep from its code, in the order of their bits: any network but its own empty one; every
-file but those it was shown; more processes than allowed; processes that outlive it; memory
-that no limit counts, such as files without a directory, shared segments and file systems of its own."""
+"""A sandbox can keep these from its code, in the order of their bits: any network but its own empty one;
+every file but those it was shown; more processes than allowed; processes that outlive it; memory that no
+limit counts, such as files without a directory, shared segments and file systems of its own."""
 
 LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000}
 """Kinds of a request (cell, program, shell) and the bytes that a source may have: a cell is sent

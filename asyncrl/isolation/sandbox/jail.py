@@ -47,7 +47,7 @@ log = logging.getLogger("asyncrl.sandbox")
 START_SECONDS = 20.0
 DETECT_SECONDS = 30.0
 LATE_SECONDS = 5.0
-"""How much later than asked the warden may answer: one second of grace, and a busy machine."""
+"""The warden may answer so much later than asked: one second of grace, and a busy machine."""
 FILE_SECONDS = 10.0  # to write or read one
 END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
 CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
@@ -273,8 +273,13 @@ class Isolation:
 @functools.cache
 def detect_isolation() -> Isolation:
     """Blocks for the start of one sandbox (some 40 ms) the first time. SandboxError when none starts."""
+
+    async def look() -> Isolation:
+        async with Jail(require=()) as jail:
+            return Isolation(jail.holds, jail.notes)
+
     with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
-        found = pool.submit(asyncio.run, _look()).result(DETECT_SECONDS)
+        found = pool.submit(asyncio.run, look()).result(DETECT_SECONDS)
     held = ", ".join(name for name in ISOLATION if name in found.holds) or "nothing"
     log.info("sandboxes of this machine isolate: %s%s", held, f" ({found.notes})" if found.missing else "")
     return found
@@ -296,8 +301,3 @@ def check_isolation(require: str) -> frozenset[str]:
             f"({detect_isolation().notes}); allow namespaces (docs/sandbox.md), or require less"
         )
     return required
-
-
-async def _look() -> Isolation:
-    async with Jail(require=()) as jail:
-        return Isolation(jail.holds, jail.notes)
