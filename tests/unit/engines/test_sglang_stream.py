@@ -105,35 +105,32 @@ def test_a_full_queue_is_busy_unless_there_are_tokens():
     assert answer.generation().ids == (1,)
 
 
-def test_spans_of_an_update_that_emptied_the_cache_are_as_the_server_says():
-    answer = fed(answer_to((0, 3), in_place=False), last(9, ("e0-v3", 0, 4), ("e0-v5", 4, 9)))
-    assert answer.generation().spans == (VersionSpan(0, 4, 3, 3), VersionSpan(4, 9, 5, 5))
+Spans = list[tuple[int, ...]]
+AS_RECORDED: Spans = [(0, 4, 3, 3), (4, 9, 5, 5)]
+# In place, the token under way at an update may be of the version before,
+UNDER_WAY: Spans = [(0, 4, 3, 3), (4, 5, 3, -1), (5, 6, 4, -1), (6, 9, 4, 3)]
+NEWEST_ALONE: Spans = [(0, 4, 3, 3), (4, 5, 3, -1)]
+# and the first token may be older than the server says.
+FIRST: Spans = [(0, 1, 3, -1), (1, 4, 4, 3)]
+FIRST_OF_TWO: Spans = [(0, 1, 3, -1), (1, 2, 4, -1), (2, 4, 5, 3)]
 
 
-def test_in_place_the_token_under_way_at_an_update_may_be_of_the_version_before():
-    labels = ("e0-v3", 0, 4), ("e0-v4", 4, 5), ("e1-v4", 5, 9)
-    answer = fed(answer_to((0, 3), in_place=True), last(9, *labels))
-    assert answer.generation().spans == (
-        VersionSpan(0, 4, 3, 3),
-        VersionSpan(4, 5, 3, -1),
-        VersionSpan(5, 6, 4, -1),
-        VersionSpan(6, 9, 4, 3),
-    )
-    newest_alone = fed(answer_to((0, 3), in_place=True), last(5, ("e0-v3", 0, 4), ("e0-v4", 4, 5)))
-    assert newest_alone.generation().spans == (VersionSpan(0, 4, 3, 3), VersionSpan(4, 5, 3, -1))
-
-
-def test_in_place_the_first_token_may_be_older_than_the_server_says():
-    answer = fed(answer_to((0, 3), in_place=True), last(4, ("e0-v4", 0, 4)))
-    assert answer.generation().spans == (VersionSpan(0, 1, 3, -1), VersionSpan(1, 4, 4, 3))
-    both = fed(answer_to((0, 3), in_place=True), last(4, ("e0-v4", 0, 1), ("e0-v5", 1, 4)))
-    assert both.generation().spans == (
-        VersionSpan(0, 1, 3, -1),
-        VersionSpan(1, 2, 4, -1),
-        VersionSpan(2, 4, 5, 3),
-    )
-    empty = fed(answer_to((0, 3), in_place=True), last(0, ("e0-v4", 0, 0), finish=QUEUED))
-    assert empty.generation().spans == ()
+@pytest.mark.parametrize(
+    ("in_place", "labels", "spans"),
+    [
+        (False, [("e0-v3", 0, 4), ("e0-v5", 4, 9)], AS_RECORDED),
+        (True, [("e0-v3", 0, 4), ("e0-v4", 4, 5), ("e1-v4", 5, 9)], UNDER_WAY),
+        (True, [("e0-v3", 0, 4), ("e0-v4", 4, 5)], NEWEST_ALONE),
+        (True, [("e0-v4", 0, 4)], FIRST),
+        (True, [("e0-v4", 0, 1), ("e0-v5", 1, 4)], FIRST_OF_TWO),
+        (True, [("e0-v4", 0, 0)], []),
+    ],
+)
+def test_spans_are_those_of_the_server_but_for_tokens_that_may_be_older(
+    in_place: bool, labels: list[tuple[str, int, int]], spans: Spans
+):
+    answer = fed(answer_to((0, 3), in_place), last(labels[-1][2], *labels))
+    assert answer.generation().spans == tuple(VersionSpan(*span) for span in spans)
 
 
 @pytest.mark.parametrize(("acked", "oldest"), [((0, 3), 3), ((0, 5), 4)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -24,17 +25,18 @@ def completion(text: str | None) -> bytes:
     return json.dumps({"id": "x", "choices": [{"index": 0, "message": {"content": text}}]}).encode()
 
 
-def talk(body: Callable[[Script], Awaitable[Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "PAUSE", 0.0)
 
-    async def run() -> Any:
-        try:
-            async with scripted() as script:
-                return await body(script)
-        finally:
-            await close_sessions()
 
-    return asyncio.run(run())
+@asynccontextmanager
+async def server() -> AsyncIterator[Script]:
+    try:
+        async with scripted() as script:
+            yield script
+    finally:
+        await close_sessions()
 
 
 def in_turn(*answers: tuple[int, bytes], headers: dict[str, str] | None = None) -> Any:
@@ -48,10 +50,9 @@ def in_turn(*answers: tuple[int, bytes], headers: dict[str, str] | None = None) 
     return answer
 
 
-def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-
-    async def body(script: Script) -> str:
+    async with server() as script:
         script.says(PATH, 200, completion("fine"))
         model = RemoteModel(f"{script.url}/v1/", "judge", "JUDGE_KEY", temperature=0.5, max_tokens=7)
         said = [
@@ -82,9 +83,6 @@ def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
             "temperature": 0.5,
             "max_tokens": 7,
         }
-        return ""
-
-    talk(body, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +93,11 @@ def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
         ([(503, b""), (429, b""), (200, completion("ok"))], "ok"),
     ],
 )
-def test_what_passes_is_tried_again(
-    answers: list[tuple[int, bytes]], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(script: Script) -> None:
+async def test_what_passes_is_tried_again(answers: list[tuple[int, bytes]], said: str) -> None:
+    async with server() as script:
         script.answers[PATH] = in_turn(*answers)
         assert await RemoteModel(f"{script.url}/v1", "judge").chat(QUESTION) == said
         assert len(script.asked) == len(answers)
-
-    talk(body, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -118,34 +112,23 @@ def test_what_passes_is_tried_again(
         (200, b'{"choices": [{"message": {"content": 3}}]}', 2, 1, "no chat completion"),
     ],
 )
-def test_refusals(
-    status: int,
-    content: bytes,
-    retries: int,
-    tries: int,
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def body(script: Script) -> None:
+async def test_refusals(status: int, content: bytes, retries: int, tries: int, complaint: str) -> None:
+    async with server() as script:
         script.says(PATH, status, content)
         with pytest.raises(RemoteError, match=complaint):
             await RemoteModel(f"{script.url}/v1", "judge", retries=retries).chat(QUESTION)
         assert len(script.asked) == tries
 
-    talk(body, monkeypatch)
 
-
-def test_what_some_models_refuse_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(script: Script) -> None:
+async def test_what_some_models_refuse_can_be_left_out() -> None:
+    async with server() as script:
         script.says(PATH, 200, completion("fine"))
         await RemoteModel(f"{script.url}/v1", "judge", temperature=-1, max_tokens=0).chat(QUESTION)
         assert script.asked[0][1].keys() == {"model", "messages"}
 
-    talk(body, monkeypatch)
 
-
-def test_the_deadline_holds_over_silence_and_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(script: Script) -> None:
+async def test_the_deadline_holds_over_silence_and_retry_after() -> None:
+    async with server() as script:
         silent = asyncio.Event()
 
         async def never(request: web.Request) -> web.Response:
@@ -161,11 +144,10 @@ def test_the_deadline_holds_over_silence_and_retry_after(monkeypatch: pytest.Mon
         with pytest.raises(RemoteError, match=r"within 0.2 s \(last: status 429 \(slow down\)\)"):
             await model.chat(QUESTION)
 
-    talk(body, monkeypatch)
 
+async def test_a_cut_connection_is_tried_again_and_a_flood_is_refused() -> None:
+    async with server() as script:
 
-def test_a_cut_connection_is_tried_again_and_a_flood_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(script: Script) -> None:
         async def cut(request: web.Request) -> web.Response:
             assert request.transport is not None
             request.transport.abort()
@@ -179,15 +161,11 @@ def test_a_cut_connection_is_tried_again_and_a_flood_is_refused(monkeypatch: pyt
         with pytest.raises(RemoteError, match="larger than"):
             await model.chat(QUESTION)
 
-    talk(body, monkeypatch)
 
-
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, unused_port: int) -> None:
-    async def body(script: Script) -> None:
+async def test_nobody_listens(unused_port: int) -> None:
+    async with server():
         with pytest.raises(RemoteError, match="after 2 tries"):
             await RemoteModel(f"http://127.0.0.1:{unused_port}/v1", "judge", retries=1).chat(QUESTION)
-
-    talk(body, monkeypatch)
 
 
 @pytest.fixture
@@ -200,11 +178,10 @@ def unused_port() -> int:
         return port
 
 
-def test_no_request_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_request_waits_for_another() -> None:
     """All of them are under way at once: an answer waits for the last of them."""
     many = 120
-
-    async def body(script: Script) -> None:
+    async with server() as script:
         there = asyncio.Event()
 
         async def answer(request: web.Request) -> web.Response:
@@ -216,8 +193,6 @@ def test_no_request_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
         script.answers[PATH] = answer
         url = script.url + PATH
         await asyncio.gather(*(http.post(url, {}, seconds=10.0, retries=0) for _ in range(many)))
-
-    talk(body, monkeypatch)
 
 
 def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from asyncrl.episodes.scoring import Scorer
 from asyncrl.errors import ConfigError
-from asyncrl.remote import close_sessions
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import Script, scripted
@@ -104,10 +103,3 @@ def test_bad_options_are_told_before_anything_runs(options: dict[str, Any], comp
     with pytest.raises(ConfigError, match=complaint) as caught:
         load_rewards({"llm_judge": {"url": "http://x", "model": "m", **options}})
     assert "rollout.reward.llm_judge" in str(caught.value)
-
-
-def test_connections_are_closed_with_the_scorer() -> None:
-    async def main() -> None:
-        await close_sessions()  # of none
-
-    asyncio.run(main())

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Tool, call_tool, load_tool, tool, unknown_tool
+from asyncrl.tools import Rewarded, Tool, call_tool, tool, unknown_tool
 from asyncrl.types import ToolCall, ToolReply
 
 
@@ -155,30 +154,29 @@ def test_unknown_tools_are_answered_with_the_known_ones() -> None:
     assert reply.error
 
 
-def test_load_from_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from __future__ import annotations\n"
-        "from asyncrl.tools import Tool, tool\n"
-        "@tool(replay='no')\n"
-        "def ready(x: int) -> int: return x + 1\n"
-        "def scaled(*, by: int = 2) -> Tool:\n"
-        "    @tool\n"
-        "    def scale(x: int) -> int: return by * x\n"
-        "    return scale\n"
-        "def plain(x: int) -> int: return x\n"
-    )
-    assert load_tool(f"{file}:ready").replay == "no"
-    assert run(load_tool(f"{file}:scaled", by=5), '{"x": 3}').content == "15"
-    refused: list[tuple[str, dict[str, Any], str]] = [
-        ("plain", {}, "decorate it"),
-        ("scaled", {"bye": 1}, "unknown option 'bye'; options: by"),
-        ("ready", {"by": 1}, "takes no arguments"),
-        ("raedy", {}, "did you mean ready"),
-    ]
-    for name, arguments, complaint in refused:
-        with pytest.raises(ConfigError, match=complaint):
-            load_tool(f"{file}:{name}", **arguments)
+@pytest.mark.parametrize(
+    ("value", "content", "reward"),
+    [(Rewarded({"found": 3}, 0.25), '{"found": 3}', 0.25), ("text", "text", 0.0)],
+)
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_reward_goes_beside_the_reply(value: Any, content: str, reward: float, blocking: bool) -> None:
+    @tool(blocking=blocking)
+    def give() -> Any:
+        return value
+
+    reply = run(give, "{}")
+    assert (reply.content, reply.reward, reply.error) == (content, reward, None)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "much"])
+def test_a_reward_that_is_no_number_is_an_error_reply(reward: Any) -> None:
+    @tool
+    def give() -> Any:
+        return Rewarded("text", reward)
+
+    reply = run(give, "{}")
+    assert reply.reward == 0.0
+    assert reply.error is not None and str(reward) in reply.error
 
 
 def test_tools_need_annotations_and_named_parameters() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import load_tools, tools
+from asyncrl.tools import call_tool, load_tool, load_tools, tools
+from asyncrl.tools.base import Options
+from asyncrl.types import ToolCall
 
 HEAD = (
     "from __future__ import annotations\nfrom collections.abc import Sequence\nfrom asyncrl.tools import *\n"
@@ -22,6 +26,8 @@ MANY = (
     "def breaks() -> Tool: return 1 / 0\n"
     "def loose(count: int = 2) -> Tool: ...\n"
     "def plain(x: int) -> int: return x\n"
+    "@tool(replay='no')\n"
+    "def ready(x: int) -> int: return x + 1\n"
 )
 
 
@@ -47,6 +53,9 @@ def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
     spec = f"{many(folder)}:many"
     given: dict[str, Any] = {f"{spec}@left": {"first": "l"}, f"{spec}@right": {"first": "r", "count": "1"}}
     assert list(load_tools(list(given), given)) == ["l0", "l1", "r0"]
+    made = load_tool(spec, first="one", count=1)
+    assert asyncio.run(call_tool(made, ToolCall("one0", '{"x": 3}'))).content == "3"
+    assert load_tool(f"{folder}/many.py:ready").replay == "no"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,8 @@ def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
         ("breaks", {}, "ZeroDivisionError"),
         ("loose", {}, r"'count' of the factory must come after a `\*`"),
         ("plain", {}, "is no tool; decorate it"),
+        ("ready", {"by": 1}, "takes no arguments"),
+        ("raedy", {}, "did you mean ready"),
     ],
 )
 def test_errors_of_factories_name_the_cause(
@@ -97,3 +108,21 @@ def test_installed_packages_bring_tools(tmp_path: Path, monkeypatch: pytest.Monk
 def test_unknown_names_are_answered_with_near_ones() -> None:
     with pytest.raises(ConfigError, match="did you mean search"):
         load_tools(["serch"])
+
+
+# -- docs/tools.md --------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/tools.md"
+
+
+def test_the_example_loads_and_answers(tmp_path: Path) -> None:
+    (tmp_path / "my_tools.py").write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0])
+    found = load_tools([str(tmp_path)])
+    assert sorted(found) == ["notes", "weather"]
+    reply = asyncio.run(call_tool(found["notes"], ToolCall("notes", '{"line": "a"}')))
+    assert (reply.content, reply.reward) == ("noted", 0.1)
+
+
+def test_every_option_is_documented() -> None:
+    rows = "\n".join(line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `"))
+    assert not [name for name in Options.__annotations__ if f"`{name}`" not in rows]
