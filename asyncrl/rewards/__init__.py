@@ -1,6 +1,6 @@
 """Rewards of finished episodes."""
 
-from asyncrl.rewards import code, judge, models, reasoning_gym  # noqa: F401 - they register themselves
+from asyncrl.rewards import code, models, reasoning_gym  # noqa: F401 - they register themselves
 from asyncrl.rewards.answers import final_number
 from asyncrl.rewards.base import (
     RewardError,
