@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -48,7 +48,6 @@ class Closes(Protocol):
 
 E = TypeVar("E", bound=Closes)
 Open = Callable[[], AbstractAsyncContextManager[Engine]]
-Body = Callable[[Engine], Awaitable[None]]
 
 
 class Versions:
@@ -123,15 +122,12 @@ class Subject:
         """Requests under way at an update go on with the keys and values that the old weights wrote."""
         return not self.name.endswith(("retract", "abort"))
 
-    def run(self, body: Body) -> None:
-        """One test: an engine that holds version 0, and a deadline."""
-
-        async def main() -> None:
-            async with asyncio.timeout(DEADLINE), self.open() as engine:
-                await engine.load(self.versions.refs[0])
-                await body(engine)
-
-        asyncio.run(main())
+    @asynccontextmanager
+    async def ready(self) -> AsyncIterator[Engine]:
+        """An engine that holds version 0, within the deadline of one test."""
+        async with asyncio.timeout(DEADLINE), self.open() as engine:
+            await engine.load(self.versions.refs[0])
+            yield engine
 
 
 def embedded(model: Path) -> Open:

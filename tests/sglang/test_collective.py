@@ -126,120 +126,96 @@ def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
 
 
 @pytest.mark.parametrize("ipc", [False, True])
-def test_it_samples_with_what_was_pushed(server, versions, sender, ipc):
+async def test_it_samples_with_what_was_pushed(server, versions, sender, ipc):
     """Several buckets, three versions over one group, or through memory."""
-
-    async def main() -> None:
-        sender.ipc = ipc
-        async with keeping(server) as keeper:
-            for version in (1, 2, 3):
-                await keeper.load(offer(sender, versions, version))
-                await keeper.check(versions, version)
-            assert (keeper.watched.told == 0) is ipc
-
-    asyncio.run(main())
+    sender.ipc = ipc
+    async with keeping(server) as keeper:
+        for version in (1, 2, 3):
+            await keeper.load(offer(sender, versions, version))
+            await keeper.check(versions, version)
+        assert (keeper.watched.told == 0) is ipc
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_requests_go_on_during_a_push(server, versions, sender, mode):
+async def test_requests_go_on_during_a_push(server, versions, sender, mode):
     """Their spans say where the version changed, and recorded log-probs are those of that version."""
     requests = [ask(prompt(8, index), 900, str(index), index) for index in range(4)]
-
-    async def main() -> None:
-        async with keeping(server, mode) as keeper:
-            await keeper.load(offer(sender, versions, 1))
-            tasks = await under_way(keeper, *requests)
-            await keeper.load(offer(sender, versions, 2))
-            for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
-                assert seen(generation) == [1, 2]
-                assert len(generation.ids) == 900
-                compared = versions.check(request, generation)
-                assert compared == (900 if mode == "retract" else generation.spans[0].end)
-            await keeper.check(versions, 2)
-
-    asyncio.run(main())
+    async with keeping(server, mode) as keeper:
+        await keeper.load(offer(sender, versions, 1))
+        tasks = await under_way(keeper, *requests)
+        await keeper.load(offer(sender, versions, 2))
+        for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
+            assert seen(generation) == [1, 2]
+            assert len(generation.ids) == 900
+            compared = versions.check(request, generation)
+            assert compared == (900 if mode == "retract" else generation.spans[0].end)
+        await keeper.check(versions, 2)
 
 
-def test_a_trainer_that_is_killed_in_mid_push(server, versions, sender):
+async def test_a_trainer_that_is_killed_in_mid_push(server, versions, sender):
     """The server, which waits for a broadcast, answers again at once, with an error. It holds a mixture then:
     a full push from the next trainer makes it whole."""
-
-    async def main() -> None:
-        async with keeping(server) as keeper:
-            trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
-            start = time.monotonic()
-            task = asyncio.create_task(keeper.load(trainer.ref))
-            await keeper.watched.event.wait()
-            trainer.end()
-            with pytest.raises(WeightsError):
-                await task
-            assert time.monotonic() - start < LONG / 2
-            await keeper.load(offer(sender, versions, 1))
-            await keeper.check(versions, 1)
-
-    asyncio.run(main())
+    async with keeping(server) as keeper:
+        trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
+        start = time.monotonic()
+        task = asyncio.create_task(keeper.load(trainer.ref))
+        await keeper.watched.event.wait()
+        trainer.end()
+        with pytest.raises(WeightsError):
+            await task
+        assert time.monotonic() - start < LONG / 2
+        await keeper.load(offer(sender, versions, 1))
+        await keeper.check(versions, 1)
 
 
-def test_a_trainer_that_is_killed_while_the_server_reads_its_memory(server, versions, sender):
+async def test_a_trainer_that_is_killed_while_the_server_reads_its_memory(server, versions, sender):
     """Nobody would tell the server that there is no more to come, if the keeper did not."""
-
-    async def main() -> None:
-        sender.ipc = True
-        async with keeping(server) as keeper:
-            path = str(versions.paths[3] / "model.safetensors")
-            trainer = SenderProcess(2, path, BUCKET_BYTES, ipc=True)
-            start = time.monotonic()
-            task = asyncio.create_task(keeper.load(trainer.ref))
-            await asyncio.to_thread(trainer.await_silence)
-            trainer.end()
-            with pytest.raises(WeightsError, match="the sender is gone"):
-                await task
-            assert time.monotonic() - start < LONG / 2
-            await keeper.load(offer(sender, versions, 1))
-            await keeper.check(versions, 1)
-
-    asyncio.run(main())
-
-
-def test_a_keeper_that_leaves_while_the_server_reads_the_trainers_memory(server, versions, sender):
-    """The trainer ends the server's request, and others have their turn."""
-
-    async def main() -> None:
+    sender.ipc = True
+    async with keeping(server) as keeper:
         path = str(versions.paths[3] / "model.safetensors")
         trainer = SenderProcess(2, path, BUCKET_BYTES, ipc=True)
-        async with keeping(server) as keeper:
-            task = asyncio.create_task(keeper.load(trainer.ref))
-            await asyncio.to_thread(trainer.await_silence)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        async with keeping(server) as keeper:
-            await keeper.load(offer(sender, versions, 1))
-            await keeper.check(versions, 1)
+        start = time.monotonic()
+        task = asyncio.create_task(keeper.load(trainer.ref))
+        await asyncio.to_thread(trainer.await_silence)
         trainer.end()
+        with pytest.raises(WeightsError, match="the sender is gone"):
+            await task
+        assert time.monotonic() - start < LONG / 2
+        await keeper.load(offer(sender, versions, 1))
+        await keeper.check(versions, 1)
 
-    asyncio.run(main())
+
+async def test_a_keeper_that_leaves_while_the_server_reads_the_trainers_memory(server, versions, sender):
+    """The trainer ends the server's request, and others have their turn."""
+    path = str(versions.paths[3] / "model.safetensors")
+    trainer = SenderProcess(2, path, BUCKET_BYTES, ipc=True)
+    async with keeping(server) as keeper:
+        task = asyncio.create_task(keeper.load(trainer.ref))
+        await asyncio.to_thread(trainer.await_silence)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    async with keeping(server) as keeper:
+        await keeper.load(offer(sender, versions, 1))
+        await keeper.check(versions, 1)
+    trainer.end()
 
 
-def test_a_server_that_dials_nobody_is_released(server, versions, sender):
+async def test_a_server_that_dials_nobody_is_released(server, versions, sender):
     """Its trainer left between the keeper's request and the server's first call."""
     place = Path(tempfile.gettempdir(), "asyncrl-of-nobody")
-
-    async def main() -> None:
-        async with keeping(server) as keeper:
-            sockets = {f"GPU-{platform.machine()}": f"ipc://{place / '0'}"}
-            told = asyncio.create_task(keeper.api.update_from_ipc(sockets, "e7-v9", LONG))
-            await asyncio.to_thread(release, sockets, told.done)
-            with pytest.raises(WeightsError, match="update_weights_from_ipc"):
-                await told
-            await keeper.load(offer(sender, versions, 2))
-            await keeper.check(versions, 2)
-
-    asyncio.run(main())
-    assert not place.exists()
+    async with keeping(server) as keeper:
+        sockets = {f"GPU-{platform.machine()}": f"ipc://{place / '0'}"}
+        told = asyncio.create_task(keeper.api.update_from_ipc(sockets, "e7-v9", LONG))
+        await asyncio.to_thread(release, sockets, told.done)
+        with pytest.raises(WeightsError, match="update_weights_from_ipc"):
+            await told
+        await keeper.load(offer(sender, versions, 2))
+        await keeper.check(versions, 2)
+    assert not place.exists()  # noqa: ASYNC240
 
 
-def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, sender):
+async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, sender):
     """Requests under way are lost, with nothing but what the old weights sampled; others get nothing until a
     full load."""
     requests = [ask(prompt(8, index), 900, str(index), index) for index in range(4)]
@@ -249,97 +225,82 @@ def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, s
             await task
         return error.value.partial
 
-    async def main() -> None:
-        worker = SGLangClient(ServerApi(server.url), sglang_config(MAX_LEN), VOCABULARY)
-        async with keeping(server) as keeper, in_use(worker):
-            await keeper.load(offer(sender, versions, 1))
-            worker.mark(PolicyVersion(EPOCH, 1))
-            keeper.watched.expect(3)
-            trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
-            tasks = [asyncio.create_task(worker.generate(request)) for request in requests]
-            await until(lambda: running(keeper.api, len(requests)))
-            load = asyncio.create_task(keeper.load(trainer.ref))
-            await keeper.watched.event.wait()
-            held = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
-            await asyncio.sleep(0)
-            assert not await keeper.api.ready()
-            trainer.end()
-            with pytest.raises(WeightsError):
-                await load
-            assert await keeper.api.ready() and await keeper.api.weight_label() == INVALID_LABEL
-            partials = [await lost(task) for task in tasks]
-            for request, partial in zip(requests, partials, strict=True):
-                assert versions.check(request, partial) == len(partial.ids)
-            assert (await lost(held)).ids == ()
-            assert (await lost(worker.generate(ask(prompt(9), 20)))).ids == ()
-            await keeper.load(offer(sender, versions, 2))
-            worker.mark(PolicyVersion(EPOCH, 2))
-            await keeper.check(versions, 2)
-            request = ask(prompt(9), 20)
-            assert versions.check(request, await worker.generate(request)) == 20
-
-    asyncio.run(main())
+    worker = SGLangClient(ServerApi(server.url), sglang_config(MAX_LEN), VOCABULARY)
+    async with keeping(server) as keeper, in_use(worker):
+        await keeper.load(offer(sender, versions, 1))
+        worker.mark(PolicyVersion(EPOCH, 1))
+        keeper.watched.expect(3)
+        trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
+        tasks = [asyncio.create_task(worker.generate(request)) for request in requests]
+        await until(lambda: running(keeper.api, len(requests)))
+        load = asyncio.create_task(keeper.load(trainer.ref))
+        await keeper.watched.event.wait()
+        held = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
+        await asyncio.sleep(0)
+        assert not await keeper.api.ready()
+        trainer.end()
+        with pytest.raises(WeightsError):
+            await load
+        assert await keeper.api.ready() and await keeper.api.weight_label() == INVALID_LABEL
+        partials = [await lost(task) for task in tasks]
+        for request, partial in zip(requests, partials, strict=True):
+            assert versions.check(request, partial) == len(partial.ids)
+        assert (await lost(held)).ids == ()
+        assert (await lost(worker.generate(ask(prompt(9), 20)))).ids == ()
+        await keeper.load(offer(sender, versions, 2))
+        worker.mark(PolicyVersion(EPOCH, 2))
+        await keeper.check(versions, 2)
+        request = ask(prompt(9), 20)
+        assert versions.check(request, await worker.generate(request)) == 20
 
 
 @pytest.mark.full
-def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
+async def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
     """The push ends at its deadline, but the server is stuck until the end of the trainer, or its own."""
-
-    async def main() -> None:
-        async with keeping(server) as keeper:
-            trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
-            with impatient(keeper):
-                task = asyncio.create_task(keeper.load(trainer.ref))
-                await keeper.watched.event.wait()
-                trainer.signal(SIGSTOP)
-                with pytest.raises(WeightsError):
-                    await task
-            assert keeper.loader.broken
-            with pytest.raises(EngineError):
-                await keeper.api.flush_cache(seconds=2.0)
-            trainer.end()
-            await keeper.load(offer(sender, versions, 1))
-            await keeper.check(versions, 1)
-
-    asyncio.run(main())
+    async with keeping(server) as keeper:
+        trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
+        with impatient(keeper):
+            task = asyncio.create_task(keeper.load(trainer.ref))
+            await keeper.watched.event.wait()
+            trainer.signal(SIGSTOP)
+            with pytest.raises(WeightsError):
+                await task
+        assert keeper.loader.broken
+        with pytest.raises(EngineError):
+            await keeper.api.flush_cache(seconds=2.0)
+        trainer.end()
+        await keeper.load(offer(sender, versions, 1))
+        await keeper.check(versions, 1)
 
 
 @pytest.mark.full
-def test_a_server_that_freezes_before_it_joins(server, versions, sender):
+async def test_a_server_that_freezes_before_it_joins(server, versions, sender):
     """The push ends at its deadline; the server, which joins when it wakes up, is not caught there."""
-
-    async def main() -> None:
-        async with keeping(server) as keeper:
-            ref = offer(sender, versions, 2)
-            _signal(server, SIGSTOP)
-            try:
-                with impatient(keeper), pytest.raises(WeightsError):
-                    await keeper.load(ref)
-            finally:
-                _signal(server, SIGCONT)
-            assert not keeper.loader.broken  # it has its old weights
-            await keeper.load(ref)
-            await keeper.check(versions, 2)
-
-    asyncio.run(main())
+    async with keeping(server) as keeper:
+        ref = offer(sender, versions, 2)
+        _signal(server, SIGSTOP)
+        try:
+            with impatient(keeper), pytest.raises(WeightsError):
+                await keeper.load(ref)
+        finally:
+            _signal(server, SIGCONT)
+        assert not keeper.loader.broken  # it has its old weights
+        await keeper.load(ref)
+        await keeper.check(versions, 2)
 
 
 @pytest.mark.parametrize("ipc", [False, True])
-def test_weights_of_another_model_are_an_error(server, versions, sender, ipc):
+async def test_weights_of_another_model_are_an_error(server, versions, sender, ipc):
     """A load that the server refuses is an error with its own words, and the next one is whole again."""
-
-    async def main() -> None:
-        async with keeping(server) as keeper:
-            tensors = versions.tensors(1)
-            name = next(name for name in tensors if "embed_tokens" in name)
-            wrong = tensors | {name: tensors[name][:-1].contiguous()}
-            sender.ipc = ipc
-            with pytest.raises(WeightsError, match="did not load them" if ipc else "partially updated"):
-                await keeper.load(sender.offer(snapshot_of(wrong, PolicyVersion(EPOCH, 4))))
-            await keeper.load(offer(sender, versions, 3))
-            await keeper.check(versions, 3)
-
-    asyncio.run(main())
+    async with keeping(server) as keeper:
+        tensors = versions.tensors(1)
+        name = next(name for name in tensors if "embed_tokens" in name)
+        wrong = tensors | {name: tensors[name][:-1].contiguous()}
+        sender.ipc = ipc
+        with pytest.raises(WeightsError, match="did not load them" if ipc else "partially updated"):
+            await keeper.load(sender.offer(snapshot_of(wrong, PolicyVersion(EPOCH, 4))))
+        await keeper.load(offer(sender, versions, 3))
+        await keeper.check(versions, 3)
 
 
 def _signal(server: SGLangServer, number: int) -> None:

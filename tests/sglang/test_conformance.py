@@ -42,8 +42,8 @@ LONG = 900  # tokens: still running when whatever the test does has happened
 
 @every_family
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_trainers_model(subject: Subject, temperature: float):
-    async def body(engine: Engine) -> None:
+async def test_logprobs_are_those_of_the_trainers_model(subject: Subject, temperature: float):
+    async with subject.ready() as engine:
         for length in (1, 17, 120):
             request = ask(prompt(length, length), 60, str(length), temperature=temperature)
             generation = await engine.generate(request)
@@ -51,12 +51,10 @@ def test_logprobs_are_those_of_the_trainers_model(subject: Subject, temperature:
             assert generation.spans == (VersionSpan(0, 60, 0, 0),)
             assert subject.versions.check(request, generation) == 60
 
-    subject.run(body)
-
 
 @every_engine
-def test_recorded_logprobs_are_scaled_by_the_temperature(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_recorded_logprobs_are_scaled_by_the_temperature(subject: Subject):
+    async with subject.ready() as engine:
         for temperature in (0.5, 1.5):
             request = ask(prompt(9), 40, temperature=temperature)
             generation = await engine.generate(request)
@@ -65,19 +63,15 @@ def test_recorded_logprobs_are_scaled_by_the_temperature(subject: Subject):
             recorded = torch.tensor(generation.logprobs)
             assert (recorded - scaled).abs().max() < TOLERANCE < 0.1 < (recorded - raw).abs().max()
 
-    subject.run(body)
-
 
 @every_engine
-def test_greedy_is_the_argmax_and_recorded_at_temperature_1(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_greedy_is_the_argmax_and_recorded_at_temperature_1(subject: Subject):
+    async with subject.ready() as engine:
         request = ask(prompt(12), 30, temperature=0.0)
         generation = await engine.generate(request)
         assert subject.versions.check(request, generation) == 30
         assert_greedy(subject, request, generation)
         assert (await engine.generate(ask(prompt(12), 30, "again", 7, temperature=0.0))).ids == generation.ids
-
-    subject.run(body)
 
 
 def assert_greedy(subject: Subject, request: Request, generation: Generation) -> None:
@@ -88,8 +82,8 @@ def assert_greedy(subject: Subject, request: Request, generation: Generation) ->
 
 
 @every_engine
-def test_a_stop_id_ends_the_turn_and_is_its_last_id(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_a_stop_id_ends_the_turn_and_is_its_last_id(subject: Subject):
+    async with subject.ready() as engine:
         full = await engine.generate(ask(prompt(9), 20, temperature=0.0))
         stop = next(token for at, token in enumerate(full.ids) if at >= 4 and token not in full.ids[:at])
         size = full.ids.index(stop) + 1
@@ -101,11 +95,9 @@ def test_a_stop_id_ends_the_turn_and_is_its_last_id(subject: Subject):
         short = await engine.generate(ask(prompt(9), size - 1, "short", temperature=0.0, stop_ids=(stop,)))
         assert short.stop is StopReason.LENGTH and short.ids == full.ids[: size - 1]
 
-    subject.run(body)
-
 
 @every_engine
-def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(subject: Subject):
+async def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(subject: Subject):
     """The turn is the beginning of the one without the text, its log-probs are the trainer's, and the next
     turn goes on after it."""
 
@@ -113,7 +105,7 @@ def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(subject: 
         def decode(self, ids: Sequence[int]) -> str:
             return "".join(f"<{id}>" for id in ids)
 
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         chat = Words()
         for size in (5, 6, 8):  # of tokens, at every place in an event of several
             full = await engine.generate(ask(prompt(9, size), 40, f"{size}", temperature=0.0))
@@ -128,17 +120,14 @@ def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(subject: 
             more = ask(request.ids + cut.ids + prompt(4), 10, f"cut {size}")
             assert subject.versions.check(more, await engine.generate(more)) == 10
 
-    subject.run(body)
-
 
 @pytest.mark.parametrize("subject", ["sglang-qwen2-in_place"], indirect=True)
-def test_a_grammar_is_kept_and_one_that_is_none_refused(subject: Subject, tiny_models: dict[str, Path]):
+async def test_a_grammar_is_kept_and_one_that_is_none_refused(subject: Subject, tiny_models: dict[str, Path]):
     """A random model would write neither."""
     decode = load_tokenizer(str(tiny_models["qwen2"])).decode
     see = {"name": "see", "parameters": {"enum": [{"a": 1}]}}
     tools = (json.dumps({"type": "function", "function": see}),)
-
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         forms = [AnswerForm(schema='{"enum": ["yes", "no"]}'), AnswerForm(calls=("see",), once=True)]
         for form, given in zip(forms, ((), tools), strict=True):
             kept = grammar(form, given, hermes, "")
@@ -153,11 +142,9 @@ def test_a_grammar_is_kept_and_one_that_is_none_refused(subject: Subject, tiny_m
         with pytest.raises(EngineRefused, match="400"):
             await engine.generate(ask(prompt(9), 80, grammar='{"type": "structural_tag", "format": {}}'))
 
-    subject.run(body)
-
 
 @every_engine
-def test_nothing_but_the_requested_ids_stops_a_turn(subject: Subject):
+async def test_nothing_but_the_requested_ids_stops_a_turn(subject: Subject):
     """The model's own end-of-sequence id, for one, goes on like any other unless it is asked for."""
 
     async def one(engine: Engine, index: int, stops: tuple[int, ...]) -> Generation:
@@ -166,7 +153,7 @@ def test_nothing_but_the_requested_ids_stops_a_turn(subject: Subject):
         subject.versions.check(request, generation)
         return generation
 
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         free = await asyncio.gather(*(one(engine, index, ()) for index in range(32)))
         assert {generation.stop for generation in free} == {StopReason.LENGTH}
         assert all(len(generation.ids) == 100 for generation in free)
@@ -177,12 +164,10 @@ def test_nothing_but_the_requested_ids_stops_a_turn(subject: Subject):
             assert not set(stops) & set(generation.ids[:-1])
             assert (generation.ids[-1] in stops) == (generation.stop is StopReason.STOP)
 
-    subject.run(body)
-
 
 @every_engine
-def test_max_len_is_a_limit(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_max_len_is_a_limit(subject: Subject):
+    async with subject.ready() as engine:
         for room in (1, 10):
             request = ask(prompt(MAX_LEN - room), 50)
             generation = await engine.generate(request)
@@ -191,12 +176,10 @@ def test_max_len_is_a_limit(subject: Subject):
         with pytest.raises(EngineError):
             await engine.generate(ask(prompt(MAX_LEN), 1, "full"))
 
-    subject.run(body)
-
 
 @every_engine
-def test_a_bad_request_is_refused_and_hurts_nobody(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_a_bad_request_is_refused_and_hurts_nobody(subject: Subject):
+    async with subject.ready() as engine:
         request = ask(prompt(4), 60, "good")
         (task,) = await under_way(engine, request)
         for bad in (ask(()), ask((3, VOCABULARY)), ask((-1, 3)), ask((1,), 0), ask((1,), temperature=-1.0)):
@@ -204,12 +187,10 @@ def test_a_bad_request_is_refused_and_hurts_nobody(subject: Subject):
                 await engine.generate(bad)
         assert subject.versions.check(request, await task) == 60
 
-    subject.run(body)
-
 
 @every_engine
-def test_cancelling_the_call_ends_the_turn(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_cancelling_the_call_ends_the_turn(subject: Subject):
+    async with subject.ready() as engine:
         (task,) = await under_way(engine, ask(prompt(7), LONG))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -217,11 +198,9 @@ def test_cancelling_the_call_ends_the_turn(subject: Subject):
         again = ask(prompt(7), 20)  # the session is free
         assert subject.versions.check(again, await engine.generate(again)) == 20
 
-    subject.run(body)
-
 
 @every_family
-def test_64_streams_at_once_each_with_its_own_logprobs(subject: Subject):
+async def test_64_streams_at_once_each_with_its_own_logprobs(subject: Subject):
     async def stream(engine: Engine, index: int) -> int:
         temperature = (0.0, 0.7, 1.0, 1.3)[index % 4]
         request = ask(prompt(1 + index, index), 20 + index % 30, f"{index}", index, temperature=temperature)
@@ -229,16 +208,14 @@ def test_64_streams_at_once_each_with_its_own_logprobs(subject: Subject):
         assert len(generation.ids) == request.sampling.max_new_tokens
         return subject.versions.check(request, generation)
 
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         compared = await asyncio.gather(*(stream(engine, index) for index in range(64)))
         assert sum(compared) == sum(20 + index % 30 for index in range(64))
 
-    subject.run(body)
-
 
 @every_family
-def test_turns_on_a_kept_prefix_equal_fresh_computations(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_turns_on_a_kept_prefix_equal_fresh_computations(subject: Subject):
+    async with subject.ready() as engine:
         ids = prompt(30)
         for turn in range(5):
             request = ask(ids, 24, "kept", turn, temperature=0.7)
@@ -253,17 +230,13 @@ def test_turns_on_a_kept_prefix_equal_fresh_computations(subject: Subject):
         first, second = [await engine.generate(request) for request in greedy]
         assert first.ids == second.ids
 
-    subject.run(body)
-
 
 @every_engine
-def test_score_is_the_trainers(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_score_is_the_trainers(subject: Subject):
+    async with subject.ready() as engine:
         for version in (0, 1):
             await engine.load(subject.versions.refs[version])
             for ids in (prompt(2), prompt(700)):  # the embedded engine widens 512 tokens' logits at once
                 found = torch.tensor(await engine.score(ids))
                 expected = torch.tensor(subject.versions.score(version, ids))
                 torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
-
-    subject.run(body)

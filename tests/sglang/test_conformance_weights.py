@@ -29,8 +29,8 @@ in_place = pytest.mark.parametrize("subject", ["torch-qwen2", "sglang-qwen2-in_p
 
 
 @every_family
-def test_an_update_between_requests(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_an_update_between_requests(subject: Subject):
+    async with subject.ready() as engine:
         for version in (1, 2):
             ref = subject.versions.refs[version]
             assert await engine.load(ref) == disk.read_manifest(ref)
@@ -40,12 +40,10 @@ def test_an_update_between_requests(subject: Subject):
             assert generation.spans == (VersionSpan(0, 30, version, version),)
             assert subject.versions.check(request, generation) == 30
 
-    subject.run(body)
-
 
 @every_mode
-def test_updates_during_requests(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_updates_during_requests(subject: Subject):
+    async with subject.ready() as engine:
         requests = [ask(prompt(20 + index, index), LONG, f"{index}", index) for index in range(4)]
         tasks = await under_way(engine, *requests)
         for version in (1, 2):
@@ -63,15 +61,12 @@ def test_updates_during_requests(subject: Subject):
             compared = subject.versions.check(request, generation)
             assert compared == (generation.spans[0].end if subject.keeps_cache else LONG)
 
-    subject.run(body)
-
 
 @in_place
-def test_the_first_token_of_a_version_is_known_exactly(subject: Subject):
+async def test_the_first_token_of_a_version_is_known_exactly(subject: Subject):
     """Behind an update in place no forward of one version gives the recorded log-probs, but a forward that
     changes its weights at that token does."""
-
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         requests = [ask(prompt(20 + index, index), LONG, f"{index}", index) for index in range(4)]
         tasks = await under_way(engine, *requests)
         await engine.load(subject.versions.refs[1])
@@ -90,8 +85,6 @@ def test_the_first_token_of_a_version_is_known_exactly(subject: Subject):
             found = torch.tensor(generation.logprobs[cut:])
             torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
-    subject.run(body)
-
 
 @torch.no_grad()
 def mixed_logprobs(paths: list[Path], ids: tuple[int, ...], split: int) -> Tensor:
@@ -104,8 +97,8 @@ def mixed_logprobs(paths: list[Path], ids: tuple[int, ...], split: int) -> Tenso
 
 
 @every_mode
-def test_no_prefix_of_older_weights_is_read_by_new_requests(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_no_prefix_of_older_weights_is_read_by_new_requests(subject: Subject):
+    async with subject.ready() as engine:
         ended, running = ask(prompt(40, "ended"), 20, "ended"), ask(prompt(50, "running"), LONG, "running")
         first = await engine.generate(ended)
         (task,) = await under_way(engine, running)
@@ -118,8 +111,6 @@ def test_no_prefix_of_older_weights_is_read_by_new_requests(subject: Subject):
         await assert_fresh(subject, engine, running.ids + crossed.ids[:100], 1)
         await assert_fresh(subject, engine, running.ids + crossed.ids, 1)
 
-    subject.run(body)
-
 
 async def assert_fresh(subject: Subject, engine: Engine, ids: tuple[int, ...], version: int) -> None:
     request = ask(ids, 12, "fresh")
@@ -130,10 +121,9 @@ async def assert_fresh(subject: Subject, engine: Engine, ids: tuple[int, ...], v
 
 
 @every_mode
-def test_a_version_number_of_another_epoch_is_another_version(subject: Subject):
+async def test_a_version_number_of_another_epoch_is_another_version(subject: Subject):
     """After a rollback of the trainer the same number comes again, with other weights."""
-
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         versions, request = subject.versions, ask(prompt(40), 20)
         await engine.load(versions.refs[1])
         before = await engine.generate(request)
@@ -145,14 +135,11 @@ def test_a_version_number_of_another_epoch_is_another_version(subject: Subject):
         expected = versions.logprobs(3, again, after)
         torch.testing.assert_close(torch.tensor(after.logprobs), expected, atol=TOLERANCE, rtol=0)
 
-    subject.run(body)
-
 
 @pytest.mark.parametrize("subject", MODES[:1], indirect=True)
-def test_runs_that_follow_each_other_on_a_server_share_no_prefix(subject: Subject, tmp_path: Path):
+async def test_runs_that_follow_each_other_on_a_server_share_no_prefix(subject: Subject, tmp_path: Path):
     """Their labels are the same, their weights are not, and the cache outlives a run."""
-
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         assert isinstance(engine, Served)
         versions, request = subject.versions, ask(prompt(40), 20)
         await engine.load(versions.refs[1])
@@ -166,12 +153,10 @@ def test_runs_that_follow_each_other_on_a_server_share_no_prefix(subject: Subjec
                 gap = (torch.tensor(generation.logprobs) - expected).abs().max()
                 assert bool(gap < TOLERANCE) is own
 
-    subject.run(body)
-
 
 @every_mode
-def test_requests_that_arrive_during_an_update(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_requests_that_arrive_during_an_update(subject: Subject):
+    async with subject.ready() as engine:
         requests = [ask(prompt(10, index), 30, f"{index}", index) for index in range(24)]
         loads = [asyncio.create_task(engine.load(subject.versions.refs[version])) for version in (1, 2)]
         tasks = []
@@ -184,12 +169,10 @@ def test_requests_that_arrive_during_an_update(subject: Subject):
         await asyncio.gather(*loads)
         await assert_fresh(subject, engine, requests[0].ids, 2)
 
-    subject.run(body)
-
 
 @every_mode
-def test_updates_are_applied_in_the_order_of_the_calls(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_updates_are_applied_in_the_order_of_the_calls(subject: Subject):
+    async with subject.ready() as engine:
         (task,) = await under_way(engine, ask(prompt(5), LONG))
         order = (1, 2, 3, 2)
         loads = (engine.load(subject.versions.refs[version]) for version in order)
@@ -201,12 +184,10 @@ def test_updates_are_applied_in_the_order_of_the_calls(subject: Subject):
         left = iter((0, *order))
         assert all(version in left for version in seen(generation))  # in this order; some may be missing
 
-    subject.run(body)
-
 
 @every_mode
-def test_a_turn_is_cancelled_during_an_update(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_a_turn_is_cancelled_during_an_update(subject: Subject):
+    async with subject.ready() as engine:
         request = ask(prompt(7), LONG, "cancelled")
         (task,) = await under_way(engine, request)
         load = asyncio.create_task(engine.load(subject.versions.refs[1]))
@@ -216,12 +197,15 @@ def test_a_turn_is_cancelled_during_an_update(subject: Subject):
         await load
         await assert_fresh(subject, engine, request.ids, 1)
 
-    subject.run(body)
-
 
 @every_mode
-def test_weights_that_are_damaged_or_absent_are_refused(subject: Subject):
-    async def body(engine: Engine) -> None:
+async def test_weights_that_are_damaged_or_absent_are_refused(subject: Subject):
+    damaged = subject.versions.publish(subject.versions.tensors(1), 7)
+    payload = Path(damaged.path) / disk.PAYLOAD
+    data = payload.read_bytes()
+    payload.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    absent = WeightsRef(PolicyVersion(0, 8), f"{damaged.path}-absent")
+    async with subject.ready() as engine:
         for ref in (damaged, absent):
             with pytest.raises(WeightsError, match=ref.path):
                 await engine.load(ref)
@@ -229,13 +213,6 @@ def test_weights_that_are_damaged_or_absent_are_refused(subject: Subject):
             await assert_fresh(subject, engine, prompt(9), 0)
         await engine.load(subject.versions.refs[1])
         await assert_fresh(subject, engine, prompt(9), 1)
-
-    damaged = subject.versions.publish(subject.versions.tensors(1), 7)
-    payload = Path(damaged.path) / disk.PAYLOAD
-    data = payload.read_bytes()
-    payload.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    absent = WeightsRef(PolicyVersion(0, 8), f"{damaged.path}-absent")
-    subject.run(body)
 
 
 NORM, LAYER = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
@@ -255,26 +232,23 @@ NORM, LAYER = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
     ],
     ids=["missing", "unknown", "shape"],
 )
-def test_weights_of_another_model_are_refused(
+async def test_weights_of_another_model_are_refused(
     subject: Subject, changes: dict[str, Tensor | None], difference: str
 ):
-    async def body(engine: Engine) -> None:
+    tensors = subject.versions.tensors(1) | changes
+    other = subject.versions.publish({name: value for name, value in tensors.items() if value is not None}, 9)
+    async with subject.ready() as engine:
         with pytest.raises(WeightsError, match=difference):
             await engine.load(other)
         assert engine.version == 0
         await assert_fresh(subject, engine, prompt(9), 0)
 
-    tensors = subject.versions.tensors(1) | changes
-    other = subject.versions.publish({name: value for name, value in tensors.items() if value is not None}, 9)
-    subject.run(body)
-
 
 @pytest.mark.parametrize("subject", MODES[:1], indirect=True)
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_pause_holds_requests_and_changes_nothing(subject: Subject, mode: PauseMode):
+async def test_a_pause_holds_requests_and_changes_nothing(subject: Subject, mode: PauseMode):
     """Only servers can be paused: what is embedded has no need of it."""
-
-    async def body(engine: Engine) -> None:
+    async with subject.ready() as engine:
         assert isinstance(engine, Served)
         server, running, new = (
             engine.loader.api,
@@ -290,5 +264,3 @@ def test_a_pause_holds_requests_and_changes_nothing(subject: Subject, mode: Paus
         assert subject.versions.check(running, await task) == LONG
         assert subject.versions.check(new, await waiting) == 8
         assert await server.ready()
-
-    subject.run(body)

@@ -35,7 +35,7 @@ async def check(keeper: BroadcastServer, versions: Versions, version: int) -> No
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_what_is_published_is_served(
+async def test_what_is_published_is_served(
     family: str,
     sglang_server: Start,
     tiny_models: dict[str, Path],
@@ -44,18 +44,15 @@ def test_what_is_published_is_served(
     """By files and by broadcast, under the names of single experts."""
     versions, server = versions_of(family), sglang_server(tiny_models[family])
 
-    async def main() -> None:
-        with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))) as sender:
-            async with keeping(server) as keeper:
-                for version in (1, 2):
-                    await keeper.load(versions.refs[version])
-                    await check(keeper, versions, version)
-                for version in (3, 1):
-                    await keeper.load(offer(sender, versions, version))
-                    await check(keeper, versions, version)
-
     assert any(".experts.3." in name for name in versions.tensors(1))
-    asyncio.run(main())
+    with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))) as sender:
+        async with keeping(server) as keeper:
+            for version in (1, 2):
+                await keeper.load(versions.refs[version])
+                await check(keeper, versions, version)
+            for version in (3, 1):
+                await keeper.load(offer(sender, versions, version))
+                await check(keeper, versions, version)
     server.kill()
 
 
@@ -80,29 +77,25 @@ def assert_routes(path: Path, request: Request, generation: Generation, first: i
     assert (found == wanted)[max(0, first - told.start) :].mean() > 0.95
 
 
-def test_routes_are_those_of_the_trainers_model(
+async def test_routes_are_those_of_the_trainers_model(
     sglang_server: Start, tiny_models: dict[str, Path], versions_of: Callable[[str], Versions]
 ) -> None:
     """Of a first turn, of one that follows it, and of one that an update ends and a request continues."""
     versions = versions_of("qwen3_moe")
     server = sglang_server(tiny_models["qwen3_moe"], "--enable-return-routed-experts")
-
-    async def main() -> None:
-        served = Served(server.url, "abort", replay=True)
-        async with asyncio.timeout(4 * LONG), in_use(served) as engine:
-            await engine.load(versions.refs[0])
-            one = replace(ask(prompt(30), 20), routes_from=0)
-            first = await engine.generate(one)
-            assert_routes(versions.paths[0], one, first)
-            assert first.routes is not None
-            two = replace(ask(one.ids + first.ids + prompt(5), 12), routes_from=first.routes.end)
-            assert_routes(versions.paths[0], two, await engine.generate(two))
-            cut = replace(ask(prompt(40, "cut"), 900), routes_from=0)
-            (task,) = await under_way(engine, cut)
-            await engine.load(versions.refs[1])
-            generation = await task
-            assert seen(generation) == [0, 1]
-            assert_routes(versions.paths[1], cut, generation, first=len(cut.ids) + generation.spans[0].end)
-
-    asyncio.run(main())
+    served = Served(server.url, "abort", replay=True)
+    async with asyncio.timeout(4 * LONG), in_use(served) as engine:
+        await engine.load(versions.refs[0])
+        one = replace(ask(prompt(30), 20), routes_from=0)
+        first = await engine.generate(one)
+        assert_routes(versions.paths[0], one, first)
+        assert first.routes is not None
+        two = replace(ask(one.ids + first.ids + prompt(5), 12), routes_from=first.routes.end)
+        assert_routes(versions.paths[0], two, await engine.generate(two))
+        cut = replace(ask(prompt(40, "cut"), 900), routes_from=0)
+        (task,) = await under_way(engine, cut)
+        await engine.load(versions.refs[1])
+        generation = await task
+        assert seen(generation) == [0, 1]
+        assert_routes(versions.paths[1], cut, generation, first=len(cut.ids) + generation.spans[0].end)
     server.kill()

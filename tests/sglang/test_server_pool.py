@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -96,21 +96,14 @@ class Site:
 async def site(mode: PauseMode, *servers: SGLangServer) -> AsyncIterator[Site]:
     made = Site(mode, *servers)
     try:
-        for loader in made.loaders.values():
-            await loader.api.flush_cache(wait=10)  # labels come again, as they never do in a run
-        yield made
+        async with asyncio.timeout(DEADLINE):
+            for loader in made.loaders.values():
+                await loader.api.flush_cache(wait=10)  # labels come again, as they never do in a run
+            yield made
     finally:
         for loader in made.loaders.values():
             await loader.close()
         await made.pool.close()
-
-
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await body()
-
-    asyncio.run(main())
 
 
 async def checked(versions: Versions, turns: list[Turn]) -> list[list[int]]:
@@ -124,29 +117,26 @@ async def checked(versions: Versions, turns: list[Turn]) -> list[list[int]]:
     return seen
 
 
-def test_a_server_that_hangs_gives_its_turns_back_when_it_leaves_the_table(
+async def test_a_server_that_hangs_gives_its_turns_back_when_it_leaves_the_table(
     versions: Versions, survivor: SGLangServer, victim: SGLangServer
 ) -> None:
-    async def body() -> None:
-        async with site("in_place", survivor, victim) as s:
-            await s.load(survivor, versions, 0)
-            await s.load(victim, versions, 1)
-            turns = s.start(4)
-            await s.under_way()
+    async with site("in_place", survivor, victim) as s:
+        await s.load(survivor, versions, 0)
+        await s.load(victim, versions, 1)
+        turns = s.start(4)
+        await s.under_way()
+        for process in victim.processes():
+            process.send_signal(signal.SIGSTOP)
+        try:
+            s.tell(victim)
+            seen = await checked(versions, turns)
+        finally:
             for process in victim.processes():
-                process.send_signal(signal.SIGSTOP)
-            try:
-                s.tell(victim)
-                seen = await checked(versions, turns)
-            finally:
-                for process in victim.processes():
-                    process.send_signal(signal.SIGCONT)
-            assert sorted(seen) == [[0], [0], [1, 0], [1, 0]]
-
-    run(body)
+                process.send_signal(signal.SIGCONT)
+        assert sorted(seen) == [[0], [0], [1, 0], [1, 0]]
 
 
-def test_episodes_stay_where_their_prefixes_are_cached(
+async def test_episodes_stay_where_their_prefixes_are_cached(
     versions: Versions, survivor: SGLangServer, victim: SGLangServer
 ) -> None:
     async def episode(pool: ServerPool, index: int) -> None:
@@ -154,54 +144,45 @@ def test_episodes_stay_where_their_prefixes_are_cached(
         for turn in range(4):
             ids += (await pool.generate(ask(ids, 20, f"{index}", index))).ids + prompt(10, (index, turn))
 
-    async def body() -> None:
-        async with site("in_place", survivor, victim) as s:
-            await s.load(survivor, versions, 2)
-            await s.load(victim, versions, 2)
-            # Two per server: so few are never moved for the sake of balance, however their turns interleave.
-            await asyncio.gather(*(episode(s.pool, index) for index in range(4)))
-            for use in s.pool.uses.values():
-                assert (use.requests, use.moved) == (8, 0)
-                assert use.prompt_tokens == 2 * (20 + 50 + 80 + 110)
-                # Of each turn all but the reply, and the token before it, whose KV nobody had computed.
-                assert use.cached_tokens == pytest.approx(2 * (39 + 69 + 99), abs=8)
-
-    run(body)
+    async with site("in_place", survivor, victim) as s:
+        await s.load(survivor, versions, 2)
+        await s.load(victim, versions, 2)
+        # Two per server: so few are never moved for the sake of balance, however their turns interleave.
+        await asyncio.gather(*(episode(s.pool, index) for index in range(4)))
+        for use in s.pool.uses.values():
+            assert (use.requests, use.moved) == (8, 0)
+            assert use.prompt_tokens == 2 * (20 + 50 + 80 + 110)
+            # Of each turn all but the reply, and the token before it, whose KV nobody had computed.
+            assert use.cached_tokens == pytest.approx(2 * (39 + 69 + 99), abs=8)
 
 
-def test_turns_that_an_update_takes_back_go_on_with_the_new_weights(
+async def test_turns_that_an_update_takes_back_go_on_with_the_new_weights(
     versions: Versions, survivor: SGLangServer
 ) -> None:
-    async def body() -> None:
-        async with site("abort", survivor) as s:
-            await s.load(survivor, versions, 0)
-            turns = s.start(4)
-            await s.under_way()
-            await s.load(survivor, versions, 1)
-            assert await checked(versions, turns) == [[0, 1]] * 4
-            (use,) = s.pool.uses.values()
-            assert (use.lost, use.moved) == (4, 0)
-
-    run(body)
+    async with site("abort", survivor) as s:
+        await s.load(survivor, versions, 0)
+        turns = s.start(4)
+        await s.under_way()
+        await s.load(survivor, versions, 1)
+        assert await checked(versions, turns) == [[0, 1]] * 4
+        (use,) = s.pool.uses.values()
+        assert (use.lost, use.moved) == (4, 0)
 
 
-def test_the_turns_of_a_killed_server_go_on_at_the_other(
+async def test_the_turns_of_a_killed_server_go_on_at_the_other(
     versions: Versions, survivor: SGLangServer, victim: SGLangServer
 ) -> None:
-    async def body() -> None:
-        async with site("in_place", survivor, victim) as s:
-            await s.load(survivor, versions, 0)
-            await s.load(victim, versions, 1)
-            turns = s.start(8)
-            await s.under_way()
-            family = victim.processes()
-            assert len(family) >= 3  # HTTP, scheduler, detokenizer
-            victim.process.kill()  # the first process only: its children notice by themselves
-            assert await asyncio.to_thread(victim.gone)
-            seen = await checked(versions, turns)
-            assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
-            alive, dead = s.pool.uses.values()
-            assert (dead.lost, alive.lost, alive.moved, dead.moved) == (4, 0, 4, 0)
-            assert await checked(versions, s.start(2)) == [[0]] * 2  # the dead one is not asked again
-
-    run(body)
+    async with site("in_place", survivor, victim) as s:
+        await s.load(survivor, versions, 0)
+        await s.load(victim, versions, 1)
+        turns = s.start(8)
+        await s.under_way()
+        family = victim.processes()
+        assert len(family) >= 3  # HTTP, scheduler, detokenizer
+        victim.process.kill()  # the first process only: its children notice by themselves
+        assert await asyncio.to_thread(victim.gone)
+        seen = await checked(versions, turns)
+        assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
+        alive, dead = s.pool.uses.values()
+        assert (dead.lost, alive.lost, alive.moved, dead.moved) == (4, 0, 4, 0)
+        assert await checked(versions, s.start(2)) == [[0]] * 2  # the dead one is not asked again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,14 +24,6 @@ Answer = TypeVar("Answer")
 DEADLINE = 240.0  # seconds for one test
 LONG = 900  # tokens: still running when whatever the test does has happened
 WHOLE = 400  # tokens of a request that is waited for
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await work
-
-    asyncio.run(main())
 
 
 class Kept:
@@ -56,9 +48,11 @@ class Kept:
 
 @asynccontextmanager
 async def kept(server: SGLangServer, *keys: str, **settings: Any) -> AsyncIterator[Kept]:
+    """Within the deadline of one test."""
     made = Kept(ServerApi(server.url, *keys), **settings)
     try:
-        yield made
+        async with asyncio.timeout(DEADLINE):
+            yield made
     finally:
         await made.close()
 
