@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,9 @@ from asyncrl.config import Options
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.isolation import calls
-from asyncrl.types import Message, Observation, Sample
+from asyncrl.types import Message, Observation
+from tests.fakes.environments import play, row, text
 from tests.fakes.loop import settle
-
-
-def sample(row: int = 0, **extra: Any) -> Sample:
-    return Sample(row, "game", (Message("system", "Play."),), "null", extra_info=json.dumps(extra))
-
-
-def play(plugin: dict[str, Options], sample: Sample, turns: Sequence[str]) -> list[Observation]:
-    """What the environment says at first and to each turn, until it is done."""
-
-    async def run() -> list[Observation]:
-        world = load_environment(plugin)()
-        try:
-            heard = [await world.reset(sample)]
-            for turn in turns:
-                heard.append(await world.step(Message("assistant", turn)))
-                if heard[-1].done:
-                    break
-            return heard
-        finally:
-            await world.close()
-
-    return asyncio.run(run())
-
-
-def text(observation: Observation) -> str:
-    (message,) = observation.messages
-    assert message.role == "user"
-    return message.content
-
 
 LAKE = {"id": "FrozenLake-v1", "actions": "left, down, right, up"}
 FIRM = LAKE | {"arguments": '{"is_slippery": false}'}
@@ -60,7 +31,7 @@ CLIFF = {"id": "CliffWalking-v1", "actions": "up, right, down, left"}
 def test_the_frozen_lake_is_crossed_by_words() -> None:
     heard = play(
         {"gymnasium": FIRM},
-        sample(),
+        row(),
         ["down", "I go DOWN.", "right", "Not left, but right", "action: 1", "<b>right</b>"],
     )
     assert text(heard[0]) == "[S]FFF\nFHFH\nFFFH\nHFFG"
@@ -70,7 +41,7 @@ def test_the_frozen_lake_is_crossed_by_words() -> None:
 
 
 def test_an_unreadable_turn_is_told_so_and_does_not_move() -> None:
-    heard = play({"gymnasium": FIRM | {"unreadable": -0.5}}, sample(), ["hm", "7", "1.5", "upright", "right"])
+    heard = play({"gymnasium": FIRM | {"unreadable": -0.5}}, row(), ["hm", "7", "1.5", "upright", "right"])
     complaint = "No action found. Answer with one of: left, down, right, up."
     assert [text(observation) for observation in heard[1:5]] == [complaint] * 4
     assert [observation.reward for observation in heard[1:]] == [-0.5] * 4 + [0.0]
@@ -87,32 +58,32 @@ def test_an_unreadable_turn_is_told_so_and_does_not_move() -> None:
     ],
 )
 def test_the_same_row_gives_the_same_world(game: Options, turns: list[str]) -> None:
-    first = play({"gymnasium": game}, sample(3), turns)
-    assert play({"gymnasium": game}, sample(3), turns) == first
-    assert play({"gymnasium": game}, sample(9, seed=3), turns) == first
+    first = play({"gymnasium": game}, row(3), turns)
+    assert play({"gymnasium": game}, row(3), turns) == first
+    assert play({"gymnasium": game}, row(9, seed=3), turns) == first
     assert all(text(observation) for observation in first)
 
 
 def test_rows_differ() -> None:
-    worlds = {text(play({"gymnasium": {"id": "Taxi-v4"}}, sample(row), [])[0]) for row in range(5)}
+    worlds = {text(play({"gymnasium": {"id": "Taxi-v4"}}, row(number), [])[0]) for number in range(5)}
     assert len(worlds) > 1
 
 
 def test_without_words_observations_and_numbers_of_actions_are_shown() -> None:
-    first, second = play({"gymnasium": {"id": "Blackjack-v1"}}, sample(3), ["hit"])
+    first, second = play({"gymnasium": {"id": "Blackjack-v1"}}, row(3), ["hit"])
     assert text(first) == "(7, 10, 0)" and text(second).endswith("Answer with one of: 0, 1.")
-    (seen,) = play({"gymnasium": {"id": "Taxi-v4", "show": "observation"}}, sample(3), [])
+    (seen,) = play({"gymnasium": {"id": "Taxi-v4", "show": "observation"}}, row(3), [])
     assert text(seen).isdigit()
 
 
 def test_rewards_fall_on_their_turns() -> None:
-    cliff = play({"gymnasium": CLIFF}, sample(), ["right", "up"])
+    cliff = play({"gymnasium": CLIFF}, row(), ["right", "up"])
     assert [observation.reward for observation in cliff] == [0, -100, -1]
 
 
 def test_the_sample_adds_arguments() -> None:
     lake = {"desc": ["SG", "HF"], "is_slippery": False}
-    heard = play({"gymnasium": LAKE}, sample(gymnasium=lake), ["right"])
+    heard = play({"gymnasium": LAKE}, row(gymnasium=lake), ["right"])
     assert text(heard[0]) == "[S]G\nHF"
     assert (heard[1].reward, heard[1].done) == (1, True)
 
@@ -121,7 +92,7 @@ def test_other_words_for_an_observation_and_its_actions(tmp_path: Any) -> None:
     words = tmp_path / "words.py"
     words.write_text("def describe(seen, env):\n    return f'cell {seen} of {env.nrow * env.ncol}'\n")
     options = FIRM | {"describe": f"{words}:describe", "actions": "west, south, east, north"}
-    heard = play({"gymnasium": options}, sample(), ["south", "south, then east"])
+    heard = play({"gymnasium": options}, row(), ["south", "south, then east"])
     assert [text(observation) for observation in heard] == ["cell 0 of 16", "cell 4 of 16", "cell 5 of 16"]
 
 
@@ -166,7 +137,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_slow_step_holds_up_nobody_and_is_not_disturbed(slow: Any) -> None:
     async def run() -> Observation:
         world = load_environment({"gymnasium": {"id": "asyncrl_slow:Slow-v0"}})()
-        await world.reset(sample())
+        await world.reset(row())
         step = asyncio.create_task(world.step(Message("assistant", "1")))
         assert await asyncio.to_thread(slow.inside.wait, 30)
         closing = asyncio.create_task(world.close())
@@ -187,7 +158,7 @@ def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: 
 
     async def hang() -> None:
         world = make()
-        await world.reset(sample())
+        await world.reset(row())
         slow.inside.clear()
         step = asyncio.create_task(world.step(Message("assistant", "1")))
         assert await asyncio.to_thread(slow.inside.wait, 30)
@@ -203,13 +174,13 @@ def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: 
         assert len(hung) == 2
         refused = make()
         with pytest.raises(calls.CallTimeout, match="2 earlier calls"):
-            await refused.reset(sample())
+            await refused.reset(row())
         await refused.close()
         slow.gate.set()
         for thread in hung:
             await asyncio.to_thread(thread.join, 30)
         world = make()
-        await world.reset(sample())
+        await world.reset(row())
         await world.close()
 
     asyncio.run(run())
@@ -218,7 +189,7 @@ def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: 
 
 def test_a_world_may_want_one_thread(slow: Any) -> None:
     slow.gate.set()
-    play({"gymnasium": {"id": "asyncrl_slow:Slow-v0", "thread": False}}, sample(), ["1"])
+    play({"gymnasium": {"id": "asyncrl_slow:Slow-v0", "thread": False}}, row(), ["1"])
     assert slow.log == [True, "close"]
 
 
@@ -234,9 +205,8 @@ def test_a_world_may_want_one_thread(slow: Any) -> None:
     ],
 )
 def test_gymnasium_options(options: Options, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint) as error:
+    with pytest.raises(ConfigError, match=rf"^rollout\.environment\.gymnasium: .*{complaint}"):
         load_environment({"gymnasium": options})
-    assert str(error.value).startswith("rollout.environment.gymnasium: ")
 
 
 @pytest.mark.parametrize(
@@ -249,4 +219,4 @@ def test_gymnasium_options(options: Options, complaint: str) -> None:
 )
 def test_what_only_the_made_world_tells_fails_its_episode(options: Options, complaint: str) -> None:
     with pytest.raises(Exception, match=complaint):
-        play({"gymnasium": options}, sample(), [])
+        play({"gymnasium": options}, row(), [])

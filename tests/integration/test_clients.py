@@ -21,8 +21,9 @@ from asyncrl.rewards import RewardInput
 from asyncrl.rollout.samplers import engine_factory
 from asyncrl.types import EpisodeEnd, Sample, StopReason
 from asyncrl.wire.messages.worker import Failed, Finished
-from tests.fakes.agents import AgentBench, read
+from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
+from tests.fakes.episodes import read
 
 NUMBER = {"type": "number"}
 TOOL: dict[str, Any] = {
@@ -41,12 +42,6 @@ def adder(prompt: str) -> str:
     """Calls the tool once, then answers with what it said."""
     _, found, reply = prompt.rpartition("[")
     return f"it is {reply.rstrip(']')}" if found and reply.endswith("]") else "let me see " + ADD
-
-
-def finished(bench: AgentBench) -> Finished:
-    end = bench.play()
-    assert isinstance(end, Finished), end
-    return end
 
 
 def led(lead: Callable[[Endpoint], Any]) -> Callable[[Sample, Endpoint], Any]:
@@ -288,7 +283,7 @@ def test_clients(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return 1.0
 
     bench = AgentBench(agent, client.script, reward, limits={"max_tokens": 40_000})
-    stats = finished(bench).stats
+    stats = bench.finished().stats
     assert answers == [{"said": "it is 3"}]
     assert (stats.turns, stats.tool_calls, stats.rows) == (2, client.calls, client.rows)
     if client.script is adder:
@@ -312,7 +307,7 @@ def test_the_client_sees_limits_and_strange_keys() -> None:
             for text in ("q", "x" * 5000):
                 client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": text}])
 
-    end = finished(AgentBench(led(lead)))  # the client's BadRequestError ended the agent
+    end = AgentBench(led(lead)).finished()  # the client's BadRequestError ended the agent
     assert (end.result.end, end.stats.turns) == (EpisodeEnd.LENGTH, 1)
 
 
@@ -333,7 +328,7 @@ def test_litellm_knows_a_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(litellm.exceptions.ContextWindowExceededError):
                 complete("long " * times)
 
-    assert finished(AgentBench(led(lead), limits={"max_tokens": 40_000})).stats.turns == 1
+    assert AgentBench(led(lead), limits={"max_tokens": 40_000}).finished().stats.turns == 1
 
 
 def test_the_client_gets_several_answers_that_stop_at_a_text() -> None:
@@ -354,7 +349,7 @@ def test_the_client_gets_several_answers_that_stop_at_a_text() -> None:
             assert "".join(map(str, said)) == "ace"
 
     bench = AgentBench(led(lead), lambda prompt: next(texts))
-    assert finished(bench).stats.rows == 3
+    assert bench.finished().stats.rows == 3
     assert bench.rows == ["qa.", "qc.", "qe."]
 
 
@@ -381,7 +376,7 @@ def test_a_model_that_is_streamed_and_stopped() -> None:
         bench = AgentBench(led(lead))
         bench.context = replace(bench.context, rules=EpisodeParts(config).rules)
         bench.engine = engine_factory(config)()  # type: ignore[assignment]
-        finished(bench)
+        bench.finished()
         turns += bench.turns
     whole, cut = turns
     count = len(cut.ids)
@@ -408,7 +403,7 @@ echo 0.75
 """
     )
     bench = AgentBench(load_agent({"command": {"line": f"sh {script}"}}))
-    assert finished(bench).stats.turns == 2
+    assert bench.finished().stats.turns == 2
     assert bench.rows == ["q42sure?42"]
 
 

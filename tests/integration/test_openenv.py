@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from asyncrl.config import Options
 from asyncrl.environments import load_environment
 from asyncrl.environments.openenv import OpenEnvError, _fenced
 from asyncrl.errors import ConfigError
-from asyncrl.types import Message, Observation, Sample
+from tests.fakes.environments import play, row, talk, told
 
 SERVER = """
 import random
@@ -78,49 +78,34 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(10)
 
 
-def sample(row: int = 0, **extra: Any) -> Sample:
-    return Sample(row, "game", (), "null", extra_info=json.dumps({"openenv": extra}))
-
-
-async def talk(options: Options, sample: Sample, turns: Sequence[str]) -> list[Observation]:
-    world = load_environment({"openenv": options})()
-    try:
-        heard = [await world.reset(sample)]
-        heard += [await world.step(Message("assistant", turn)) for turn in turns]
-        return heard
-    finally:
-        await world.close()
-
-
-def told(observation: Observation) -> tuple[str, float, bool]:
-    (message,) = observation.messages
-    return message.content, observation.reward, observation.done
+def at(url: str, **options: Any) -> dict[str, Options]:
+    return {"openenv": {"url": url, **options}}
 
 
 def test_an_episode(server: str) -> None:
     turns = ['{"number": 9}', 'I say\n```json\n{"number": 1}\n```', '{"number": 7}']
-    heard = asyncio.run(talk({"url": server, "show": "text"}, sample(0), turns))
+    heard = play(at(server, show="text"), row(), turns)
     assert list(map(told, heard)) == [
         ("Guess 1 to 9.", 0.0, False),
         ("Lower.", -0.25, False),
         ("Higher.", -0.25, False),
         ("Right!", 1.0, True),
     ]
-    assert asyncio.run(talk({"url": server, "show": "text"}, sample(0), turns)) == heard  # as after a crash
+    assert play(at(server, show="text"), row(), turns) == heard  # as after a crash
 
 
 def test_seeds_arguments_and_what_is_shown(server: str) -> None:
-    heard = asyncio.run(talk({"url": server + "/"}, sample(high=1), ['{"number": 1}']))
+    heard = play(at(server + "/"), row(openenv={"high": 1}), ['{"number": 1}'])
     assert [json.loads(told(observation)[0]) for observation in heard] == [
         {"text": "Guess 1 to 1.", "span": [1, 1]},
         {"text": "Right!", "span": [1, 1]},
     ]
-    (seen,) = asyncio.run(talk({"url": server, "show": "span"}, sample(3, seed=5), []))
+    (seen,) = play(at(server, show="span"), row(3, openenv={"seed": 5}), [])
     assert told(seen)[0] == "[1, 9]"
 
 
 def test_an_action_may_be_one_field(server: str) -> None:
-    heard = asyncio.run(talk({"url": server, "show": "text", "action": "number"}, sample(0), ["7"]))
+    heard = play(at(server, show="text", action="number"), row(), ["7"])
     assert told(heard[1]) == ("Right!", 1.0, True)
 
 
@@ -137,8 +122,7 @@ def test_an_action_may_be_one_field(server: str) -> None:
     ],
 )
 def test_an_invalid_action_is_told_so(server: str, turn: str, complaint: str) -> None:
-    options: Options = {"url": server, "show": "text", "unreadable": -1.0}
-    heard = asyncio.run(talk(options, sample(0), [turn, '{"number": 7}']))
+    heard = play(at(server, show="text", unreadable=-1.0), row(), [turn, '{"number": 7}'])
     text, reward, done = told(heard[1])
     assert text.startswith(complaint) and (reward, done) == (-1.0, False)
     assert told(heard[2]) == ("Right!", 1.0, True)
@@ -164,17 +148,17 @@ def test_the_last_fence_with_an_object_is_found_in_one_pass(text: str, body: str
 
 def test_what_the_server_refuses_fails_the_episode(server: str) -> None:
     with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: negative"):
-        asyncio.run(talk({"url": server}, sample(), ['{"number": -1}']))
+        play(at(server), row(), ['{"number": -1}'])
     with pytest.raises(OpenEnvError, match="no field 'txt'; the observation has text, span"):
-        asyncio.run(talk({"url": server, "show": "txt"}, sample(), []))
+        play(at(server, show="txt"), row(), [])
 
 
 def test_more_episodes_than_sessions(server: str) -> None:
     async def three() -> None:
-        worlds = [load_environment({"openenv": {"url": server}})() for _ in range(3)]
+        worlds = [load_environment(at(server))() for _ in range(3)]
         try:
             for world in worlds:
-                await world.reset(sample())
+                await world.reset(row())
         finally:
             for world in worlds:
                 await world.close()
@@ -205,7 +189,7 @@ def against(handler: Handler, **options: Any) -> None:
         await site.start()
         port = runner.addresses[0][1]
         try:
-            await talk({"url": f"http://127.0.0.1:{port}", **options}, sample(), [])
+            await talk(at(f"http://127.0.0.1:{port}", **options), row(), [])
         finally:
             await runner.cleanup()
 
@@ -244,6 +228,6 @@ def test_a_server_that_misbehaves(handler: Handler, complaint: str) -> None:
 
 def test_nobody_there() -> None:
     with pytest.raises(OpenEnvError, match="no connection"):
-        asyncio.run(talk({"url": "http://127.0.0.1:9"}, sample(), []))
+        play(at("http://127.0.0.1:9"), row(), [])
     with pytest.raises(ConfigError, match="must begin with http"):
-        load_environment({"openenv": {"url": "localhost:8000"}})
+        load_environment(at("localhost:8000"))

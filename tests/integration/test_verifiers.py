@@ -19,6 +19,7 @@ from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.remote import close_sessions
 from asyncrl.types import Message, Observation, Sample, ToolCall
+from tests.fakes.environments import play, row, talk
 from tests.fakes.loop import settle
 from tests.fakes.sglang import scripted
 
@@ -132,27 +133,8 @@ def tasksets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def exchange(
-    plugin: dict[str, Options], sample: Sample, turns: Sequence[Message]
-) -> tuple[list[Observation], list[dict[str, Any]]]:
-    """What the environment says at first and to each turn; and its own tools."""
-
-    async def run() -> tuple[list[Observation], list[dict[str, Any]]]:
-        world = load_environment(plugin)()
-        try:
-            heard = [await world.reset(sample)]
-            for turn in turns:
-                heard.append(await world.step(turn))
-            return heard, list(world.tools)
-        finally:
-            await world.close()
-
-    return asyncio.run(run())
-
-
-def row(data: Any, *prompt: Message) -> Sample:
-    given = data if isinstance(data, str) else json.dumps(data)
-    return Sample(0, "vf", prompt, "null", extra_info=json.dumps({"verifiers": given}))
+def task(data: Any, *prompt: Message) -> Sample:
+    return row(0, *prompt, verifiers=json.dumps(data))
 
 
 SUM = {"prompt": "1 + 2?", "system_prompt": "Add.", "answer": "3"}
@@ -170,11 +152,8 @@ CALL = ToolCall("calculator_add", '{"a": 1, "b": 2}', "c1")
 
 def test_a_task_with_tools_and_a_rubric(tasksets: None) -> None:
     wrong = ToolCall("calculator_add", '{"a": "x"}', "c2")
-    heard, tools = exchange(
-        SUMS,
-        row(SUM, *ADD),
-        [said("", CALL, wrong, ToolCall("sub", "{}", "c3")), said("3")],
-    )
+    turns = [said("", CALL, wrong, ToolCall("sub", "{}", "c3")), said("3")]
+    heard, tools = asyncio.run(talk(SUMS, task(SUM, *ADD), turns))
     assert heard[0] == Observation()
     first, second, third = heard[1].messages
     assert first == Message("tool", "3", tool_call_id="c1", name="calculator_add")
@@ -191,53 +170,53 @@ def test_a_task_with_tools_and_a_rubric(tasksets: None) -> None:
     [([said("4")], 0.5), ([said("3")], 2.5), ([said("pass", ToolCall("x", "{}"))], 0.5)],
 )
 def test_rewards_and_stops_of_a_task(tasksets: None, turns: list[Message], reward: float) -> None:
-    heard, _ = exchange(SUMS, row(SUM, *ADD), turns)
+    heard = play(SUMS, task(SUM, *ADD), turns)
     assert heard[-1] == Observation(reward=reward, done=True)
 
 
 def test_a_task_may_give_the_prompt_itself(tasksets: None) -> None:
-    heard, _ = exchange(SUMS, row(SUM), [])
+    heard = play(SUMS, task(SUM), [])
     assert heard[0].messages == ADD
-    heard, _ = exchange(SUMS, row(SUM, ADD[0]), [])
+    heard = play(SUMS, task(SUM, ADD[0]), [])
     assert heard[0].messages == ADD[1:]
 
 
 def test_an_environment_that_leads(tasksets: None) -> None:
-    heard, _ = exchange(GAME, row({"secret": 7}), [said("5"), said("7")])
+    heard = play(GAME, task({"secret": 7}), [said("5"), said("7")])
     assert [observation.messages[0] for observation in heard[:2]] == [
         Message("user", "Guess."),
         Message("user", "Not 5."),
     ]
     assert heard[2] == Observation(reward=0.75, done=True)
-    assert exchange(GAME, row({"secret": 7}), [said("5"), said("7")])[0] == heard  # as after a crash
+    assert play(GAME, task({"secret": 7}), [said("5"), said("7")]) == heard  # as after a crash
 
 
 @pytest.mark.parametrize(
     ("sample", "complaint"),
     [
-        (row({"secret": 13}), "unlucky"),
-        (row({"secret": 51}), "SystemExit: 3"),  # which would end the worker
-        (row({"secret": 99}), "'rival' has no model; set others_url and others_model"),
-        (row({"secret": 1, "image": "ubuntu"}), "runs in a container"),
-        (row({"secret": 1}, ADD[0]), "the prompt of row 0 is not how its task begins"),
-        (row({"secret": "x"}), "valid integer"),
+        (task({"secret": 13}), "unlucky"),
+        (task({"secret": 51}), "SystemExit: 3"),  # which would end the worker
+        (task({"secret": 99}), "'rival' has no model; set others_url and others_model"),
+        (task({"secret": 1, "image": "ubuntu"}), "runs in a container"),
+        (task({"secret": 1}, ADD[0]), "the prompt of row 0 is not how its task begins"),
+        (task({"secret": "x"}), "valid integer"),
         (Sample(4, "vf", (), "null"), r"extra_info\.verifiers of row 4 is missing"),
     ],
 )
 def test_what_fails_an_episode(tasksets: None, sample: Sample, complaint: str) -> None:
     with pytest.raises(Exception, match=complaint):
-        exchange(GAME, sample, [said("1")])
+        play(GAME, sample, [said("1")])
 
 
 @pytest.mark.parametrize(
     ("plugin", "sample", "turns", "unanswered", "reward"),
     [
-        (GAME, row({"secret": 7}), [said("5")], None, 0.375),  # the environment is told, and ends
-        (GAME, row({"secret": 7}), [said("5")], said("6"), 0.25),
-        (GAME, row({"secret": 7}), [], None, 0.5),
-        (SUMS, row(SUM, *ADD), [], said("3"), 2.5),
-        (SUMS, row(SUM, *ADD), [], said("", CALL), 0.5),
-        (SUMS, row(SUM, *ADD), [said("", CALL)], None, 0.5),
+        (GAME, task({"secret": 7}), [said("5")], None, 0.375),  # the environment is told, and ends
+        (GAME, task({"secret": 7}), [said("5")], said("6"), 0.25),
+        (GAME, task({"secret": 7}), [], None, 0.5),
+        (SUMS, task(SUM, *ADD), [], said("3"), 2.5),
+        (SUMS, task(SUM, *ADD), [], said("", CALL), 0.5),
+        (SUMS, task(SUM, *ADD), [said("", CALL)], None, 0.5),
     ],
 )
 def test_an_episode_that_a_limit_ends_is_scored(
@@ -275,7 +254,7 @@ def test_a_step_that_is_cancelled_was_received(tasksets: None, monkeypatch: pyte
 
         monkeypatch.setattr(TaskTools, "call", slow)
         world = load_environment(SUMS)()
-        await world.reset(row(SUM, *ADD))
+        await world.reset(task(SUM, *ADD))
         step = asyncio.create_task(world.step(said("", CALL)))
         await busy.wait()
         step.cancel()
@@ -309,7 +288,7 @@ def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytes
 
     async def run() -> None:
         world = load_environment(GAME)()
-        reset = asyncio.create_task(world.reset(row({"secret": 50})))
+        reset = asyncio.create_task(world.reset(task({"secret": 50})))
         await settle()
         reset.cancel()
         await asyncio.wait([reset])
@@ -332,7 +311,7 @@ def test_tools_whose_replies_nobody_reads_are_not_run(
 
     async def cut(unanswered: Message) -> None:
         world = load_environment(SUMS)()
-        await world.reset(row(SUM, *ADD))
+        await world.reset(task(SUM, *ADD))
         await world.step(said("", CALL))
         await world.cut_short(unanswered)
         await world.close()
@@ -343,18 +322,14 @@ def test_tools_whose_replies_nobody_reads_are_not_run(
 
 
 def test_the_environments_own_limit_of_turns(tasksets: None) -> None:
-    options = {"taskset": "asyncrl_guesses", "role": "player", "config": '{"player": {"max_turns": 2}}'}
-    heard, _ = exchange({"verifiers": options}, row({"secret": 7}), [said("5"), said("6")])
+    game = {"verifiers": {**GAME["verifiers"], "config": '{"player": {"max_turns": 2}}'}}
+    heard = play(game, task({"secret": 7}), [said("5"), said("6")])
     assert heard[-1] == Observation(reward=0.25, done=True)
 
 
 def test_it_states_its_own_limit(tasksets: None) -> None:
     assert load_environment(SUMS)().timeout == 120.0
     assert load_environment({"verifiers": {**SUMS["verifiers"], "timeout": 9.0}})().timeout == 9.0
-
-
-def test_an_episode_that_is_dropped_ends_quietly(tasksets: None) -> None:
-    assert not exchange(GAME, row({"secret": 7}), [said("5")])[0][-1].done
 
 
 @pytest.mark.parametrize(
@@ -375,7 +350,7 @@ def test_verifiers_options(tasksets: None, options: Options, complaint: str) -> 
 def with_others(
     options: Options, sample: Sample, turns: Sequence[Message], says: Sequence[str]
 ) -> tuple[list[Observation], list[Any]]:
-    """As `exchange`, with another model that says these; and what it was sent."""
+    """As `play`, with another model that says these; and what it was sent."""
 
     async def run() -> tuple[list[Observation], list[Any]]:
         try:
@@ -401,10 +376,10 @@ def with_others(
 
 def test_another_model_plays_the_user(tasksets: None) -> None:
     """verifiers' own user simulator; the trained model is the assistant."""
-    task = {"prompt": "You want the sum of 1 and 2.", "system_prompt": "Add.", "answer": "3"}
+    given = {"prompt": "You want the sum of 1 and 2.", "system_prompt": "Add.", "answer": "3"}
     heard, asked = with_others(
         {"taskset": "asyncrl_sums", "env": "user-sim", "role": "assistant"},
-        row(task, ADD[0]),
+        task(given, ADD[0]),
         [said("", CALL), said("Hm."), said("3")],
         ["What is 1 + 2?", "And now?", "###DONE###"],
     )
@@ -415,7 +390,7 @@ def test_another_model_plays_the_user(tasksets: None) -> None:
 
 
 def test_only_the_trained_agent_is_rewarded(tasksets: None) -> None:
-    heard, asked = with_others(GAME["verifiers"], row({"secret": 99}), [said("99")], ["Hello, too."])
+    heard, asked = with_others(GAME["verifiers"], task({"secret": 99}), [said("99")], ["Hello, too."])
     assert asked == [[{"role": "user", "content": "Hello."}]]
     assert heard[-1] == Observation(reward=0.875, done=True)
 
@@ -426,6 +401,6 @@ def test_tasks_are_written_as_rows(tasksets: None, tmp_path: Path, monkeypatch: 
     runpy.run_path(str(ROOT / "tools" / "prepare_verifiers.py"), run_name="__main__")
     (sample,) = load_samples(tmp_path / "train.parquet")
     assert sample.prompt == (Message("system", "Add."), Message("user", "3 + 4?"))
-    heard, _ = exchange(SUMS, sample, [said("7")])
+    heard = play(SUMS, sample, [said("7")])
     assert heard == [Observation(), Observation(reward=2.5, done=True)]
     assert len(load_samples(tmp_path / "test.parquet")) == 1

@@ -14,7 +14,7 @@ from asyncrl.errors import EngineError
 from asyncrl.gateway import Endpoint
 from asyncrl.rewards import RewardInput
 from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
-from asyncrl.wire.messages.worker import Failed, Finished, Generated
+from asyncrl.wire.messages.worker import Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
 from tests.fakes.chat import encode
 from tests.fakes.engine import ScriptedEngine
@@ -29,16 +29,9 @@ async def two_turns(sample: Sample, endpoint: Endpoint) -> float:
     return 0.5
 
 
-def failed(bench: AgentBench) -> tuple[FailReason, str]:
-    end = bench.play()
-    assert isinstance(end, Failed)
+def reason_of(bench: AgentBench) -> tuple[FailReason, str]:
+    end = bench.failed()
     return end.reason, end.detail
-
-
-def finished(bench: AgentBench, **options: Any) -> Finished:
-    end = bench.play(**options)
-    assert isinstance(end, Finished), end
-    return end
 
 
 def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> None:
@@ -49,7 +42,7 @@ def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> No
         return 1.5
 
     bench = AgentBench(two_turns, reward=reward)
-    end = finished(bench)
+    end = bench.finished()
     assert [type(record) for record in bench.sent] == [Generated, Generated, Finished]
     assert (end.result.reward, end.result.end, end.stats.turns, end.stats.rows) == (
         1.5,
@@ -93,7 +86,7 @@ def test_parallel_requests_become_rows_with_sessions_and_keys_of_their_own() -> 
         await asyncio.gather(*(message(endpoint, "q") for _ in range(3)))
 
     bench = AgentBench(agent)
-    assert finished(bench).stats.rows == 3
+    assert bench.finished().stats.rows == 3
     assert bench.rows == ["q42"] * 3
     assert len({request.session for request in bench.engine.requests}) == 3
     assert len({request.key for request in bench.engine.requests}) == 3
@@ -117,7 +110,7 @@ def of_program(given: RewardInput) -> Any:
 
 def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
     bench = AgentBench(duel, reward=of_program)
-    result = finished(bench).result
+    result = bench.finished().result
     assert [turn.agent for turn in bench.turns] == ["white", "black", "white"]
     assert bench.rows == ["q42your move42and?42"]  # the row is told apart by its tokens, not by who asks
     assert (result.reward, result.turn_rewards) == (0.0, (0.0, -1.0, 1.0))
@@ -126,13 +119,13 @@ def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
     assert (parts["black"].reward, parts["black"].turn_rewards) == (-1.0, (-1.0,))
     assert parts["white"].tokens + parts["black"].tokens == result.tokens
     again = AgentBench(duel, reward=of_program)
-    assert finished(again, frames=bench.record).result == result
+    assert again.finished(bench.record).result == result
     assert again.engine.requests == []
 
 
 def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_told() -> None:
-    assert finished(AgentBench(duel)).result.agents == ()
-    reason, detail = failed(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
+    assert AgentBench(duel).finished().result.agents == ()
+    reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
     assert detail.startswith("the reward is a dict of white, blak, and not of 'black': give 'score', or")
 
@@ -191,7 +184,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(("agent", "why"), FAILURES.values(), ids=FAILURES)
 def test_a_failing_agent_is_a_recorded_reason(agent: Any, why: str) -> None:
-    reason, detail = failed(AgentBench(agent))
+    reason, detail = reason_of(AgentBench(agent))
     assert reason is FailReason.AGENT_ERROR
     assert why in detail
 
@@ -205,7 +198,7 @@ def test_an_engine_error_fails_the_episode_whatever_the_agent_makes_of_it() -> N
     def broken(prompt: str) -> str:
         raise EngineError("out of memory")
 
-    assert failed(AgentBench(patient, broken)) == (FailReason.ENGINE_ERROR, "out of memory")
+    assert reason_of(AgentBench(patient, broken)) == (FailReason.ENGINE_ERROR, "out of memory")
 
 
 def test_an_agent_that_hangs_is_scored_by_what_it_did() -> None:
@@ -219,7 +212,7 @@ def test_an_agent_that_hangs_is_scored_by_what_it_did() -> None:
             cancelled.set()
 
     bench = AgentBench(hung, episode_timeout=1.5)
-    end = finished(bench)
+    end = bench.finished()
     assert (end.result.end, end.stats.turns) == (EpisodeEnd.TIMEOUT, 1)
     assert cancelled.is_set()
 
@@ -230,7 +223,7 @@ def test_an_agent_that_hangs_before_its_first_turn_fails() -> None:
     def hung(sample: Sample, endpoint: Endpoint) -> None:
         gate.wait(60)
 
-    reason, detail = failed(AgentBench(hung, episode_timeout=0.1))
+    reason, detail = reason_of(AgentBench(hung, episode_timeout=0.1))
     gate.set()
     assert reason is FailReason.DEADLINE
     assert "not one turn" in detail
@@ -270,7 +263,7 @@ def test_a_request_whose_client_left_gives_its_row_back(comes_back: bool) -> Non
 
     bench = AgentBench(agent)
     bench.engine = engine = Held(bench.script)
-    assert finished(bench).stats.turns == 1 + comes_back
+    assert bench.finished().stats.turns == 1 + comes_back
     assert bench.rows == (["q42sure?42"] if comes_back else ["q42"])
     assert engine.cancelled == ["u/1"]
 
@@ -316,7 +309,7 @@ def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
     assert bench.rows == ["q42sure?42"]
     assert len(bench.engine.requests) == 2
     again = AgentBench(two_turns)
-    finished(again, frames=bench.record)
+    again.finished(bench.record)
     assert again.engine.requests == []
 
     async def several(sample: Sample, endpoint: Endpoint) -> None:
@@ -337,7 +330,7 @@ def test_a_slow_reward_is_not_charged_to_the_agent() -> None:
             await asyncio.Event().wait()  # until the time of the episode is up
         return 1.0
 
-    end = finished(AgentBench(two_turns, reward=reward, episode_timeout=1.5))
+    end = AgentBench(two_turns, reward=reward, episode_timeout=1.5).finished()
     assert (end.result.end, end.result.reward) == (EpisodeEnd.DONE, 1.0)
     assert seen == [(EpisodeEnd.DONE, 0.5)] * 2
 
@@ -364,7 +357,7 @@ def test_a_limit_is_told_and_ends_the_episode(limits: Any, end: EpisodeEnd, code
             return 0.5
         raise RuntimeError("BadRequestError")
 
-    ended = finished(AgentBench(agent, limits=limits))
+    ended = AgentBench(agent, limits=limits).finished()
     assert (ended.result.end, ended.stats.turns) == (end, 1)
 
 
@@ -372,7 +365,7 @@ def test_a_prompt_that_is_too_long_at_once_says_so() -> None:
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         await message(endpoint, "a long prompt")
 
-    reason, detail = failed(AgentBench(agent, limits={"max_tokens": 4, "max_new_tokens": 4}))
+    reason, detail = reason_of(AgentBench(agent, limits={"max_tokens": 4, "max_new_tokens": 4}))
     assert reason is FailReason.PROMPT_TOO_LONG
     assert (
         detail == "This model's maximum context length is 4 tokens (rollout.max_tokens); the messages have 14"
@@ -391,9 +384,9 @@ async def three_turns(sample: Sample, endpoint: Endpoint) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_recorded_turns_are_not_sampled_again(count: int) -> None:
     first = AgentBench(three_turns, lambda prompt: "first")
-    finished(first)
+    first.finished()
     second = AgentBench(three_turns, lambda prompt: "second")
-    stats = finished(second, frames=first.record[: 2 * count]).stats
+    stats = second.finished(first.record[: 2 * count]).stats
     assert stats.turns == 3 and stats.seconds >= 5.0  # goes on with the time that the turns had taken
     assert len(second.engine.requests) == len(second.turns) == 3 - count
     assert [turn.index for turn in second.turns] == list(range(count, 3))
@@ -407,9 +400,9 @@ def test_parallel_turns_are_recalled_in_any_order() -> None:
         return agent
 
     first = AgentBench(agent_of(["a", "b", "c"]), lambda prompt: prompt + "!")
-    finished(first)
+    first.finished()
     second = AgentBench(agent_of(["c", "b", "a"]))
-    assert finished(second, frames=first.record).stats.rows == 3
+    assert second.finished(first.record).stats.rows == 3
     assert second.turns == []
 
 
@@ -423,9 +416,8 @@ def test_an_agent_that_does_something_else_starts_again() -> None:
 
     for first, agent in ((three_turns, other), (three_turns, silent), (duel, black)):
         before, bench = AgentBench(first), AgentBench(agent)
-        finished(before)
-        end = bench.play(before.record)
-        assert isinstance(end, Failed)
+        before.finished()
+        end = bench.failed(before.record)
         assert (end.reason, "repeat" in end.detail) == (FailReason.NOT_REPEATED, True)
 
 
@@ -480,13 +472,13 @@ def test_a_text_ends_the_turn_and_its_row_goes_on_if_the_agent_sends_it_back(
         await message(endpoint, "q", {"role": "assistant", "content": returned}, "sure?")
 
     bench = AgentBench(agent, lambda prompt: "42" if "sure" in prompt else "a </code> and on")
-    finished(bench)
+    bench.finished()
     assert said == ["a ", "stop"]
     assert [turn.stop for turn in bench.turns] == [StopReason.TEXT, StopReason.STOP]
     assert [len(turn.ids) for turn in bench.turns] == [len("a </code>"), 3]
     assert bench.rows == rows
     again = AgentBench(agent)
-    assert finished(again, frames=bench.record).stats.turns == 2
+    assert again.finished(bench.record).stats.turns == 2
     assert again.engine.requests == []
 
 
@@ -499,7 +491,7 @@ def test_several_answers_become_rows() -> None:
 
     texts = iter(["a", "b", "c", "yes"])
     bench = AgentBench(agent, lambda prompt: next(texts))
-    assert finished(bench).stats.rows == 3
+    assert bench.finished().stats.rows == 3
     assert bench.rows == ["qa", "qbsure?yes", "qc"]
     assert len({request.key for request in bench.engine.requests[:3]}) == 3
 
@@ -528,7 +520,7 @@ def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
 
     bench = AgentBench(agent)
     bench.engine = Slow(bench.script)
-    finished(bench)
+    bench.finished()
     assert sum('"content":"2"' in line for line in heard) == 1
 
 
@@ -541,13 +533,12 @@ def test_a_form_of_the_answer_is_kept_in_validation_and_counted_always(lane: str
 
     said = iter(["42", "{}", "[]"])
     bench = AgentBench(agent, lambda prompt: next(said))
-    bench.lane = lane
-    stats = finished(bench).stats
+    stats = bench.finished(lane=lane).stats
     assert (stats.turns, stats.hints, stats.followed) == (3, 2, 1)
     assert [bool(request.sampling.grammar) for request in bench.engine.requests] == (
         [False, True, True] if lane == "eval" else [False] * 3
     )
-    again = finished(AgentBench(agent), frames=bench.record).stats
+    again = AgentBench(agent).finished(bench.record).stats
     assert (again.turns, again.hints, again.followed) == (3, 2, 1)
 
 
@@ -566,9 +557,9 @@ def test_only_a_form_that_the_engine_refuses_is_a_hint(
             await message(endpoint, prompt, response_format={"type": "json_object"})
 
     bench = AgentBench(agent)
-    bench.lane, bench.engine = "eval", Without(bench.script)
+    bench.engine = Without(bench.script)
     if error is not EngineRefused:
-        assert failed(bench)[0] is FailReason.ENGINE_ERROR
+        assert bench.failed(lane="eval").reason is FailReason.ENGINE_ERROR
         return
-    assert finished(bench).stats.turns == 3
+    assert bench.finished(lane="eval").stats.turns == 3
     assert len([record for record in caplog.records if "hint in validation" in record.message]) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.episodes.parts import check_demonstrations
 from asyncrl.errors import ConfigError, EngineError
+from asyncrl.rollout.context import EpisodeRun
 from asyncrl.rollout.demonstrations import (
     DemonstrationPlayer,
     NoEngine,
@@ -23,25 +23,24 @@ from asyncrl.rollout.demonstrations import (
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
 from asyncrl.weights import disk
-from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated
+from asyncrl.wire.messages.worker import Finished, Generated
+from tests.fakes.episodes import TurnBench
 from tests.fakes.weights import publish
 from tests.unit.rollout.test_check_chat import parts_of, saved
-from tests.unit.rollout.test_episode_runner import Bench, recorded
 
 USER, WELL = Message("user", "q"), Message("assistant", "well")
 TALK = (USER, WELL, Message("user", "more"), Message("assistant", "done"))
 
 
-class Shown(Bench):
+class Shown(TurnBench):
     """Plays a conversation of the data; whatever would be sampled is an error."""
 
     def __init__(self, talk: tuple[Message, ...] = TALK, **limits: Any) -> None:
         super().__init__([], **limits)
-        self.talk = talk
-        self.runner = replace(self.runner, make_player=lambda run: DemonstrationPlayer(run, Toolbox({})))
+        self.sample = talked(*talk)
 
-    def assign(self, lane: str = "train", transcript: bool = False) -> Assign:
-        return msgspec.structs.replace(super().assign(lane), sample=talked(*self.talk))
+    def player(self, run: EpisodeRun) -> DemonstrationPlayer:
+        return DemonstrationPlayer(run, Toolbox({}))
 
 
 def talked(*messages: Message, row: int = 0, **more: Any) -> Sample:
@@ -50,9 +49,8 @@ def talked(*messages: Message, row: int = 0, **more: Any) -> Sample:
 
 def test_a_conversation_is_posted_turn_by_turn_and_earns_nothing() -> None:
     bench = Shown()
-    end = bench.play()
+    end = bench.finished()
     assert [type(record) for record in bench.sent] == [Generated, Generated, Finished]
-    assert isinstance(end, Finished)
     assert (end.result.reward, end.result.tokens, end.stats.turns) == (0.0, len("well") + len("done") + 2, 2)
     turn = msgspec.msgpack.decode(bench.frames[1][0], type=Turn)
     assert "".join(map(chr, turn.ids[:-1])) == "done" and not bench.engine.requests
@@ -62,11 +60,11 @@ def test_it_goes_on_after_the_recorded_turns() -> None:
     whole = Shown()
     whole.play()
     rest = Shown()
-    assert isinstance(rest.play(recorded(whole)[:2]), Finished)
+    rest.finished(whole.record[:2])
     assert [type(record) for record in rest.sent] == [Generated, Finished]
     assert rest.frames[0] == whole.frames[1]
-    other = Shown((USER, Message("assistant", "other"))).play(recorded(whole)[:2])
-    assert isinstance(other, Failed) and other.reason is FailReason.NOT_REPEATED
+    other = Shown((USER, Message("assistant", "other"))).failed(whole.record[:2])
+    assert other.reason is FailReason.NOT_REPEATED
 
 
 def test_one_that_is_held_out_is_scored() -> None:
@@ -82,8 +80,7 @@ def test_one_that_is_held_out_is_scored() -> None:
     assert end.result.components["nll"] == pytest.approx(sum(places) / len(places))
     bench = Shown()
     bench.engine.score = lambda ids: asyncio.sleep(0, tuple(math.nan for _ in ids[1:]))  # type: ignore[method-assign]
-    end = bench.play(lane="eval")
-    assert isinstance(end, Failed) and end.reason is FailReason.ENGINE_ERROR
+    assert bench.failed(lane="eval").reason is FailReason.ENGINE_ERROR
 
 
 def test_log_probs_of_turns_in_several_rows() -> None:
@@ -97,8 +94,8 @@ def test_log_probs_of_turns_in_several_rows() -> None:
 
 def test_one_that_is_too_long_is_left_out() -> None:
     bench = Shown((USER, Message("assistant", "x" * 100)), max_tokens=50, max_new_tokens=50)
-    end = bench.play()
-    assert isinstance(end, Failed) and end.reason is FailReason.PROMPT_TOO_LONG
+    end = bench.failed()
+    assert end.reason is FailReason.PROMPT_TOO_LONG
     assert len(bench.sent) == 1 and "rollout.max_tokens is 50" in end.detail
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from asyncrl.episodes.scoring import Scorer
 from asyncrl.rewards import in_loop, select_shapings
 from asyncrl.tools import Rewarded, Tool, tool
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from asyncrl.wire.messages.worker import Assign, Failed, Finished
+from asyncrl.wire.messages.worker import Assign, Finished
+from tests.fakes.episodes import TurnBench, look
 from tests.unit.coordinator.test_workers import A, WorkerSetup
-from tests.unit.rollout.test_episode_runner import Bench, look, recorded
 
 
 def paying() -> Tool:
@@ -30,17 +31,12 @@ def paying() -> Tool:
 
 def bench(
     turns: list[str], result: Any, shaping: dict[str, dict[str, Any]] | None = None, **options: Any
-) -> Bench:
-    made = Bench(turns, lambda **_: result, **options)
+) -> TurnBench:
+    made = TurnBench(turns, lambda **_: result, **options)
     made.tools["look"] = paying()
     scorer = Scorer([in_loop(lambda **_: result)], 60.0, select_shapings(shaping or {}, "x"))
-    object.__setattr__(made.runner.context, "scorer", scorer)
+    made.context = replace(made.context, scorer=scorer)
     return made
-
-
-def finished(end: Finished | Failed) -> Finished:
-    assert isinstance(end, Finished), end
-    return end
 
 
 TURNS = [look("left") + look("up"), look("right"), "42"]  # 0.4 + 0.2, 0.5, the answer
@@ -48,24 +44,24 @@ TURNS = [look("left") + look("up"), look("right"), "42"]  # 0.4 + 0.2, 0.5, the 
 
 def test_tool_rewards_fall_on_their_turns_and_the_score_on_the_last() -> None:
     result = {"score": 1.0, "turns": [0.0, -0.5, 0.25], "components": {"format": 1}, "acc": True}
-    end = finished(bench(list(TURNS), result).play())
+    end = bench(list(TURNS), result).finished()
     assert end.result.turn_rewards == pytest.approx((0.6, 0.0, 1.25), abs=1e-15)
     assert end.result.reward == pytest.approx(1.85) and end.result.score == end.result.reward
     assert end.result.components == {"format": 1.0}
 
 
 def test_verls_numbers_are_components_and_its_texts_go_along_with_the_end() -> None:
-    end = finished(bench(["42"], {"score": 1.0, "acc": True, "pred": "42"}).play(transcript=True))
+    end = bench(["42"], {"score": 1.0, "acc": True, "pred": "42"}).finished(transcript=True)
     assert (end.result.score, end.result.judged, end.result.components) == (1.0, 1.0, {"acc": 1.0})
     assert end.notes == {"pred": "42"}
 
 
 def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
     whole = bench(list(TURNS), 1.0)
-    expected = finished(whole.play())
+    expected = whole.finished()
     for durable in (1, 2, 3):
         rest = bench(TURNS[durable:], 1.0)
-        end = finished(rest.play(recorded(whole)[: 2 * durable]))
+        end = rest.finished(whole.record[: 2 * durable])
         assert (end.result.reward, end.result.turn_rewards) == (
             expected.result.reward,
             expected.result.turn_rewards,
@@ -81,8 +77,7 @@ def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
     ],
 )
 def test_rewards_that_do_not_fit_are_a_reward_error(result: Any, detail: str) -> None:
-    end = bench(list(TURNS), result).play()
-    assert isinstance(end, Failed)
+    end = bench(list(TURNS), result).failed()
     assert end.reason is FailReason.REWARD_ERROR and detail in end.detail
 
 
@@ -90,7 +85,7 @@ def test_shaping_counts_model_tokens_and_is_told_apart_from_the_score() -> None:
     plain = bench(["42"], 1.0)
     plain.play()
     tokens = plain.sent[0].model_tokens  # type: ignore[union-attr]
-    end = finished(bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": tokens + 1}}).play())
+    end = bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": tokens + 1}}).finished()
     assert (end.result.reward, end.result.turn_rewards, end.result.shaping, end.result.score) == (
         0.25,
         (0.25,),
@@ -101,20 +96,19 @@ def test_shaping_counts_model_tokens_and_is_told_apart_from_the_score() -> None:
 
 def test_the_limit_of_an_episode_is_what_its_turns_can_hold() -> None:
     made = bench(["42"], 1.0, {"overlong": {"buffer": 10}}, max_turns=2, max_new_tokens=5)  # 3 tokens of 10
-    assert finished(made.play()).result.shaping == pytest.approx(-0.3)
+    assert made.finished().result.shaping == pytest.approx(-0.3)
 
 
 def test_validation_is_not_shaped() -> None:
-    end = finished(bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": 4}}).play(lane="eval"))
+    end = bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": 4}}).finished(lane="eval")
     assert (end.result.reward, end.result.shaping) == (1.0, 0.0)
 
 
 def test_a_shaping_that_fails_is_a_reward_error() -> None:
     made = bench(["42"], 1.0)
     scorer = Scorer([in_loop(lambda **_: 1.0)], 60.0, [lambda given: 1 / 0])
-    object.__setattr__(made.runner.context, "scorer", scorer)
-    end = made.play()
-    assert isinstance(end, Failed)
+    made.context = replace(made.context, scorer=scorer)
+    end = made.failed()
     assert end.reason is FailReason.REWARD_ERROR and "algorithm.shaping" in end.detail
 
 

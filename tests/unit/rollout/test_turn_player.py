@@ -14,10 +14,10 @@ from asyncrl.conversation.commands import Done
 from asyncrl.environments import Environment
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.types import EpisodeEnd, FailReason, Message, Observation, Sample, ToolCall, TurnReply
-from asyncrl.wire.messages.worker import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker import Finished, Generated, Replied
 from tests.fakes.chat import call
+from tests.fakes.episodes import BAD, TurnBench, look
 from tests.fakes.loop import settle
-from tests.unit.rollout.test_episode_runner import BAD, Bench, look, recorded
 
 MOVE = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
 
@@ -54,9 +54,8 @@ def nothing(**_: Any) -> float:
 
 
 def test_what_an_environment_says_is_recorded_and_rewarded() -> None:
-    bench = Bench(["7", "42"], nothing, Game)
-    end = bench.play()
-    assert isinstance(end, Finished)
+    bench = TurnBench(["7", "42"], nothing, Game)
+    end = bench.finished()
     assert (end.result.end, end.result.reward, end.result.turn_rewards) == (
         EpisodeEnd.DONE,
         1.25,
@@ -73,30 +72,28 @@ def test_its_own_calls_go_to_it_and_others_to_tools() -> None:
     class Board(Game):
         tools = (MOVE,)
 
-    bench = Bench([call("move"), look("left"), BAD, "42"], nothing, Board)
-    end = bench.play()
-    assert isinstance(end, Finished)
+    bench = TurnBench([call("move"), look("left"), BAD, "42"], nothing, Board)
+    end = bench.finished()
     assert (end.stats.turns, end.stats.tool_calls) == (4, 2)
     assert (Board.log, bench.calls) == (["reset", "move", "42", "close"], ["left"])
     assert '"move"' in "".join(map(chr, bench.engine.requests[0].ids))
 
 
 def test_a_recorded_environment_is_repeated() -> None:
-    whole = Bench(["7", "8", "42"], nothing, Game)
+    whole = TurnBench(["7", "8", "42"], nothing, Game)
     whole.play()
-    rest = Bench(["42"], nothing, Game)
-    end = rest.play(recorded(whole)[:4])
-    assert isinstance(end, Finished)
+    rest = TurnBench(["42"], nothing, Game)
+    end = rest.finished(whole.record[:4])
     assert end.result.turn_rewards == (0.25, 0.25, 1.0)
     assert Game.log == ["reset", "7", "8", "42", "close"]
     assert rest.frames[0] == whole.frames[4]
 
 
 def test_a_turn_that_was_not_answered_yet_is_stepped() -> None:
-    whole = Bench(["7", "42"], nothing, Game)
+    whole = TurnBench(["7", "42"], nothing, Game)
     whole.play()
-    rest = Bench(["42"], nothing, Game)
-    rest.play([recorded(whole)[0], b""])
+    rest = TurnBench(["42"], nothing, Game)
+    rest.play([whole.record[0], b""])
     assert [type(record) for record in rest.sent] == [Replied, Generated, Replied, Finished]
 
 
@@ -113,9 +110,8 @@ class Generous(Game):
 def test_an_environment_that_a_limit_ends_is_asked_what_it_gives(
     limits: dict[str, Any], turns: list[str], said: str
 ) -> None:
-    bench = Bench(turns, nothing, Generous, **limits)
-    end = bench.play()
-    assert isinstance(end, Finished)
+    bench = TurnBench(turns, nothing, Generous, **limits)
+    end = bench.finished()
     assert end.result.turn_rewards[-1] == (0.75 if len(turns) == 1 else 0.5)
     assert Generous.log[-2:] == [f"cut short: {said}", "close"]
 
@@ -132,11 +128,11 @@ class Once(Game):
 
 @pytest.mark.parametrize("other", [Moody, Once])
 def test_an_environment_that_cannot_be_repeated_makes_the_episode_start_again(other: type[Game]) -> None:
-    whole = Bench(["7", "42"], nothing, Game)
+    whole = TurnBench(["7", "42"], nothing, Game)
     whole.play()
-    end = Bench(["42"], nothing, other).play(recorded(whole)[:2])
-    assert isinstance(end, Failed)
-    assert end.reason is FailReason.NOT_REPEATED  # which is issued again from the prompt
+    assert (
+        TurnBench(["42"], nothing, other).failed(whole.record[:2]).reason is FailReason.NOT_REPEATED
+    )  # which is issued again from the prompt
     assert other.log[-1] == "close"
 
 
@@ -175,15 +171,12 @@ class Unmakable(Game):
 
 @pytest.mark.parametrize("world", [Broken, Hung, Over, Leaving, Cancelled, Unmakable])
 def test_an_environment_that_fails_ends_its_episode_only(world: type[Game]) -> None:
-    end = Bench(["7"], nothing, world, tool_timeout=0.05).play()
-    assert isinstance(end, Failed)
-    assert end.reason is FailReason.ENVIRONMENT_ERROR
+    assert TurnBench(["7"], nothing, world, tool_timeout=0.05).failed().reason is FailReason.ENVIRONMENT_ERROR
     assert world.log[-1] == "close"
 
 
 def test_the_reason_names_the_line_of_the_environment() -> None:
-    end = Bench(["7"], nothing, Broken).play()
-    assert isinstance(end, Failed)
+    end = TurnBench(["7"], nothing, Broken).failed()
     line = Broken.step.__code__.co_firstlineno + 1
     said = f"OSError: the board fell down (test_turn_player.py:{line})"
     assert end.detail == f"step of the environment failed: {said}"
@@ -207,8 +200,7 @@ class Stubborn(Game):
 def test_an_environment_that_ignores_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps neither its episode, nor the loop; and it is not closed while it is at work."""
     monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.0)
-    end = Bench(["7"], nothing, Stubborn, tool_timeout=0.02).play()
-    assert isinstance(end, Failed)
+    end = TurnBench(["7"], nothing, Stubborn, tool_timeout=0.02).failed()
     assert "step of the environment did not end within 0.02 s" in end.detail
     assert not Stubborn.let_go.is_set()
     assert Stubborn.log == ["reset", "no", "close"]
@@ -225,9 +217,9 @@ def test_an_environment_may_have_limits_of_its_own() -> None:
             await asyncio.sleep(0.02)
             return await super().step(message)
 
-    end = Bench(["7"], nothing, Quick, tool_timeout=60.0).play()
-    assert isinstance(end, Failed) and "within 0.02 s" in end.detail
-    assert isinstance(Bench(["42"], nothing, Slow, tool_timeout=1e-6).play(), Finished)
+    end = TurnBench(["7"], nothing, Quick, tool_timeout=60.0).failed()
+    assert "within 0.02 s" in end.detail
+    assert isinstance(TurnBench(["42"], nothing, Slow, tool_timeout=1e-6).play(), Finished)
 
 
 def answering(answer: Any, cut: Any = 0.0) -> type[Game]:
@@ -263,9 +255,8 @@ USER = Message("user", "so?")
     ],
 )
 def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: str) -> None:
-    bench = Bench(["7"], nothing, answering(answer, cut), max_turns=1)
-    end = bench.play()
-    assert isinstance(end, Failed)
+    bench = TurnBench(["7"], nothing, answering(answer, cut), max_turns=1)
+    end = bench.failed()
     assert end.reason is FailReason.ENVIRONMENT_ERROR
     assert re.search(complaint, end.detail), end.detail
 
@@ -274,9 +265,8 @@ def test_numbers_may_be_numpys_and_messages_a_list() -> None:
     half = "half a pair: \ud800"
     said = Message("user", half, name=half, tool_call_id=half, reasoning=half)
     answer = Observation([said], np.float32(0.5), np.bool_(True))  # type: ignore[arg-type]
-    bench = Bench(["7"], nothing, answering(answer))
-    end = bench.play()
-    assert isinstance(end, Finished)
+    bench = TurnBench(["7"], nothing, answering(answer))
+    end = bench.finished()
     assert (end.result.end, end.result.reward) == (EpisodeEnd.DONE, 0.5)
     heard = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply)
     assert heard.observation is not None
@@ -285,12 +275,12 @@ def test_numbers_may_be_numpys_and_messages_a_list() -> None:
     assert heard.observation.messages == (expected,)
 
 
-def out_of_time(bench: Bench, busy: asyncio.Event) -> Outcome:
+def out_of_time(bench: TurnBench, busy: asyncio.Event) -> Outcome:
     """How an episode ends whose time is up when it is `busy`."""
 
     async def main() -> Outcome:
         service = asyncio.create_task(bench.outbox.run())
-        player = bench.runner.make_player(EpisodeRun(bench.runner.context, bench.assign(), bench.lane, 0.0))
+        player = bench.player(EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0))
         play = asyncio.create_task(player.play(()))
         async with asyncio.timeout(60):
             await busy.wait()
@@ -315,7 +305,7 @@ def test_a_step_that_the_episodes_time_ends_was_heard() -> None:
                 await asyncio.Event().wait()
             return observation
 
-    done = out_of_time(Bench(["7", "8"], nothing, Long), busy).command
+    done = out_of_time(TurnBench(["7", "8"], nothing, Long), busy).command
     assert isinstance(done, Done)
     assert (done.result.end, done.result.turn_rewards) == (EpisodeEnd.TIMEOUT, (0.25, 0.5))
     assert Long.log == ["reset", "7", "8", "cut short: heard", "close"]
@@ -331,16 +321,16 @@ def test_an_episode_that_is_over_keeps_its_end_when_its_time_is_up() -> None:
             await asyncio.Event().wait()
         return 1.0
 
-    done = out_of_time(Bench(["42"], slow, Game), busy).command
+    done = out_of_time(TurnBench(["42"], slow, Game), busy).command
     assert isinstance(done, Done)
     assert (done.result.end, done.result.reward, ends) == (EpisodeEnd.DONE, 2.0, ["done", "done"])
 
 
 def test_a_cancelled_episode_closes_its_environment() -> None:
     async def main() -> None:
-        bench = Bench(["7"], nothing, Game)
+        bench = TurnBench(["7"], nothing, Game)
         bench.engine.gate.clear()
-        episode = asyncio.create_task(bench.runner.run(bench.assign(), (), bench.lane))
+        episode = asyncio.create_task(bench.run())
         await settle()
         episode.cancel()
         await settle()

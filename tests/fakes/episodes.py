@@ -1,0 +1,167 @@
+"""A runner of episodes over a scripted engine, with an outbox whose receiver the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from asyncrl.conversation.turns import rows_of
+from asyncrl.engines.base import Request
+from asyncrl.episodes.scoring import Scorer
+from asyncrl.rewards.loading import in_loop
+from asyncrl.rollout.context import EpisodeContext, EpisodeRun
+from asyncrl.rollout.episode_runner import EpisodeRunner, Player
+from asyncrl.rollout.samplers import LocalSampler
+from asyncrl.rollout.turn_player import TurnPlayer
+from asyncrl.runtime.activity import BusyTimer, Waits
+from asyncrl.tools import Tool, Toolbox, tool
+from asyncrl.types import Turn
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
+from asyncrl.wire.outbox import Outbox
+from tests.fakes.chat import FakeChat, call, rules, sample
+from tests.fakes.engine import ScriptedEngine
+from tests.fakes.loop import Intervals, settle
+
+SECONDS = 60.0  # that a whole episode of a test may take
+BAD = "<tool_call>{nonsense</tool_call>"
+
+
+def look(what: str) -> str:
+    """What the model writes to look."""
+    return call("look", f'{{"what": "{what}"}}')
+
+
+def looker(calls: list[str], **options: Any) -> Tool:
+    """A tool that notes its calls."""
+
+    @tool(name="look", **options)
+    async def look(what: str = "") -> str:
+        """Look."""
+        calls.append(what)
+        return f"saw {what}"
+
+    return look
+
+
+def read(ids: Sequence[int]) -> str:
+    """The text of a prompt."""
+    return "".join(chr(token) for token in ids if token > 3)
+
+
+class Bench:
+    """`script`: the text of a turn, from its request. `config`: see RolloutConfig. `taken`: seconds that an
+    earlier attempt took."""
+
+    taken = 0.0
+
+    def __init__(
+        self, script: Callable[[Request], str], reward: Any, chat: FakeChat | None = None, **config: Any
+    ) -> None:
+        self.sent: list[Record] = []
+        self.frames: list[list[bytes]] = []
+        self.auto_ack, self.oldest, self.sample = True, 0, sample()
+        self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
+        made = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
+        scorer = Scorer([in_loop(reward)], made.config.reward_timeout)
+        self.context = EpisodeContext(made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
+
+    def player(self, run: EpisodeRun) -> Player:
+        raise NotImplementedError
+
+    @cached_property
+    def sampler(self) -> LocalSampler:
+        timeline = Intervals()
+        made = LocalSampler("train", lambda: self.engine, self.waits, BusyTimer(timeline), timeline, SECONDS)
+        made.engine = self.engine
+        return made
+
+    def assign(self, lane: str = "train", **options: Any) -> Assign:
+        given = {"temperature": 0.7, "key": 99, "seconds": self.taken, **options}
+        return Assign(1, Attempt("u", 1), self.sample, lane, **given)
+
+    async def _send(self, record: Record, frames: Sequence[bytes]) -> None:
+        self.sent.append(record)
+        self.frames.append(list(frames))
+        if self.auto_ack:
+            self.outbox.ack(record.seq)
+
+    async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
+        """One episode, to its end."""
+        service = asyncio.create_task(self.outbox.run())
+        try:
+            async with asyncio.timeout(SECONDS):
+                await EpisodeRunner(self.context, self.player).run(
+                    self.assign(**assigned), frames, self.sampler
+                )
+                await settle()
+        finally:
+            service.cancel()
+
+    def play(self, frames: Sequence[bytes] = (), **assigned: Any) -> Finished | Failed:
+        asyncio.run(self.run(frames, **assigned))
+        assert [record.seq for record in self.sent] == list(range(1, len(self.sent) + 1))
+        end = self.sent[-1]
+        assert isinstance(end, Finished | Failed)
+        return end
+
+    def finished(self, frames: Sequence[bytes] = (), **assigned: Any) -> Finished:
+        end = self.play(frames, **assigned)
+        assert isinstance(end, Finished), end
+        return end
+
+    def failed(self, frames: Sequence[bytes] = (), **assigned: Any) -> Failed:
+        end = self.play(frames, **assigned)
+        assert isinstance(end, Failed), end
+        return end
+
+    @property
+    def turns(self) -> list[Turn]:
+        """As they were posted."""
+        pairs = zip(self.sent, self.frames, strict=True)
+        return [msgspec.msgpack.decode(f[0], type=Turn) for r, f in pairs if isinstance(r, Generated)]
+
+    @property
+    def rows(self) -> list[str]:
+        return [read(ids) for ids in rows_of(self.turns)]
+
+    @property
+    def record(self) -> list[bytes]:
+        """The turns and their replies as an Assign brings them."""
+        frames: list[bytes] = []
+        for record, sent in zip(self.sent, self.frames, strict=True):
+            match record:
+                case Generated():
+                    frames += [sent[0], b""]
+                case Replied():
+                    frames[-1] = sent[0]
+        return frames
+
+
+def right(**arguments: Any) -> float:
+    return float(arguments["solution_str"] == str(arguments["ground_truth"]))
+
+
+class TurnBench(Bench):
+    """An episode turn by turn, with the tool `look`, and with an environment if there is one."""
+
+    def __init__(
+        self, turns: Sequence[str], reward: Any = right, environment: Any = None, **config: Any
+    ) -> None:
+        left = list(turns)
+        super().__init__(
+            lambda request: left.pop(0), reward, environment="fake" if environment else "", **config
+        )
+        self.calls: list[str] = []
+        self.tools, self.environment = {"look": looker(self.calls)}, environment
+
+    def player(self, run: EpisodeRun) -> Player:
+        return TurnPlayer(run, Toolbox(self.tools, run.context.rules.config.tool_timeout), self.environment)
+
+    async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
+        await super().run(frames, **assigned)
+        assert self.engine.released[-1:] == ["u/1"]
