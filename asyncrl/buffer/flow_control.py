@@ -150,13 +150,14 @@ class LiveLimit:
         self.life, self.token_age = 0.0, math.inf
 
     def committed(
-        self, row: Mapping[str, float], engines: Collection[str], validating: bool, now: float
+        self, row: Mapping[str, float], taken: int, engines: Collection[str], validating: bool, now: float
     ) -> None:
-        """A step is committed; `row` has its metrics. The limit does not change after a step that ends in a
-        validation, or that has other engines than the one before: its times are not those of plain steps."""
+        """A step is committed, which has taken so many new groups; `row` has its metrics. The limit does not
+        change after a step that ends in a validation, or that has other engines than the one before: its
+        times are not those of plain steps."""
         same, self._engines = self._engines == frozenset(engines), frozenset(engines)
-        plain, groups = same and not validating, self.control.groups
-        live = self.buffer.tally.open(self.buffer.committed) + groups  # before the commit
+        plain = same and not validating
+        live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit
         self.kv.update(live, plain)
         self._idle, self._measures = row.get(TRAINER_IDLE, self._idle), True  # it comes with heartbeats
         masked, tokens = row.get("staleness/masked_token_frac", 0.0), row.get("trainer/model_tokens", 0.0)

@@ -341,7 +341,8 @@ class Coordinator:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
         engines, validating = map(bytes.decode, self.state.versions.engines), self.validation.busy
-        self.state.live_limit.committed(row, [*engines], validating, time.monotonic())
+        taken = len(self.state.batches.batches[message.step - 1].groups)
+        self.state.live_limit.committed(row, taken, [*engines], validating, time.monotonic())
         self._to_observers(StepReport(message.step, row, self.reporter.values))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:

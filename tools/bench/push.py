@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import tempfile
 import time
@@ -26,9 +27,9 @@ from contextlib import asynccontextmanager, closing, nullcontext
 from pathlib import Path
 
 import torch
-from common import table
-from routing import save_model, servers
+from common import SINGLE_THREAD, table
 from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.engines.sglang.http import ServerApi, dialect_of
 from asyncrl.engines.sglang.receiver import Receiver
@@ -39,9 +40,11 @@ from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import TensorSpec
 from asyncrl.weights.snapshot import Snapshot, Tensors
 from tests.fakes.weights import PinnedTensors
+from tests.sglang.server import SGLangServer
 
 DEADLINE = 120.0
 MB = 1 << 20
+ARGUMENTS = ("--max-total-tokens", "65536", "--weight-version", "e0-v0", "--skip-tokenizer-init")
 Push = Callable[[Snapshot], Awaitable[None]]
 
 
@@ -152,6 +155,21 @@ async def compare(url: str, model: Path, device: torch.device, repeats: int, buc
     print(f"{bench.megabytes:.0f} MB, median of {repeats} pushes\n\n{table(header, lines)}")
 
 
+def save_model(directory: Path, hidden: int, layers: int) -> None:
+    """Random weights; servers work on ids, so that it needs no tokenizer."""
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -171,8 +189,12 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         save_model(Path(directory), args.hidden, args.layers)
-        with servers(1, Path(directory)) as urls:
-            asyncio.run(compare(urls[0], Path(directory), *rest))
+        os.environ |= SINGLE_THREAD
+        server = SGLangServer(Path(directory), Path(directory, "server.log"), *ARGUMENTS)
+        try:
+            asyncio.run(compare(server.url, Path(directory), *rest))
+        finally:
+            server.kill()
 
 
 if __name__ == "__main__":

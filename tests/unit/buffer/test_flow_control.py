@@ -303,8 +303,9 @@ def step(
     engines: Collection[str] = ("a",),
     validating: bool = False,
     now: float = 3.0,
+    taken: int = 4,
 ) -> float:
-    limit.committed(row, engines, validating, now)
+    limit.committed(row, taken, engines, validating, now)
     limit.tick(now)
     return limit.control.level
 
@@ -336,6 +337,14 @@ def test_it_does_not_grow(live: int, row: dict[str, float], engines: set[str], v
     limit = limit_of(live)
     step(limit)
     assert step(limit, row, engines, validating) == 6
+
+
+def test_a_batch_that_closed_short_leaves_fewer_groups_live() -> None:
+    """Four live groups and a batch of one were five before the commit, under the limit of six."""
+    limit = limit_of(live=4)
+    step(limit)
+    assert step(limit, taken=1) == 6
+    assert step(limit, taken=2) > 6
 
 
 def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> None:
