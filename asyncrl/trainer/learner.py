@@ -119,7 +119,7 @@ class Learner:
 
     @property
     def whitening(self) -> Whitening | None:
-        """The gradient norms of earlier batches."""
+        """The running statistics of earlier batches; None while they are unknown."""
         return Whitening.from_state(self.state)
 
     def accumulate(self, work: Work) -> None:

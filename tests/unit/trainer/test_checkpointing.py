@@ -29,6 +29,7 @@ from tests.fakes.models import save_llama
 from tests.fakes.ranks import run_ranks
 from tests.fakes.traced import LiveBytes
 from tests.fakes.training import (
+    Made,
     Recorder,
     export,
     full_state,
@@ -208,12 +209,15 @@ def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     )
 
 
+@pytest.fixture
+def saving(made: Made, tmp_path: Path) -> Checkpointing:
+    learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
+    return Checkpointing(learner.config, shared_place(learner.config, tmp_path, learner.world), learner)
+
+
 def test_training_waits_where_there_is_no_memory_for_a_copy(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saving: Checkpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
-    learner = make_learner(config, world, "float32")
-    saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
     monkeypatch.setattr(checkpointing, "main_memory", lambda: SimpleNamespace(available=saving._bytes))
     assert not saving.begin(0), "a copy and its room do not fit"
     while saving.busy:
@@ -221,11 +225,12 @@ def test_training_waits_where_there_is_no_memory_for_a_copy(
     assert saving.place.steps() == [0] and checkpoint.newest(saving.place) == 0
 
 
-def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(world: World, tmp_path: Path) -> None:
+def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(
+    made: Made, world: World, tmp_path: Path
+) -> None:
     """torch's writer asks for a stream of the thread's own device."""
-    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
-    learner = make_learner(config, world, "float32")
-    learner.world = replace(world, device=torch.device("cuda", 3))
+    learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
+    config, learner.world = learner.config, replace(world, device=torch.device("cuda", 3))
     with mock.patch.object(torch.cuda, "set_device") as chosen:
         saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
         assert not chosen.called and saving.begin(1)
@@ -234,12 +239,8 @@ def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(world: World
     chosen.assert_called_once_with(torch.device("cuda", 3))
 
 
-def test_a_write_that_hangs_ends_the_rank(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_hangs_ends_the_rank(saving: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 10 minutes, and the time for its bytes at 20 MB/s."""
-    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
-    saving = Checkpointing(config, Checkpoints(tmp_path), make_learner(config, world, "float32"))
     clock, hangs = SimpleNamespace(now=0.0), threading.Event()
     monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(checkpoint, "write", lambda *about: hangs.wait(60))

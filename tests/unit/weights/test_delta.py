@@ -107,14 +107,6 @@ def test_a_share_is_cut_into_what_one_message_holds(training: Training, monkeypa
         training.check(training.publish())
 
 
-def test_a_delta_has_the_checksum_of_the_whole(training: Training, tmp_path: Path):
-    training.publish(2)
-    again = fake_weights.publish(
-        training.history[PolicyVersion(0, 1)], tmp_path / "again", PolicyVersion(0, 1)
-    )
-    assert disk.read_manifest(training.ref(1)).checksum == disk.read_manifest(again).checksum
-
-
 def test_deltas_that_add_up_to_a_whole_one_end_the_lineage(training: Training):
     training.writer.full_every = 100
     names = []

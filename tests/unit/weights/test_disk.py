@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import ConfigError
 from asyncrl.types import PolicyVersion
-from asyncrl.weights import disk
+from asyncrl.weights import disk, ranges
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.weights import publish, snapshot_of
@@ -77,15 +77,16 @@ def test_publishing_again_replaces(tmp_path, tensors):
 
 @pytest.mark.parametrize("name", [disk.PAYLOAD, disk.MANIFEST])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
-def test_damage_is_one_clear_line(tmp_path, tensors, name, damage):
+def test_damage_is_one_clear_line(tmp_path, tensors, name, damage, monkeypatch):
+    monkeypatch.setattr(ranges, "GRID", 8)  # what is flipped is in no tensor's first block
     ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
     path = Path(ref.path) / name
     data = bytearray(path.read_bytes())
-    data[-10] ^= 1
+    data[-20] ^= 1
     if damage == "missing":
         path.unlink()
     else:
-        path.write_bytes(data[:-12] if damage == "truncated" else data)
+        path.write_bytes(data[:-22] if damage == "truncated" else data)
     with pytest.raises(WeightsError) as caught:
         disk.read(ref)
     assert ref.path in str(caught.value) and "\n" not in str(caught.value)
