@@ -1,0 +1,40 @@
+"""Commands, one file each; here are helpers of all: parsing of arguments, and finding a run by its name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+
+
+def command_parser(
+    name: str, text: str, run_dir: str = "parent of run directories"
+) -> argparse.ArgumentParser:
+    """Make the parser of `asyncrl NAME`: --help shows `text` as it stands. `run_dir`: help for --run-dir; ''
+    leaves it out."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"asyncrl {name}", description=text, formatter_class=form)
+    if run_dir:
+        parser.add_argument("--run-dir", type=Path, default=Path("runs"), help=run_dir)
+    return parser
+
+
+def find_run(directory: Path, name: str) -> Path:
+    """The directory of a run by its name or path; of the newest one without. ConfigError if there is none."""
+    if name and os.path.isfile(os.path.join(name, "config.yaml")):
+        return Path(name)
+    runs = {path.name: path for path in reversed(runs_in(directory))}
+    path = runs.get(name) if name else next(reversed(runs.values()), None)
+    if path is None:
+        raise ConfigError(f"{directory}: no run {name!r}; there are: {', '.join(runs) or 'none'}")
+    return path
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """Directories of runs, newest first. ConfigError where there is nothing to look at."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; give the parent of run directories as --run-dir")
+    paths = [path.parent for path in directory.glob("*/config.yaml")]
+    return sorted(paths, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.commands.arguments import command_parser
+from asyncrl.commands import command_parser
 from asyncrl.data.benchmarks import BENCHMARKS, Benchmark, passages_of, rows_of
 from asyncrl.data.rows import Row, verl_row, write_splits
 from asyncrl.errors import ConfigError, one_line

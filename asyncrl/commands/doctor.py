@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from textwrap import indent
 
-from asyncrl.commands.arguments import command_parser
+from asyncrl.commands import command_parser
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.commands.arguments import command_parser
+from asyncrl.commands import command_parser
 from asyncrl.commands.merge import find_checkpoint
 from asyncrl.config import RunConfig, read_config, texts
 from asyncrl.config.composition import compose, recompose

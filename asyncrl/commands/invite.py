@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from urllib.parse import urlsplit
 
-from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.commands import command_parser, find_run
 from asyncrl.commands.status import lives
 from asyncrl.config import read_config
 from asyncrl.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.commands import command_parser, find_run
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose, recompose
 from asyncrl.errors import AsyncrlError, ConfigError

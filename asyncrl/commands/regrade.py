@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.commands import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.data.rows import write_rows

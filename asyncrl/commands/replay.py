@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.commands import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.observe.files import read_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.commands import command_parser, find_run
 
 HELP = """\
 Write a page to send: curves, results, configuration, transcripts before and after, flow, lag, time, machine.

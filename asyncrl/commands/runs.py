@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.commands.arguments import command_parser, find_run, runs_in
+from asyncrl.commands import command_parser, find_run, runs_in
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_lines, read_summary
 from asyncrl.values import printable

@@ -7,7 +7,7 @@ import platform
 import time
 from pathlib import Path
 
-from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.commands import command_parser, find_run
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import OF_STEP, clock, figures
 from asyncrl.observe.summary import UNSOUND, flow_line

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.commands.arguments import command_parser
+from asyncrl.commands import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError

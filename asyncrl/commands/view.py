@@ -8,7 +8,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.commands.arguments import command_parser, find_run
+from asyncrl.commands import command_parser, find_run
 from asyncrl.commands.status import ending
 from asyncrl.errors import ConfigError, one_line
 

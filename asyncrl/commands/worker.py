@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 import asyncrl
-from asyncrl.commands.arguments import command_parser
+from asyncrl.commands import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.launch.placement import ENGINE, TARGETS, RolePlace, environment
