@@ -11,9 +11,8 @@ With a token of `asyncrl invite --role engine`, a server is started here, or the
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -22,18 +21,19 @@ import asyncrl
 from asyncrl.commands import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, ConfigError
-from asyncrl.launch.placement import ENGINE, TARGETS, RolePlace, environment
-from asyncrl.launch.run_directory import run_directory
+from asyncrl.launch.placement import ENGINE, TARGETS, RolePlace
 from asyncrl.launch.servers import check_servers
-from asyncrl.observe.files import read_start
+from asyncrl.runtime.process import ENDING
 from asyncrl.wire.messages.shared import Enrolled
 
 
 def main(argv: list[str]) -> int:
-    """Enrol, then run the role in this process."""
-    from asyncrl.wire.enrolment import enrol  # imports zmq
+    """Enrol, then be the parent of the role."""
+    from asyncrl.launch.joined import JoinedProcess, Ticket  # imports zmq
+    from asyncrl.launch.process import ProcessSpec
+    from asyncrl.wire.enrolment import enrol
 
-    parser = command_parser("worker", __doc__, "parent of this worker's directory, for its timeline")
+    parser = command_parser("worker", __doc__, "parent of this worker's directory")
     parser.add_argument(
         "--join", required=True, metavar="TOKEN", help="of asyncrl invite; - for standard input"
     )
@@ -41,38 +41,31 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     token = sys.stdin.readline() if options.join == "-" else options.join
     endpoints, given = enrol(token)
-    config = configuration(given, options.run_dir)
+    config = replace(configuration(given), run_dir=str(options.run_dir))
     if given.role == ENGINE:
         config = with_server(config, options.url)
     elif options.url:
         raise ConfigError("--url: the token is for a worker; get one with asyncrl invite --role engine")
     place = RolePlace(given.role, given.index, config.launch.threads, TARGETS[given.role])
-    os.environ.update(environment(place))
-    from asyncrl.launch.role import execute, leave, set_up_logging  # numeric libraries read the environment
+    joined = JoinedProcess(Ticket(ProcessSpec(place, given.incarnation), config, endpoints, given.started))
+    for number in ENDING:
+        signal.signal(number, lambda number, _: joined.role.signal(number))
+    code, kept = joined.wait(shows=True)
+    if kept:
+        print(f"asyncrl: the run has not got all that {place.name} wrote: {kept}", file=sys.stderr)
+    return code
 
-    set_up_logging()
-    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the run's own
-    leave(execute(place.target, place.role, config, endpoints, place.index, given.incarnation, ""))
 
-
-def configuration(given: Enrolled, parent: Path) -> RunConfig:
-    """The run's configuration, with a directory of this worker's. ConfigError where it cannot be had here."""
+def configuration(given: Enrolled) -> RunConfig:
+    """The run's configuration. ConfigError where this version cannot read it."""
     if given.version != asyncrl.__version__:
         raise ConfigError(
             f"the run is of asyncrl {given.version}, and this is {asyncrl.__version__}; install the same here"
         )
     try:
-        config = msgspec.json.decode(given.config, type=RunConfig)
+        return msgspec.json.decode(given.config, type=RunConfig)
     except UNDECODABLE as error:
         raise ConfigError(f"the run's configuration cannot be read here ({error}); use its version") from None
-    config = replace(config, run_dir=str(parent))
-    run_dir = run_directory(config)
-    if read_start(run_dir) not in ("", given.started):
-        raise ConfigError(f"{run_dir}: is of another run of that name; set --run-dir to another directory")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if not read_start(run_dir):
-        (run_dir / "started").write_text(given.started)  # it names the day of the run, for chat templates
-    return config
 
 
 def with_server(config: RunConfig, url: str) -> RunConfig:

@@ -25,7 +25,7 @@ from asyncrl.buffer.staleness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
-from asyncrl.coordinator.peers import EnrolmentHandler, enrolled_keys
+from asyncrl.coordinator.peers import EnrolmentHandler, WrittenFiles, enrolled_keys
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import Journal, TransactionalOutbox, load_state, log
@@ -50,6 +50,7 @@ from asyncrl.wire.messages.shared import (
     StepReport,
     Stop,
     WireMessage,
+    WrittenBytes,
 )
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -68,6 +69,7 @@ from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 TICK = 0.05
 DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds, per socket and turn of the loop
 STATUS_EVERY = 0.5
+LAST_SECONDS = 5.0  # for processes on other machines to end, and to send what they wrote
 
 
 def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
@@ -108,6 +110,7 @@ class Coordinator:
         self.lifecycle = Lifecycle(
             self.state, self.workers, self.engines, self.trainer, self.validation, self.reporter, now
         )
+        self.files = WrittenFiles(self.state)
         self.over = False  # closed, and everybody was sent the end
         self.observers: set[bytes] = set()
         self._status_at, self._turned_at = 0.0, now
@@ -141,6 +144,17 @@ class Coordinator:
             begin = time.monotonic()
             self.turn(begin)
             self.reporter.longest_turn = max(self.reporter.longest_turn, time.monotonic() - begin)
+        self._take_last_words()
+
+    def _take_last_words(self) -> None:
+        """Take what processes on other machines still write as they end, for LAST_SECONDS at most."""
+        until, bulk = time.monotonic() + LAST_SECONDS, Poller(self.bulk)
+        while (now := time.monotonic()) < until and self.files.expected(now):
+            bulk.wait(TICK)
+            while (received := self.bulk.receive()) is not None:
+                if isinstance(received[1], WrittenBytes):
+                    self.files.written(*received, now)
+            self.state.outbox.flush()
 
     def turn(self, now: float) -> None:
         """Runs one turn of the loop; an error undoes it and ends the run."""
@@ -267,6 +281,8 @@ class Coordinator:
                 self.trainer.plan_requested(peer, message)
             case PlanReceived():
                 self.trainer.plan_received(peer, message)
+            case WrittenBytes():
+                self.files.written(peer, message, frames, now)
             case _:
                 assert_never(message)
 

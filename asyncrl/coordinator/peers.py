@@ -1,6 +1,6 @@
 """The processes of a run: who may join it, who replaces whom, whose lease is over, and who is missing.
 
-consumes: invitations of the launcher, enrolments (control)
+consumes: invitations of the launcher, enrolments (control); what processes on other machines write (bulk)
 waits for: a sign of life of each process, at most launch.lease seconds
 unblocks: a process with a token; what a lost process held, through `lost`
 """
@@ -14,11 +14,11 @@ import msgspec
 
 import asyncrl
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.observe.files import read_start
+from asyncrl.observe.files import bound_log, read_start
 from asyncrl.store.reader import RunReader
 from asyncrl.wire.addresses import incarnation_of, is_older, launch_of
-from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Replace, Stop
-from asyncrl.wire.sockets import TOKEN, Gate
+from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Replace, Stop, WrittenBytes, WrittenTaken
+from asyncrl.wire.sockets import TOKEN, Gate, role_of
 
 
 class Hello(Protocol):
@@ -188,3 +188,44 @@ class EnrolmentHandler:
         """Take back tokens that are over."""
         for token in [token for token, (_, until) in self._tokens.items() if now > until]:
             del self._tokens[token], self._gate.members[token]
+
+
+SENDER_SECONDS = 10.0  # of silence, after which nothing more is expected of who sends files
+
+
+class WrittenFiles:
+    """Adds what processes on other machines write to the files of the run directory."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        # The last file of each, where its last bytes begin, where they end, and when they came.
+        self._senders: dict[bytes, tuple[str, int, int, float]] = {}
+
+    def written(self, peer: bytes, message: WrittenBytes, frames: list[bytes], now: float) -> None:
+        """Take bytes of a file, once each. There is no answer where the disk is full, or the file is another
+        role's."""
+        role, (kind, _, file) = role_of(peer), message.name.partition("/")
+        if not file.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
+            log.warning("%s sends %s, which is not its own", peer.decode(), message.name)
+            return
+        name, start, have, _ = self._senders.get(peer, ("", 0, 0, now))
+        if name != message.name or message.offset < start:  # a log that was cut is shorter
+            have = message.offset
+        path, data = self._state.run_dir / message.name, b"".join(frames)
+        try:
+            if new := data[have - message.offset :]:
+                path.parent.mkdir(exist_ok=True)
+                with path.open("ab") as written:
+                    written.write(new)
+                bound_log(path)
+        except OSError as error:
+            log.error("%s: not written (%s)", path, error)
+            return
+        self._senders[peer] = message.name, message.offset, (have := have + len(new)), now
+        if message.last:
+            del self._senders[peer]
+        self._state.outbox.to_bulk(peer, WrittenTaken(message.name, have))
+
+    def expected(self, now: float) -> bool:
+        """True while somebody has more to send."""
+        return any(now - heard < SENDER_SECONDS for *_, heard in self._senders.values())

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,14 +17,13 @@ import msgspec
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.child import wrapped
 from asyncrl.launch.placement import RolePlace, Unit, environment
+from asyncrl.observe.files import bound_log
 from asyncrl.wire.sockets import Endpoints
 
 # Exit codes of a role's process. Any other, or a signal, is a crash.
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 CRASHED = 70
 TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the run may go on
-
-LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
 
 
 @dataclass(frozen=True)
@@ -53,20 +52,6 @@ def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
 
 
-def bound_log(path: Path) -> None:
-    """Shorten a log of more than LOG_BYTES to its two ends: a reward may print without end. Whoever writes it
-    must append, so that the next line goes to the new end."""
-    with suppress(OSError), path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size <= LOG_BYTES:
-            return
-        file.seek(-LOG_END, os.SEEK_END)
-        end = file.read(LOG_END)
-        os.truncate(path, LOG_END)
-        with path.open("ab") as log:
-            log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_END) + end)
-
-
 def log_tail(path: Path, lines: int = 12) -> str:
     """The end of a log, for an error message; '' when there is none."""
     try:
@@ -90,6 +75,10 @@ class LocalProcess:
         bound_log(self._log)
         return self._process.poll()
 
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the role."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         if self._process.poll() is None:
             wrapper.kill(self._process.pid)
@@ -108,10 +97,11 @@ def full_pipe(content: bytes) -> Iterator[int]:
 
 
 class LocalSpawner:
-    """Starts roles as local processes."""
+    """Starts roles as local processes. `config_dir`: of their config.yaml, if not the run directory."""
 
-    def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
+    def __init__(self, run_dir: Path, endpoints: Endpoints, config_dir: Path | None = None) -> None:
         self._run_dir, self._endpoints = run_dir, endpoints
+        self._config_dir = config_dir or run_dir
 
     def __call__(self, order: ProcessSpec) -> LocalProcess:
         """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
@@ -144,7 +134,7 @@ class LocalSpawner:
         return [
             *(sys.executable, "-m", "asyncrl.launch.role", place.role),
             *("--index", str(place.index)),
-            *("--run-dir", str(self._run_dir)),
+            *("--run-dir", str(self._config_dir)),
             *("--incarnation", order.incarnation),
             *("--rendezvous", order.rendezvous),
             *("--target", place.target),

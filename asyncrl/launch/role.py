@@ -35,34 +35,23 @@ def main(argv: list[str] | None = None) -> int:
     options = _arguments(argv)
     ignore_endings()
     set_up_logging()
-    config = read_config(Path(options.run_dir))
-    target, endpoints = options.target or TARGETS[options.role], read_endpoints()
-    return execute(
-        target, options.role, config, endpoints, options.index, options.incarnation, options.rendezvous
-    )
+    return execute(options, read_config(Path(options.run_dir)), read_endpoints())
 
 
-def execute(
-    target: str,
-    role: str,
-    config: RunConfig,
-    endpoints: Endpoints,
-    index: int,
-    incarnation: str,
-    rendezvous: str,
-) -> int:
-    """Run a role function; an exception is logged and becomes an exit code."""
+def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints) -> int:
+    """Run the function of a role; an exception is logged and becomes an exit code."""
+    role, index, incarnation = options.role, options.index, options.incarnation
     more: dict[str, tuple[object, ...]] = {
         COORDINATOR: (incarnation,),
         ENGINE: (index, incarnation),
         ROLLOUT: (index, incarnation),
-        TRAINER: (index, incarnation, rendezvous),
+        TRAINER: (index, incarnation, options.rendezvous),
     }
     raise_file_limit()
     log.info("%s-%d starts, pid %d, incarnation %s", role, index, os.getpid(), incarnation)
     try:
         config = resolve_models(config)  # on another machine a model of the hub is fetched into its cache
-        module, _, function = target.partition(":")
+        module, _, function = (options.target or TARGETS[role]).partition(":")
         try:
             with quick_imports():
                 run = getattr(importlib.import_module(module), function)

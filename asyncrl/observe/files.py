@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
+LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 
@@ -102,3 +104,17 @@ def mark_start(run_dir: Path) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(f"{datetime.date.today().isoformat()} {secrets.token_hex(ID_BYTES)}")
         temporary.replace(path)
+
+
+def bound_log(path: Path) -> None:
+    """Shorten a log of more than LOG_BYTES to its two ends: a reward may print without end. Whoever writes it
+    must append, so that the next line goes to the new end."""
+    with suppress(OSError), path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= LOG_BYTES:
+            return
+        file.seek(-LOG_END, os.SEEK_END)
+        end = file.read(LOG_END)
+        os.truncate(path, LOG_END)
+        with path.open("ab") as log:
+            log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_END) + end)

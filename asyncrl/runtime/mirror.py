@@ -16,7 +16,6 @@ import fcntl
 import logging
 import math
 import os
-import shutil
 import socket
 import threading
 import time
@@ -36,13 +35,13 @@ from asyncrl.weights.manifest import Manifest, Superseded, Unreachable, WeightsE
 from asyncrl.wire.addresses import is_here, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
 from asyncrl.wire.messages.engine import (
-    PIECE,
     OpenedVersion,
     OpenVersion,
     ReadBytes,
     VersionBytes,
     VersionGone,
 )
+from asyncrl.wire.messages.shared import PIECE
 from asyncrl.wire.sockets import (
     COORDINATOR,
     ROLES,
@@ -81,7 +80,6 @@ class Mirror:
         self._sees_files = not self._possible or is_here(endpoints.control)
         self._joined = not set(ROLES) <= endpoints.keys.keys()  # it knows no keys of others
         self._directory: Path | None = None
-        self._used = -1  # descriptor of the directory, locked
         self._fetching = threading.Lock()
         self._arriving: dict[PolicyVersion, Arriving] = {}
         self._server: VersionServer | None = None
@@ -114,8 +112,8 @@ class Mirror:
             self._prefetching = asyncio.create_task(self._prefetch())
 
     def close(self) -> None:
-        """A fetch under way ends with an error. What was brought for processes that have joined is deleted by
-        the last one of a machine; the launcher deletes the rest."""
+        """A fetch under way ends with an error. What was brought is deleted by the parent of the last process
+        of this machine."""
         self._closing.set()
         if self._prefetching is not None:
             self._prefetching.cancel()
@@ -123,15 +121,6 @@ class Mirror:
             if self._server is not None:
                 self._server.close()
                 self._gate.close()
-            if self._joined and self._directory is not None:
-                self._remove(self._directory)
-
-    def _remove(self, directory: Path) -> None:
-        with suppress(OSError), self._lock.open("a") as turn:  # OSError: another process uses it
-            for one in (turn.fileno(), self._used):
-                fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory)
-            directory.parent.rmdir()
 
     async def _prefetch(self) -> None:
         while (ref := self._wanted) is not None:
@@ -152,7 +141,7 @@ class Mirror:
         try:
             with self._turn() as lock, self._fetching:
                 if self._directory is None and (known := lock.read_text()):
-                    self._use(Path(known))
+                    self._directory = Path(known)
                 if (local := self._local(version)) is not None:
                     return local
                 if self._directory is not None:
@@ -213,7 +202,7 @@ class Mirror:
             self._fetch(manifest.delta.version, lock)
         begin, wall = time.monotonic(), time.time()
         if (directory := self._directory) is None:
-            directory = self._use(self._chosen(manifest))
+            directory = self._directory = self._chosen(manifest)
             lock.write_text(str(directory))
         with disk.new_version(directory, version) as work:
             arriving.file = work / (disk.DELTA if manifest.delta else disk.PAYLOAD)
@@ -224,13 +213,6 @@ class Mirror:
         self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
         log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
         return disk.ref_to(directory, version)
-
-    def _use(self, directory: Path) -> Path:
-        """Nobody removes it before this process ends."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory, self._used = directory, os.open(directory, os.O_RDONLY)
-        fcntl.flock(self._used, fcntl.LOCK_SH)  # held by nobody else while this process has its turn
-        return directory
 
     def _chosen(self, manifest: Manifest) -> Path:
         """Chooses the directory of versions here: as at the trainer, in shared memory if there is room."""

@@ -52,11 +52,14 @@ def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
         run.until_step(1)
         with joined(run, tmp_path / "w1") as first, joined(run, tmp_path / "w2") as second:
             for index in (1, 2):
-                timeline = tmp_path / f"w{index}/run/timeline/rollout-{index}.jsonl"
+                timeline = run.path / f"timeline/rollout-{index}.jsonl"
                 run.until(lambda: timeline.exists() and b"decode" in timeline.read_bytes(), "it samples")  # noqa: B023
             first.send_signal(signal.SIGTERM)
             second.send_signal(signal.SIGKILL)
             assert first.wait(30) == 0, (tmp_path / "w1/out").read_text()
+            words = (run.path / "logs/rollout-1.log").read_text()
+            assert "rollout-1 ends with 0" in words and words in (tmp_path / "w1/out").read_text()
+            assert not any((tmp_path / "w1/run/elsewhere").iterdir()), "all of it was sent"
             run.until(lambda: "worker 1 lost (it leaves)" in log.read_text(), "it is gone")
             run.until(lambda: "worker 2 lost (silent for 5 s)" in log.read_text(), "it is gone, too")
         run.until_step(run.step + 2)

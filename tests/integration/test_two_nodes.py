@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,14 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from tests.fakes.nodes import WORK, Node, emulated, forbidden
-from tests.integration.runs import ROOT, Run
+from tests.integration.runs import ROOT, TELLING, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(400)]
 PORT = 6379
@@ -27,6 +30,7 @@ ENVIRONMENT = os.environ | {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
     "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONFAULTHANDLER": "1",  # a process that is aborted has last words
     # A machine that does not answer is lost after half a minute. What was cut off needs seconds to be heard
     # again: TCP waits longer and longer before it repeats what was lost.
     "RAY_health_check_initial_delay_ms": "2000",
@@ -76,7 +80,7 @@ class Cluster:
 class ClusterRun(Run):
     """A run whose launcher is on the first machine. `path`: as it is seen from outside."""
 
-    def __init__(self, cluster: Cluster, out_dir: Path, *overrides: str) -> None:
+    def __init__(self, cluster: Cluster, out_dir: Path, *overrides: str, program: Sequence[str] = ()) -> None:
         self._cluster = cluster
         super().__init__(
             out_dir,
@@ -88,11 +92,12 @@ class ClusterRun(Run):
             ),  # longer than a second machine needs to start workers
             *overrides,
             name=out_dir.name,
+            program=program,
         )
         self.path = cluster.first.seen(f"{WORK}/runs/{out_dir.name}")
 
     def start(self, program: Sequence[str], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        command = (sys.executable, "-m", "asyncrl.cli", *arguments)
+        command = (sys.executable, *(program or ("-m", "asyncrl.cli")), *arguments)
         with self.out.open("wb") as out:
             return self._cluster.first.start(*command, out=out, env=ENVIRONMENT, cwd=str(ROOT))
 
@@ -106,6 +111,31 @@ class ClusterRun(Run):
     def starts(self, role: str) -> int:
         path = self.path / "logs" / f"{role}.log"
         return path.read_text().count(f"{role} starts") if path.exists() else 0
+
+
+def joined(cluster: Cluster, run: ClusterRun, out: Path) -> subprocess.Popen[bytes]:
+    """A worker of the second machine that was invited."""
+    token = cluster.shared / "token"
+    command = (sys.executable, "-m", "asyncrl.cli", "invite", f"{WORK}/runs/{run.path.name}")
+    with token.open("wb") as asked:
+        assert cluster.first.start(*command, out=asked, cwd=str(ROOT)).wait(60) == 0, token.read_text()
+    join = f"exec {sys.executable} -m asyncrl.cli worker --join - --run-dir {WORK}/joined < {token}"
+    with out.open("wb") as terminal:
+        return cluster.second.start("sh", "-c", join, out=terminal, env=ENVIRONMENT, cwd=str(ROOT))
+
+
+def known_to_others(cluster: Cluster, secrets: Sequence[str]) -> list[str]:
+    """Where one of these can be read that is not a file of the run: logs of Ray, arguments and variables."""
+    nodes = (cluster.first, cluster.second)
+    places = [path for node in nodes for path in node.seen("/tmp/ray").glob("session_2*/logs/**/*")]
+    places += [Path(f"/proc/{pid}/{name}") for pid in psutil.pids() for name in ("cmdline", "environ")]
+    found = []
+    for place in places:
+        with suppress(OSError):  # of a process that has just ended, or of others; directories
+            content = place.read_bytes()
+            found += [str(place) for secret in secrets if secret.encode() in content]
+    assert len(places) > 50
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +166,45 @@ def test_workers_on_another_machine_sample_with_new_weights(cluster: Cluster, tm
         left = cluster.second.seen(f"{WORK}/runs/{run.path.name}/elsewhere")
         assert not list(left.iterdir()), "what was fetched is removed there"
         assert not list(cluster.second.seen("/dev/shm").glob("asyncrl-*")), "and weights"
+
+
+def test_what_ray_places_and_what_joins_by_invitation_show_the_same(cluster: Cluster, tmp_path: Path) -> None:
+    """Conformance of processes on another machine: rollout-0 is placed there, rollout-1 joins."""
+    told = cluster.shared / "told"
+    keys = ("total_steps=1000", "rollout.workers=1", "launch.start_timeout=30")
+    with ClusterRun(cluster, tmp_path, *keys, program=("-c", TELLING, str(told))) as run:
+        run.until_step(1)
+        invited = joined(cluster, run, tmp_path / "terminal")
+        both = {role: run.path / f"logs/{role}.log" for role in ("rollout-0", "rollout-1")}
+
+        def said(role: str) -> str:
+            return both[role].read_text() if both[role].exists() else ""
+
+        def pids() -> list[int]:
+            return [int(pid) for role in both for pid in re.findall(r"starts, pid (\d+)", said(role))]
+
+        run.until(lambda: all(f"{role} starts" in said(role) for role in both), "both start")
+        secrets = told.read_text().split()
+        assert len(secrets) >= 5 and not known_to_others(cluster, secrets)
+        coordinator = run.path / "logs/coordinator-0.log"
+        os.kill(int(re.findall(r"starts, pid (\d+)", coordinator.read_text())[-1]), signal.SIGKILL)
+        run.until(lambda: run.starts("coordinator-0") == 2, "a coordinator again")
+        back = time.time()
+        run.until(lambda: any(span["end"] > back for span in run.spans("rollout-0")), "both go on")
+        for pid in pids():
+            os.kill(pid, signal.SIGABRT)
+        run.until(lambda: all("Fatal Python error: Aborted" in said(role) for role in both), "last words")
+        assert invited.wait(60) != 0
+        run.until(lambda: run.starts("rollout-0") == 2, "it is restarted")
+        assert "rollout-0 was killed by SIG" in run.text()
+        assert said("rollout-1") in (tmp_path / "terminal").read_text()
+        again = joined(cluster, run, tmp_path / "terminal")
+        both["rollout-2"] = run.path / "logs/rollout-2.log"
+        run.until(lambda: "rollout-2 starts" in said("rollout-2"), "another one joins")
+        assert not known_to_others(cluster, told.read_text().split())
+        run.process.kill()
+        assert not psutil.wait_procs([psutil.Process(pid) for pid in pids() if psutil.pid_exists(pid)], 60)[1]
+        assert again.wait(60) == 1, (tmp_path / "terminal").read_text()
 
 
 def test_a_dry_run_says_who_would_go_where(cluster: Cluster, tmp_path: Path) -> None:

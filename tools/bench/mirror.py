@@ -47,7 +47,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.addresses import local_address
-from asyncrl.wire.messages.engine import PIECE
+from asyncrl.wire.messages.shared import PIECE
 from asyncrl.wire.sockets import Endpoints, Gate, choose_endpoints
 from tests.fakes.nodes import WORK, Node, emulated, forbidden
 

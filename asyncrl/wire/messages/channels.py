@@ -20,7 +20,7 @@ FromTrainer = (
 FromObserver = shared.ObserverHello | shared.Invite | shared.Stop
 FromTrainerBulk = trainer.PlanRequest | trainer.PlanReceived
 AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | shared.Enrol
-AnyBulk = Record | FromTrainerBulk
+AnyBulk = Record | FromTrainerBulk | shared.WrittenBytes
 # By the role of the sender: the coordinator takes nothing else from it.
 ToCoordinatorControl = {
     "rollout": FromWorker,
@@ -29,7 +29,11 @@ ToCoordinatorControl = {
     "observer": FromObserver,
     "token": shared.Enrol,
 }
-ToCoordinatorBulk = {"rollout": Record, "trainer": FromTrainerBulk}
+ToCoordinatorBulk = {
+    "rollout": Record | shared.WrittenBytes,
+    "engine": shared.WrittenBytes,
+    "trainer": FromTrainerBulk | shared.WrittenBytes,
+}
 ToVersionServer = {
     "rollout": engine.OpenVersion | engine.ReadBytes,
     "engine": engine.OpenVersion | engine.ReadBytes,
@@ -48,5 +52,6 @@ ToKeeper = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Stop
 ToWorkerBulk = worker.Ack | worker.Fenced
 ToTrainerControl = shared.Welcome | trainer.Committed | shared.Stop
 ToTrainerBulk = trainer.WorkPlan | trainer.StartPlan
+ToFileSender = shared.WrittenTaken
 ToToken = shared.Enrolled
 ToObserver = shared.Welcome | shared.Status | shared.StepReport | shared.Replace | shared.RunEnd | shared.Stop

@@ -12,9 +12,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import Count, Share, WireMessage
+from asyncrl.wire.messages.shared import PIECE, Count, Share, WireMessage
 
-PIECE = 1 << 20  # bytes that one request is for, at most
 Short = Annotated[str, Meta(max_length=300)]
 
 

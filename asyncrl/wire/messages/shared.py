@@ -14,6 +14,10 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # a clock that is set back makes seconds negative
 Share = Annotated[float, Meta(ge=0, le=1)]
 Gap = Annotated[float, Meta(ge=0)]  # infinite where one of both is no number
+PIECE = 1 << 20  # bytes of a file that a message has at most
+FileName = Annotated[
+    str, Meta(pattern=r"^(logs|timeline|ratios)/[a-z]+-[0-9-]+\.(log|jsonl)\Z", max_length=100)
+]
 
 
 class WireMessage(msgspec.Struct, frozen=True, tag=True):
@@ -104,6 +108,22 @@ class Stop(WireMessage, frozen=True):
 
     reason: str
     save: bool = True
+
+
+class WrittenBytes(WireMessage, frozen=True):
+    """A process of another machine to the coordinator: from `offset` on its file has these bytes, in a frame.
+    Without any it is sent to be heard of. `last`: nothing more will come."""
+
+    name: FileName
+    offset: Count
+    last: bool = False
+
+
+class WrittenTaken(WireMessage, frozen=True):
+    """Answer to WrittenBytes: so many bytes of the file are in that of the run directory."""
+
+    name: FileName
+    size: Count
 
 
 # -- the console -------------------------------------------------------------------------------------------

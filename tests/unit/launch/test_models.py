@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -204,10 +205,11 @@ def test_a_role_that_lacks_the_directory_fetches_it(
     launcher, where = resolve_models(config(tmp_path, "o/m")), Endpoints("tcp://c", "tcp://b")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "here"))
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    role = (f"{__name__}:started", COORDINATOR)
-    assert execute(*role, launcher, where, 0, "i", "") == 0
+    target = f"{__name__}:started"
+    options = Namespace(role=COORDINATOR, target=target, index=0, incarnation="i", rendezvous="")
+    assert execute(options, launcher, where) == 0
     gone = msgspec.structs.replace(launcher, kl=KLConfig(reference="/gone"))
-    assert execute(*role, gone, where, 0, "i", "") == BAD_INPUT
+    assert execute(options, gone, where) == BAD_INPUT
     assert "kl.reference: /gone is no directory" in caplog.text
 
 

@@ -164,17 +164,6 @@ def test_machines_may_share_the_run_directory(machines: Machines, monkeypatch: p
     assert Path(brought(machines.mirror("2", 1), ref).path).parent != Path(here.path).parent
 
 
-def test_the_last_that_has_joined_leaves_nothing(machines: Machines) -> None:
-    ref = machines.publish(1)
-    first, last = (machines.mirror("2", index, joined=True) for index in range(2))
-    local = Path(brought(first, ref).path)
-    brought(last, ref)
-    first.close()
-    assert local.exists()
-    last.close()
-    assert not local.parent.parent.exists()
-
-
 def test_deltas_come_with_what_they_build_upon(machines: Machines, tmp_path: Path) -> None:
     writer = VersionWriter(machines.published, 4096, full_every=4)
     tensors = {"a": torch.zeros(5000)}

@@ -1,0 +1,233 @@
+"""A process on another machine: what it writes comes into the run directory, once and whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.coordinator.peers import WrittenFiles
+from asyncrl.coordinator.state import TransactionalOutbox
+from asyncrl.errors import ConfigError
+from asyncrl.launch import joined
+from asyncrl.launch.joined import JoinedProcess, SentFiles, Ticket, claim, release
+from asyncrl.launch.placement import RolePlace
+from asyncrl.launch.process import CRASHED, ProcessSpec
+from asyncrl.observe import files
+from asyncrl.weights.disk import weights_directory
+from asyncrl.wire.messages.channels import ToCoordinatorBulk
+from asyncrl.wire.messages.shared import PIECE, WrittenBytes
+from asyncrl.wire.sockets import Gate, Hub, choose_endpoints
+
+
+class Home:
+    """The coordinator's end, and a machine elsewhere with one process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir, self.there = directory / "home/t", directory / "there/t"
+        self.run_dir.mkdir(parents=True)
+        self.endpoints = choose_endpoints("127.0.0.1", 0)
+        self.start()
+
+    def start(self) -> None:
+        self.gate = Gate(self.endpoints)
+        self.hub = Hub(self.endpoints.bulk, ToCoordinatorBulk, self.gate)
+        outbox = TransactionalOutbox(self.hub, self.hub)
+        self.state: Any = SimpleNamespace(run_dir=self.run_dir, outbox=outbox)
+        self.files = WrittenFiles(self.state)
+
+    def close(self) -> None:
+        self.hub.close()
+        self.gate.close()
+
+    def ticket(self, role: str = "rollout", index: int = 1, target: str = "os:abort") -> Ticket:
+        base = {"name": "t", "run_dir": str(self.there.parent)}
+        config: RunConfig = parse(base | {"model": {"path": str(self.there)}, "data": {"train": "d"}})
+        order = ProcessSpec(RolePlace(role, index, 1, target), "launch.1")
+        return Ticket(order, config, self.endpoints.given_to(role), "2026-11-24 00ff")
+
+    def sender(self, role: str = "rollout", index: int = 1) -> SentFiles:
+        (self.there / f"{role}-{index}").mkdir(parents=True, exist_ok=True)
+        return SentFiles(self.there / f"{role}-{index}", self.ticket(role, index))
+
+    def write(self, name: str, content: bytes) -> None:
+        (self.there / name).parent.mkdir(parents=True, exist_ok=True)
+        with (self.there / name).open("ab") as file:
+            file.write(content)
+
+    def during(self, act: Callable[[], Any]) -> Any:
+        """What it returns, while files are taken."""
+        with ThreadPoolExecutor(1) as pool:
+            acting = pool.submit(act)
+            while not acting.done():
+                self.hub.socket.poll(5)
+                while (received := self.hub.receive()) is not None:
+                    self.files.written(*received, time.monotonic())
+                self.state.outbox.flush()
+            return acting.result()
+
+    def read(self, name: str) -> bytes:
+        return (self.run_dir / name).read_bytes()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    made = Home(tmp_path)
+    yield made
+    made.close()
+
+
+def test_files_are_added_once_also_after_a_restart_of_either_end(home: Home) -> None:
+    long = b"x" * (2 * PIECE + 5)
+    (home.run_dir / "logs").mkdir()
+    (home.run_dir / "logs/rollout-1.log").write_bytes(b"of an earlier launch\n")
+    home.write("logs/rollout-1.log", long)
+    home.write("timeline/rollout-1.jsonl", b"{}\n")
+    for name in ("run.db", "logs/rollout-2.log", "ratios/step-1-1-0.jsonl"):
+        home.write(name, b"not of this process")
+    first = home.sender()
+    assert home.during(first.send)
+    home.write("logs/rollout-1.log", b"more")
+    assert home.during(first.send) and home.during(first.send)
+    first.link.close()
+    second = home.sender()  # of a process that was started anew there
+    home.close()
+    home.start()
+    home.write("logs/rollout-1.log", b", and more")
+    assert home.during(second.send) and home.files.expected(time.monotonic())
+    assert not home.files.expected(time.monotonic() + 60), "it may be gone"
+    assert home.during(lambda: second.send(last=True)) and not home.files.expected(time.monotonic())
+    assert home.read("logs/rollout-1.log") == b"of an earlier launch\n" + long + b"more, and more"
+    assert home.read("timeline/rollout-1.jsonl") == b"{}\n"
+    assert {path.name for path in home.run_dir.rglob("*") if path.is_file()} == {
+        *("rollout-1.log", "rollout-1.jsonl")
+    }
+    second.link.close()
+
+
+def test_what_an_answer_was_lost_for_is_not_added_twice(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "SEND_SECONDS", 0.5)
+    sender = home.sender()
+    home.write("logs/rollout-1.log", b"a log")
+    home.write("timeline/rollout-1.jsonl", b"once")
+    assert home.during(sender.send)
+    home.write("timeline/rollout-1.jsonl", b", only")
+    answer, lost = home.state.outbox.to_bulk, list[Any]()
+
+    def lose_data(peer: bytes, message: Any) -> None:
+        lost.append(message) if message.size == 10 and not lost else answer(peer, message)
+
+    home.state.outbox.to_bulk = lose_data
+    assert not home.during(sender.send) and lost
+    assert home.during(sender.send) and home.read("timeline/rollout-1.jsonl") == b"once, only"
+    for _ in range(2):  # as a socket that is closed still sends
+        sender.link.send(WrittenBytes("timeline/rollout-1.jsonl", 10), (b".",))
+    assert home.during(sender.send) and home.read("timeline/rollout-1.jsonl") == b"once, only."
+    sender.link.close()
+
+
+def test_without_a_coordinator_files_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "SEND_SECONDS", 0.2)
+    sender = home.sender()
+    home.close()
+    home.write("logs/rollout-1.log", b"waits")
+    assert not sender.send() and not sender.send(last=True)
+    home.start()
+    monkeypatch.setattr(joined, "SEND_SECONDS", 30.0)
+    assert home.during(sender.send) and home.read("logs/rollout-1.log") == b"waits"
+    sender.link.close()
+
+
+def test_a_rank_sends_its_ratios_and_those_that_were_deleted_stay_here(home: Home) -> None:
+    sender = home.sender("trainer", 1)
+    for step in (1, 2, 3):
+        home.write(f"ratios/step-{step}-1-0.jsonl", b"{}\n")
+        home.write(f"ratios/step-{step}-0-0.jsonl", b"of another rank")
+        (home.there / f"ratios/step-{step - 1}-1-0.jsonl").unlink(missing_ok=True)
+        assert home.during(sender.send)
+    assert sorted(path.name for path in (home.run_dir / "ratios").iterdir()) == [
+        f"step-{step}-1-0.jsonl" for step in (1, 2, 3)
+    ]
+    sender.link.close()
+
+
+def test_a_long_log_is_cut_at_both_ends_of_the_line(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOG_BYTES", 1000)
+    monkeypatch.setattr(files, "LOG_END", 10)
+    sender = home.sender()
+    home.write("logs/rollout-1.log", b"a" * 5000)
+    assert home.during(sender.send) and len(home.read("logs/rollout-1.log")) < 100
+    files.bound_log(home.there / "logs/rollout-1.log")
+    home.write("logs/rollout-1.log", b"goes on")
+    home.during(sender.send)
+    home.write("logs/rollout-1.log", b", and on")
+    assert home.during(sender.send) and home.read("logs/rollout-1.log").endswith(b", and on")
+    sender.link.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../logs/rollout-1.log", "/logs/rollout-1.log", "logs/../../rollout-1.log", "logs/a/rollout-1.log"),
+        *("run.db", "logs/rollout-1.log\n", "logs/coordinator-0.log", "ratios/step-1-1-0.jsonl"),
+    ],
+)
+def test_names_that_are_no_files_of_the_sender_are_left_out(name: str, home: Home) -> None:
+    sender, taken = home.sender(), WrittenBytes("logs/rollout-1.log", 0)
+    sender.link.send(msgspec.structs.replace(taken, name=name), (b"x",))
+    assert home.during(sender.send), "what is refused does not disturb others"
+    assert not [path for path in home.run_dir.rglob("*") if path.is_file() and path.stat().st_size]
+    sender.link.close()
+
+
+def test_what_a_killed_launch_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    cache = weights_directory("shm", tmp_path / "killed-here/run", "run", needed_bytes=0)
+    for directory in (tmp_path / "killed-here/run", tmp_path / "killed-there/run", cache):
+        directory.mkdir(parents=True)
+    alive = claim(tmp_path / "alive-here", "run", "here")
+    assert not (tmp_path / "killed-here").exists() and not cache.exists()
+    claim(tmp_path / "other-here", "run", "here")
+    assert {path.name for path in tmp_path.iterdir()} == {"alive-here", "other-here", "killed-there"}
+    again, run_dir = claim(tmp_path / "alive-here", "run", "here"), tmp_path / "alive-here/run"
+    cache = weights_directory("shm", run_dir, "run", needed_bytes=0)
+    cache.mkdir()
+    release(alive, run_dir)
+    assert cache.exists() and run_dir.parent.exists(), "another process uses them"
+    release(again, run_dir)
+    assert not cache.exists() and not run_dir.parent.exists()
+
+
+def test_last_words_and_the_exit_code_of_a_crash_come_home(home: Home) -> None:
+    code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait())
+    assert (code, kept) == (CRASHED, "")
+    words = home.read("logs/rollout-1.log").decode()
+    assert "rollout-1 starts" in words and words.rstrip().endswith("given)"), words
+    assert not any((home.there / "elsewhere").iterdir())
+
+
+def test_without_a_coordinator_last_words_are_kept_and_it_is_said_where(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(joined, "SEND_SECONDS", 0.1)
+    code, kept = JoinedProcess(home.ticket()).wait(shows=True)
+    assert code == CRASHED
+    log = Path(kept.partition(":")[2]) / "logs/rollout-1.log"
+    assert b"rollout-1 crashed" in log.read_bytes() == capfdbinary.readouterr().out
+    descriptor = os.open(log.parents[2], os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+def test_a_machine_without_the_launchers_directory_is_refused(home: Home) -> None:
+    with pytest.raises(ConfigError, match="the launcher's directory /gone is not on this machine"):
+        replace(home.ticket(), cwd="/gone").enter()
