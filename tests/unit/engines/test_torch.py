@@ -55,22 +55,6 @@ async def test_ragged_streams_share_slots_with_chunked_prefill(family: str):
     await engine.close()
 
 
-async def test_greedy_is_argmax_and_stops():
-    engine, ids, reference = serve(), prompt(9), tiny()
-    request = ask(ids, temperature=0.0)
-    full = await engine.generate(request)
-    with torch.no_grad():
-        logits = reference(torch.tensor([ids + full.ids])).logits[0, len(ids) - 1 : -1]
-    assert full.ids == tuple(logits.argmax(-1).tolist())
-    assert_logprobs(reference, request, full)
-    stop = full.ids[5]
-    cut = await engine.generate(ask(ids, temperature=0.0, stop_ids=(60, stop, 59)))
-    assert cut.stop is StopReason.STOP
-    assert cut.ids == full.ids[: full.ids.index(stop) + 1]
-    assert cut.spans == (VersionSpan(0, len(cut.ids), 0, 0),)
-    await engine.close()
-
-
 async def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
     engine = serve(max_len=20, stepwise=True)
     last = await engine.generate(ask(prompt(19), 50))

@@ -1,4 +1,4 @@
-"""Weight swaps of the embedded engine: in mid-generation, refused, tied, not finite."""
+"""Weight swaps of the embedded engine: in mid-generation, tied, not finite; refused: tests/sglang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.names import pieces
 from tests.fakes import weights as fake_weights
 
@@ -67,38 +67,6 @@ async def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
 
 def tuple_of(span: VersionSpan) -> tuple[int, int, int, int]:
     return span.start, span.end, span.version, span.kv_version
-
-
-async def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
-    good = dict(tiny(seed=1).named_parameters())
-    damaged = fake_weights.publish(good, tmp_path, PolicyVersion(0, 1))
-    payload = Path(damaged.path) / disk.PAYLOAD
-    data = payload.read_bytes()
-    payload.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    norm = "model.norm.weight"
-    bad = [
-        (damaged, "does not match"),
-        (
-            fake_weights.publish({k: v for k, v in good.items() if k != norm}, tmp_path, PolicyVersion(0, 2)),
-            f"missing.*{norm}",
-        ),
-        (
-            fake_weights.publish(good | {"extra": torch.ones(1)}, tmp_path, PolicyVersion(0, 3)),
-            "unknown.*extra",
-        ),
-        (
-            fake_weights.publish(good | {norm: torch.ones(31)}, tmp_path, PolicyVersion(0, 4)),
-            r"\(31,\) instead of \(32,\)",
-        ),
-    ]
-    engine = serve()
-    for ref, reason in bad:
-        with pytest.raises(WeightsError, match=reason):
-            await engine.load(ref)
-    assert engine.version == 0
-    request = ask(prompt(5))
-    assert_logprobs(tiny(), request, await engine.generate(request))
-    await engine.close()
 
 
 @pytest.mark.parametrize("both", [False, True])
