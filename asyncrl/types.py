@@ -227,7 +227,8 @@ class Turn(msgspec.Struct, frozen=True):
     row are, turn by turn, `context` (written by the template) followed by `ids` (written by the model); a
     turn that begins a row has the whole prompt as its context. Spans are relative to `ids`. `agent`: who
     asked for it, by the `model` of the request, where an agent program leads the episode. `routes`: of the
-    tokens of its row up to here that no turn before it has routes of.
+    tokens of its row up to here that no turn before it has routes of. `untrained`: it answers a side request
+    of the agent (`rollout.untrained_agents`), and no loss, baseline or normaliser knows it.
     """
 
     index: int
@@ -242,6 +243,7 @@ class Turn(msgspec.Struct, frozen=True):
     observation: Observation | None = None
     agent: str = ""
     routes: Routes | None = None
+    untrained: bool = False
 
 
 class TurnReply(msgspec.Struct, frozen=True):
@@ -347,7 +349,8 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment.
     `longest_row`: tokens; `prompt`: those of the first row before what was sampled. Of the `answered` tool
     calls, `failed` raised or ran out of time, and `refused` were wrong themselves. Of the `hints`, turns of
-    which an agent asked a form, some are `followed`."""
+    which an agent asked a form, some are `followed`. `system_folded`: system messages that the chat template
+    got as others. All of it is of the turns that are trained; `untrained_turns` there were beside them."""
 
     turns: int
     tool_calls: int = 0
@@ -361,6 +364,8 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
     refused: int = 0
     hints: int = 0
     followed: int = 0
+    system_folded: int = 0
+    untrained_turns: int = 0
 
     def misfit(self, tokens: int) -> str:
         """Why these are no figures of an episode of no more than so many tokens; '' if they may be."""

@@ -56,6 +56,10 @@ class RolloutConfig(Section, frozen=True):
     agent: Plugin = ""
     """A program that leads the episode through an OpenAI-compatible endpoint: `module:function` or
     `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is asked turn by turn."""
+    untrained_agents: list[str] = []
+    """Requests of an agent whose turns are not trained (titles, commit messages): names of their `model`,
+    globs among them, or `module:function`, `file.py:function` of a request. They have limits of their own, as
+    large as `max_turns` and `max_rows`."""
     reward: Plugin = "final_number"
     """Reward function (verl's signature, or of one trajectory): a registered name, `module:function` or
     `file.py:function`; or several with options and weights, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""

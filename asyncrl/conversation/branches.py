@@ -8,63 +8,46 @@ messages after the very ids of the model. Everything else begins a new row, whos
 whole: an edited history, a second conversation, the same prompt again, a row that another request is
 extending, a template that rewrites. A turn whose client left before it was delivered answers the same request
 when it comes again. No awaits and no clocks; requests of one agent may overlap.
+
+Side requests (titles, commit messages) are answered like others, but none of their turns is trained: they
+have limits of their own, and the episode's answer, end and conversation are those of the last trained turn.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.forms import AnswerForm, followed
+from asyncrl.conversation.requests import (
+    CHARACTERS,
+    AgentRequest,
+    Placement,
+    Refusal,
+    Untrained,
+    characters_of,
+    common,
+    limit_reached,
+    row_is_full,
+)
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
+from asyncrl.conversation.watch import before
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
 ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
-CHARACTERS = 16  # of a token, at most, on average: more text than that is too long whatever its tokens are
-
-
-class AgentRequest(msgspec.Struct, frozen=True):
-    """A request of an agent for answers. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the
-    run's. `stops`: texts in front of which the answer ends. `agent`: who asks. `form`: of the answer."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[str, ...] = ()
-    max_new_tokens: int | None = None
-    stops: tuple[str, ...] = ()
-    agent: str = ""
-    form: AnswerForm = AnswerForm()
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """The place of an answer to a request. Sample at most `max_new_tokens` after `ids`, of which `context` is
-    new; `messages` are those that `ids` show. A row gets its number when its first turn is done (None: it has
-    none yet); `session` names it from the start."""
-
-    request: AgentRequest
-    session: int
-    row: int | None
-    ids: tuple[int, ...]
-    context: tuple[int, ...]
-    max_new_tokens: int
-    messages: tuple[Message, ...]
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """A request that a limit forbids. If the agent gives up after it, the episode ends so."""
-
-    end: EpisodeEnd
-    detail: str
+LONG = 16_384  # characters that take some 5 ms to tokenise
 
 
 class TokenRow(msgspec.Struct, frozen=True):
     """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. (The
     message of a turn that ended at a text has that text, too, as its ids do; the agent got what is before.)
-    `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn."""
+    `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn.
+    `untrained`: a side request began it."""
 
     request: AgentRequest
     session: int
@@ -73,6 +56,7 @@ class TokenRow(msgspec.Struct, frozen=True):
     last: Turn
     busy: bool = False
     undelivered: bool = False
+    untrained: bool = False
 
 
 class Branches:
@@ -81,14 +65,18 @@ class Branches:
     `recorded`: the turns of an earlier attempt, which answer the agent's requests before anything is sampled.
     """
 
-    def __init__(self, rules: Rules, recorded: Sequence[Turn] = ()) -> None:
+    def __init__(
+        self, rules: Rules, recorded: Sequence[Turn] = (), untrained: Untrained = lambda request: False
+    ) -> None:
         self.rows: list[TokenRow] = []
         self.turns: list[Turn] = []
         self.refused: Refusal | None = None  # since the last turn
         self.hints = self.followed = 0  # turns of which a form was asked, and those that have it
-        self._rules, self._recorded = rules, recorded
+        self.folded = 0  # system messages that the template got as others
+        self._rules, self._recorded, self._untrained = rules, recorded, untrained
         self._begun = 0  # rows, cancelled ones included
         self._pending: dict[int, Placement] = {}  # by session
+        self._rendered: dict[Any, tuple[int, ...] | None] = {}  # tokenised for a request that comes next
 
     @property
     def replaying(self) -> bool:
@@ -100,30 +88,61 @@ class Branches:
         """The end of the episode if the agent ends now. There is a turn."""
         if self.refused is not None:
             return self.refused.end
-        return EpisodeEnd.LENGTH if self.turns[-1].stop is StopReason.LENGTH else EpisodeEnd.DONE
+        return EpisodeEnd.LENGTH if self._last.stop is StopReason.LENGTH else EpisodeEnd.DONE
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation that the last turn belongs to."""
-        return self.rows[self.turns[-1].row].messages
+        """The conversation that the last trained turn belongs to, up to that turn."""
+        row = self.rows[self._last.row]
+        later = sum(turn.row == self._last.row for turn in self.turns[self._last.index + 1 :])
+        own = [at for at, message in enumerate(row.messages) if message.role == "assistant"]
+        return row.messages[: own[-1 - later] + 1]
 
     @property
     def calls(self) -> int:
         """Well-formed tool calls of the model."""
-        return sum(len(self.said(turn).tool_calls) for turn in self.turns)
+        return sum(len(self.said(turn).tool_calls) for turn in self.turns if not turn.untrained)
+
+    @property
+    def _last(self) -> Turn:
+        """The last trained turn. There is one."""
+        return next(turn for turn in reversed(self.turns) if not turn.untrained)
 
     @property
     def answer(self) -> str:
-        """The last turn's text outside tool calls."""
-        last = self.turns[-1]
+        """The text of the last trained turn outside tool calls."""
+        last = self._last
         request = self.rows[last.row].request
+        if request.prompt is not None:
+            return self.said(last).content
         return read_turn(self._rules, last, request.tools, request.stops).content
 
     def said(self, turn: Turn) -> Message:
         """The model's message in a turn as the agent gets it. An agent that sends no tools gets all of it as
         text, calls included."""
-        request = self.rows[turn.row].request
-        return turn_message(self._rules, turn, request.tools, request.stops)
+        return self._said(self.rows[turn.row].request, turn)
+
+    def stopped_at(self, turn: Turn) -> str:
+        """The stop text of the request at which a turn ended; '' where none ended it."""
+        if turn.stop is not StopReason.TEXT:
+            return ""
+        text = self._rules.chat.decode(turn.ids)
+        stops = self.rows[turn.row].request.stops
+        return min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=(0, ""))[1]
+
+    def prompt_tokens(self, found: Turn | Placement) -> int:
+        """The tokens of the prompt of an answer, made or to be made."""
+        if isinstance(found, Placement):
+            return len(found.ids)
+        return len(self.rows[found.row].ids) - len(found.ids)
+
+    def count(self, request: AgentRequest) -> int:
+        """The tokens of a request's prompt, if it were answered now. ConfigError when the template cannot
+        write the messages. A text that is far too long is not tokenised: an estimate."""
+        found = self._find(request)
+        if isinstance(found, Placement):
+            return len(found.ids)
+        return sum(map(characters_of, request.messages)) // 4
 
     # -- a request -----------------------------------------------------------------------------------
 
@@ -153,7 +172,8 @@ class Branches:
         messages."""
         found = self._find(request)
         if isinstance(found, Refusal):
-            self.refused = found
+            if not self._untrained(request):
+                self.refused = found
             return found
         self._pending[found.session] = found
         if found.row is None:
@@ -178,7 +198,8 @@ class Branches:
 
     def turn(self, place: Placement, generation: Generation) -> Turn:
         """The next turn of the episode, to be added before anything else happens."""
-        return make_turn(len(self.turns), self._number(place), place.context, generation, place.request.agent)
+        number, who = self._number(place), place.request.agent
+        return make_turn(len(self.turns), number, place.context, generation, who, place.untrained)
 
     def add(self, place: Placement, turn: Turn) -> Message:
         """The model's message in it. ProtocolError, changing nothing, if it is not the next turn there."""
@@ -186,14 +207,20 @@ class Branches:
         before = () if place.row is None else self.rows[row].ids
         if (turn.index, turn.row, before + turn.context) != (len(self.turns), row, place.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
-        message = turn_message(self._rules, turn, place.request.tools)
+        message = self._said(place.request, turn, whole=True)
         messages, ids = (*place.messages, message), place.ids + turn.ids
-        self.rows[row : row + 1] = [TokenRow(place.request, place.session, messages, ids, turn)]
+        side = place.untrained if place.row is None else self.rows[row].untrained
+        known = 0 if place.row is None else len(self.rows[row].messages)
+        self.folded += self._folded(place.messages[known:], place.row is None)
+        self.rows[row : row + 1] = [
+            TokenRow(place.request, place.session, messages, ids, turn, untrained=side)
+        ]
         self.turns.append(turn)
         if (form := place.request.form) != AnswerForm():
             self.hints += 1
             self.followed += followed(form, self.said(turn))
-        self.refused = None
+        if not turn.untrained:
+            self.refused = None
         del self._pending[place.session]
         return message
 
@@ -218,46 +245,120 @@ class Branches:
     # -- finding the row -----------------------------------------------------------------------------
 
     def _find(self, request: AgentRequest) -> Placement | Refusal:
-        limits, chat = self._rules.config, self._rules.chat
-        if len(self.turns) + len(self._pending) >= limits.max_turns:
-            return _refusal(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
+        limits, chat, side = self._rules.config, self._rules.chat, self._untrained(request)
+        pending = [one for one in self._pending.values() if one.untrained == side]
+        if sum(turn.untrained == side for turn in self.turns) + len(pending) >= limits.max_turns:
+            return limit_reached(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
+        if request.prompt is not None:
+            return self._find_text(request, request.prompt, pending)
         row = self._extended(request)
         if row is not None:
             old = self.rows[row]
             new = request.messages[len(old.messages) :]
             if refusal := self._too_long(new, len(old.ids)):
                 return refusal
-            delta = chat.delta_ids(new, old.ids[-1])
+            key = chat.fold(new, False), old.ids[-1]
+            delta = self._rendered.pop(key, None) or chat.delta_ids(*key)
             if delta is not None:
-                found = request, old.session, row, old.ids + delta, delta, 0, old.messages + new
-                return self._limited(Placement(*found))
-        if len(self.rows) + sum(place.row is None for place in self._pending.values()) >= limits.max_rows:
-            return _refusal(EpisodeEnd.MAX_ROWS, "rows", limits.max_rows)
-        known = [row.messages[: _common(row.messages, request.messages)] for row in self.rows]
-        shown = max(known, key=len, default=())  # the model's messages as it wrote them
-        new = request.messages[len(shown) :]
-        if refusal := self._too_long(new, 0, sum(map(len, request.tools))):
+                return self._placed(request, row, delta, old.messages + new)
+        if refusal := self._too_many_rows(pending, side):
             return refusal
-        prompt = chat.prompt_ids(shown + new, request.tools)
-        return self._limited(Placement(request, self._begun, None, prompt, prompt, 0, shown + new))
+        messages, shown = self._known(request)
+        if refusal := self._too_long(messages[shown:], 0, sum(map(len, request.tools))):
+            return refusal
+        prompt_key = chat.fold(messages, True), request.tools
+        prompt = self._rendered.pop(prompt_key, None) or chat.prompt_ids(*prompt_key)
+        return self._placed(request, None, prompt, messages)
+
+    def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
+        """The tokenising that `find` would do, where it takes long: call it, in any thread, before `find`."""
+        chat, row = self._rules.chat, self._extended(request)
+        key: tuple[Any, Any]
+        render: Callable[[Any, Any], tuple[int, ...] | None]
+        if row is None:
+            messages, shown = self._known(request)
+            new, before, render = messages[shown:], 0, chat.prompt_ids
+            key, size = (chat.fold(messages, True), request.tools), sum(map(len, request.tools))
+        else:
+            old, render, size = self.rows[row], chat.delta_ids, 0
+            new, before = request.messages[len(old.messages) :], len(old.ids)
+            key = chat.fold(new, False), old.ids[-1]
+        too_long = self._too_long(new, before, size) is not None
+        if too_long or request.prompt is not None or size + sum(map(characters_of, new)) < LONG:
+            return None
+        self._rendered.clear()  # of requests that were given up
+        return lambda: self._rendered.update({key: render(*key)})
+
+    def _folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
+        """The number of system messages that the template does not get as such."""
+        written = self._rules.chat.fold(messages, beginning)
+        before, after = (sum(one.role == "system" for one in found) for found in (messages, written))
+        return before - after
+
+    def _known(self, request: AgentRequest) -> tuple[tuple[Message, ...], int]:
+        """The request's messages, and how many of them a row has, which are as the model wrote them."""
+        known = [row.messages[: common(row.messages, request.messages)] for row in self.rows]
+        shown = max(known, key=len, default=())
+        return shown + request.messages[len(shown) :], len(shown)
+
+    def _find_text(
+        self, request: AgentRequest, prompt: str | tuple[int, ...], pending: Sequence[Placement]
+    ) -> Placement | Refusal:
+        """The place of an answer to a prompt without a template: it continues the longest free row that it
+        begins with. A text never does with the end of a turn: no text has that token."""
+        chat, row, size = self._rules.chat, None, 0
+        for number, known in enumerate(self.rows):
+            shown: Any = known.ids if isinstance(prompt, tuple) else chat.decode(known.ids)
+            ended = isinstance(prompt, str) and known.ids[-1] in chat.stop_ids
+            fits = known.request.prompt is not None and not known.busy and not ended
+            if fits and len(shown) > size and prompt[: len(shown)] == shown:
+                row, size = number, len(shown)
+        if row is None and (refusal := self._too_many_rows(pending, self._untrained(request))):
+            return refusal
+        rest = prompt[size:]
+        if isinstance(rest, str):
+            tokens = 0 if row is None else len(self.rows[row].ids)
+            if refusal := self._too_long((Message("user", rest),), tokens):
+                return refusal
+            rest = chat.text_ids(rest, row is None)
+        elif rest and max(rest) >= chat.vocabulary:
+            raise ConfigError(f"the prompt has the id {max(rest)}; the tokenizer knows {chat.vocabulary}")
+        old = () if row is None else self.rows[row].messages
+        return self._placed(request, row, rest, old + request.messages)
+
+    def _too_many_rows(self, pending: Sequence[Placement], side: bool) -> Refusal | None:
+        begun = sum(place.row is None for place in pending)
+        if sum(row.untrained == side for row in self.rows) + begun >= self._rules.config.max_rows:
+            return limit_reached(EpisodeEnd.MAX_ROWS, "rows", self._rules.config.max_rows)
+        return None
+
+    def _placed(
+        self,
+        request: AgentRequest,
+        row: int | None,
+        context: tuple[int, ...],
+        messages: tuple[Message, ...],
+    ) -> Placement | Refusal:
+        """The placement with its token limit, or a refusal because its row is full."""
+        limits, asked = self._rules.config, request.max_new_tokens
+        old = None if row is None else self.rows[row]
+        session, known = (self._begun, ()) if old is None else (old.session, old.ids)
+        ids = known + context
+        room = limits.max_tokens - len(ids)
+        if room < 1:
+            return row_is_full(limits.max_tokens, len(ids), f"the messages have {len(ids)}")
+        most = min(room, limits.max_new_tokens, limits.max_new_tokens if asked is None else asked)
+        side = self._untrained(request)
+        return Placement(request, session, row, ids, context, most, messages, side)
 
     def _too_long(self, new: Sequence[Message], tokens: int, characters: int = 0) -> Refusal | None:
         """A refusal of text that cannot fit a row after so many tokens. It is not tokenised to find out: that
         would hold up all episodes of the worker. A message is a token at least."""
         most = self._rules.config.max_tokens
-        characters += sum(map(_characters, new))
+        characters += sum(map(characters_of, new))
         if characters <= CHARACTERS * (most - tokens):
             return None
-        return _too_many(most, f"{characters} new characters are more")
-
-    def _limited(self, place: Placement) -> Placement | Refusal:
-        """The placement with its token limit, or a refusal because its row is full."""
-        limits, asked = self._rules.config, place.request.max_new_tokens
-        room = limits.max_tokens - len(place.ids)
-        if room < 1:
-            return _too_many(limits.max_tokens, f"the messages have {len(place.ids)}")
-        most = limits.max_new_tokens if asked is None else min(asked, limits.max_new_tokens)
-        return replace(place, max_new_tokens=min(room, most))
+        return row_is_full(most, tokens + characters // 4, f"{characters} new characters are more")
 
     def _extended(self, request: AgentRequest) -> int | None:
         """The free row that the request extends: the longest, and of equal ones the first."""
@@ -272,52 +373,17 @@ class Branches:
         new = messages[len(row.messages) :]
         ended = row.last.stop is not StopReason.LENGTH  # else the message is not whole
         answers = bool(new) and all(message.role in ANSWERING_ROLES for message in new)
-        return ended and answers and _common(row.messages, messages) == len(row.messages)
+        return ended and answers and common(row.messages, messages) == len(row.messages)
+
+    def _said(self, request: AgentRequest, turn: Turn, whole: bool = False) -> Message:
+        """The model's message; `whole`: with the text at which it was asked to stop."""
+        stops = () if whole else request.stops
+        if request.prompt is not None:
+            return Message("assistant", before(self._rules.chat.decode(turn.ids), stops))
+        return turn_message(self._rules, turn, request.tools, stops)
 
     def _number(self, place: Placement) -> int:
         return len(self.rows) if place.row is None else place.row
 
     def _change(self, row: int, **changes: bool) -> None:
         self.rows[row] = replace(self.rows[row], **changes)
-
-
-def same_message(ours: Message, theirs: Message) -> bool:
-    """True if an agent's message is the recorded one. Clients change messages of the model: white space
-    around the content, the spelling of arguments, the reasoning left out."""
-    if ours.role != "assistant":
-        return ours == theirs
-    return (
-        theirs.role == ours.role
-        and theirs.content.strip() == ours.content.strip()
-        and theirs.reasoning.strip() in ("", ours.reasoning.strip())
-        and len(theirs.tool_calls) == len(ours.tool_calls)
-        and all(
-            a.name == b.name
-            and (a.arguments == b.arguments or json.loads(a.arguments) == json.loads(b.arguments))
-            for a, b in zip(ours.tool_calls, theirs.tool_calls, strict=True)
-        )
-    )
-
-
-def _refusal(end: EpisodeEnd, what: str, most: int) -> Refusal:
-    return Refusal(end, f"the episode has had its {most} {what} (rollout.max_{what})")
-
-
-def _too_many(most: int, what: str) -> Refusal:
-    """Refuse a full row in the words by which clients know that the context is full."""
-    return Refusal(
-        EpisodeEnd.LENGTH,
-        f"This model's maximum context length is {most} tokens (rollout.max_tokens); {what}",
-    )
-
-
-def _characters(message: Message) -> int:
-    texts = [message.content, message.reasoning, message.name, message.tool_call_id]
-    texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
-    return CHARACTERS + sum(map(len, texts))
-
-
-def _common(ours: tuple[Message, ...], theirs: tuple[Message, ...]) -> int:
-    """Count the messages that both begin with."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((n for n, pair in enumerate(pairs) if not same_message(*pair)), min(len(ours), len(theirs)))

@@ -12,14 +12,14 @@ import datetime
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from asyncrl.conversation.chat_probe import TemplateProbe, alike
-from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
+from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape, fold
 from asyncrl.conversation.commands import Cut
 from asyncrl.conversation.tokenizer import CHARACTERS, ChunkEncoder, shorten
 from asyncrl.errors import ConfigError
@@ -55,6 +55,7 @@ class Chat:
         self._probe = TemplateProbe(self._render, controls)
         written = self._probe.written(str(tokenizer.chat_template))
         self._leads, self._closings = self._probe.around()
+        self._accepted = self._probe.accepted()
         self._encode = ChunkEncoder(tokenizer, written)
         no_words = {token for token in written if not token.isalnum() and not token.isspace()}
         self._control = _any_of({*no_words, *_special(tokenizer)})
@@ -66,6 +67,11 @@ class Chat:
         self._prompt = lru_cache(maxsize=1024)(self._prompt_uncached)
         self._delta = lru_cache(maxsize=1024)(self._delta_uncached)
         self._rewrites = lru_cache(maxsize=64)(self._probe.rewrites)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """A number above all ids of the tokenizer."""
+        return 1 + max(self._tokenizer.get_vocab().values())
 
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
         """The conversation so far with the tools (JSON text) and the opening of the model's turn."""
@@ -86,6 +92,10 @@ class Chat:
         ids = (self._delta_uncached if _long(messages) else self._delta)(messages)
         ended = bool(self._probe.end(messages).token) and after in self.stop_ids
         return ids[1:] if ended or ids[:1] == (after,) else ids
+
+    def fold(self, messages: tuple[Message, ...], beginning: bool) -> tuple[Message, ...]:
+        """Messages that the template would refuse or drop, in others that it accepts. See `fold`."""
+        return fold(messages, self._accepted, beginning)
 
     def turn_ids(
         self, history: tuple[Message, ...], message: Message, tools: tuple[str, ...] = ()
@@ -116,6 +126,11 @@ class Chat:
         if first not in self.stop_ids:
             raise ConfigError(f"the chat template writes no end of the turn {turn.content[:SHOWN]!r}")
         return first
+
+    def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
+        """Text as it is, without the template; at the `beginning` of a row with the tokens that the tokenizer
+        puts there."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=beginning))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a turn without its stop id; tags of tool calls stay, even as special tokens."""

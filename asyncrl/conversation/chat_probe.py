@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
-from asyncrl.conversation.chat_render import Render
+from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, ToolCall
 
@@ -121,6 +121,25 @@ class TemplateProbe:
                 return rest.rewrites
             rests |= {rest.first, rest.second}
         return "" if len(rests) == 1 else "writes the same message differently in other places"
+
+    def accepted(self) -> Accepted:
+        """The messages of system and user that the template writes, all of them and in their order."""
+        rules, laws = _SYSTEM, Message("system", "asyncrl-laws")
+        turn, more = Message("assistant", TURN), Message("user", "asyncrl-more")
+        return Accepted(
+            system=self._shows(rules, _USER),
+            several=self._shows(rules, laws, _USER),
+            later=self._shows(rules, _USER, laws) and self._shows(rules, _USER, turn, laws, more),
+            users=self._shows(_USER, more),
+        )
+
+    def _shows(self, *messages: Message) -> bool:
+        try:
+            text = self._render(messages)
+        except ConfigError:
+            return False
+        places = [text.find(message.content) for message in messages]
+        return min(places) >= 0 and places == sorted(places)
 
     def shows_tools(self) -> bool:
         return "asyncrl_probe" in self._render([_USER], (_TOOL,))

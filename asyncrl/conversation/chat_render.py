@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.types import Message, ToolCall
@@ -32,6 +32,7 @@ class Tokenizer(Protocol):
     all_special_tokens: list[str]
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def get_vocab(self) -> dict[str, int]: ...
     def get_added_vocab(self) -> dict[str, int]: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(
@@ -81,6 +82,38 @@ class Renderer:
             roles = ", ".join(message.role for message in shaped)
             raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error
         return encodable(text)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The messages that a template writes beside those of every conversation, all of their text."""
+
+    system: bool = True  # a system message at the beginning
+    several: bool = True  # more of them there
+    later: bool = True  # and behind other messages
+    users: bool = True  # two messages of the user in a row
+
+
+def fold(messages: Sequence[Message], accepted: Accepted, beginning: bool = True) -> tuple[Message, ...]:
+    """The conversation (its `beginning`, or what answers a turn of the model) in messages that the template
+    accepts: system messages at the beginning become one; those that it refuses or would drop, the user's."""
+    lead = tuple(itertools.takewhile(lambda message: beginning and message.role == "system", messages))
+    rest, found = messages[len(lead) :], list(lead if accepted.system else ())
+    if len(found) > 1 and not accepted.several:
+        found = [_joined(found)]
+    for message in rest if accepted.system else (*lead, *rest):
+        foreign = message.role == "system" and not (accepted.system and accepted.later)
+        own = replace(message, role="user") if foreign else message
+        follows = bool(found) and found[-1].role == own.role == "user"
+        if follows and not accepted.users:
+            found[-1] = _joined((found[-1], own))
+        else:
+            found.append(own)
+    return tuple(found)
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    return replace(messages[0], content="\n\n".join(message.content for message in messages))
 
 
 def find_shape(tokenizer: Tokenizer, day: Callable[[str], str], options: Mapping[str, Any]) -> Shape:
@@ -148,12 +181,12 @@ def _shaped(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
         messages = _with_calls(messages)
     for message in messages:
         if shape.bare_calls and message.tool_calls:
-            message = msgspec.structs.replace(message, content="")
+            message = replace(message, content="")
         if shape.one_text and message.tool_calls and message.reasoning and message.content:
             both = f"{message.reasoning}\n\n{message.content}"
-            message = msgspec.structs.replace(message, content="", reasoning=both)
+            message = replace(message, content="", reasoning=both)
         if shape.single_calls and len(message.tool_calls) > 1:
-            yield msgspec.structs.replace(message, tool_calls=message.tool_calls[:1])
+            yield replace(message, tool_calls=message.tool_calls[:1])
             for call in message.tool_calls[1:]:
                 yield Message(message.role, tool_calls=(call,))
         else:

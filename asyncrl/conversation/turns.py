@@ -45,11 +45,17 @@ def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
 
 
 def make_turn(
-    index: int, row: int, context: tuple[int, ...], generation: Generation, agent: str = ""
+    index: int,
+    row: int,
+    context: tuple[int, ...],
+    generation: Generation,
+    agent: str = "",
+    untrained: bool = False,
 ) -> Turn:
     """The turn of a generation; nothing answers it yet."""
     sampled = (generation.ids, generation.logprobs, generation.spans, generation.stop)
-    turn = Turn(index, context, *sampled, seconds=generation.seconds, row=row, agent=agent)
+    made = Turn(index, context, *sampled, seconds=generation.seconds, row=row)
+    turn = replace(made, agent=agent, untrained=untrained)
     return replace(turn, routes=generation.routes) if generation.routes else turn
 
 
@@ -75,6 +81,24 @@ def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequen
     if turn.stop is StopReason.TEXT and stops and not parsed.calls:
         parsed = replace(parsed, content=parsed.content + text[len(text.rstrip()) :])
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
+
+
+def trained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The episode without what is not trained: rows of such turns alone are gone, in the others their tokens
+    are context of the next turn. Turns and rows are numbered anew."""
+    if not any(turn.untrained for turn in turns):
+        return tuple(turns)
+    shown: dict[int, tuple[int, ...]] = {}  # of a row: tokens that no trained turn has shown yet
+    numbers: dict[int, int] = {}
+    found: list[Turn] = []
+    for turn in turns:
+        context = shown.pop(turn.row, ()) + turn.context
+        if turn.untrained:
+            shown[turn.row] = context + turn.ids
+        else:
+            row = numbers.setdefault(turn.row, len(numbers))
+            found.append(replace(turn, index=len(found), row=row, context=context))
+    return tuple(found)
 
 
 def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:

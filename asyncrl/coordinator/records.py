@@ -28,7 +28,8 @@ class RecordHandler:
         self.state, self.workers, self.reporter = state, workers, reporter
         self._acks: set[bytes] = set()
         began = (episode.tokens for episode in state.buffer.episodes.values())  # under another configuration?
-        limit = state.config.rollout.rows * state.config.rollout.max_tokens
+        rollout = state.config.rollout  # side requests have as many rows for themselves
+        limit = rollout.rows * rollout.max_tokens * (2 if rollout.untrained_agents else 1)
         self._most_tokens = max([limit, *began])  # of an episode
 
     def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
@@ -70,10 +71,11 @@ class RecordHandler:
                     )
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
             case Finished():
-                end = (message.stats.turns, max(message.result.tokens, message.stats.longest_row))
-                if not 0 < end[0] == episode.turns or end[1] > episode.tokens:
+                turns = message.stats.turns + message.stats.untrained_turns
+                tokens = max(message.result.tokens, message.stats.longest_row)
+                if not 0 < turns == episode.turns or tokens > episode.tokens:
                     known = f"{episode.turns} turns of {episode.tokens} tokens are durable"
-                    raise ProtocolError(f"episode {episode.uid}: ends after {end[0]}, with {end[1]}: {known}")
+                    raise ProtocolError(f"episode {episode.uid}: ends after {turns}, with {tokens}: {known}")
                 del worker.running[episode.uid]
                 if episode.uid in state.held_out.episodes:
                     state.held_out.finish(episode, message)

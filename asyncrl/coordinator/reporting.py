@@ -95,6 +95,8 @@ class Reporter:
             "rollout/rows": stats.rows,
             "tool_call_counts": stats.tool_calls,
             "rollout/response_length": result.tokens,
+            "rollout/untrained_turns": stats.untrained_turns,
+            "rollout/system_folded": stats.system_folded,
             "timing_s/episode": stats.seconds,
             "timing_s/tools": stats.tool_s,
         } | {f"rollout/component/{name}": value for name, value in result.components.items()}

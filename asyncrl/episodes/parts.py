@@ -18,11 +18,12 @@ from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Fail, Rules
 from asyncrl.conversation.demonstration import demonstrated
 from asyncrl.conversation.parsers import Parser, load_parser, parse_turn
+from asyncrl.conversation.requests import Untrained
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.environments import Environment, load_environment
 from asyncrl.episodes.scoring import Scorer
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.gateway import Agent, load_agent
+from asyncrl.gateway import Agent, load_agent, load_untrained
 from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.tools import Toolbox, load_tools
@@ -69,6 +70,11 @@ class EpisodeParts:
         return load_agent(named) if named else None
 
     @cached_property
+    def untrained(self) -> Untrained:
+        """Tells the side requests of `rollout.untrained_agents`."""
+        return load_untrained(self.config.rollout.untrained_agents)
+
+    @cached_property
     def parser(self) -> Parser:
         """The parser of tool calls, `rollout.parser`."""
         return load_parser(self.config.rollout.parser)
@@ -101,7 +107,7 @@ class EpisodeParts:
 
     def load(self) -> EpisodeParts:
         """Make all of them: what is wrong with a name or a file is found here."""
-        for name in ("rules", "toolbox", "scorer", "environment", "agent"):
+        for name in ("rules", "toolbox", "scorer", "environment", "agent", "untrained"):
             getattr(self, name)
         return self
 

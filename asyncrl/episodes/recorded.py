@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.conversation.commands import Done, Opened
 from asyncrl.conversation.episode import Episode, begin, conversation
-from asyncrl.conversation.turns import read_turn, scored
+from asyncrl.conversation.turns import read_turn, scored, trained
 from asyncrl.data import Samples, samples_path
 from asyncrl.episodes.scoring import shaped, transcript
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ProtocolError
@@ -72,7 +72,8 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
 async def regrade(
     parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
 ) -> EpisodeResult:
-    """Score an episode of these turns, which ended so. Raises RewardError."""
+    """Score the trained turns among these, of an episode which ended so. Raises RewardError."""
+    turns = trained(turns)
     earned = await parts.scorer.score(reward_input(parts, sample, turns, end))
     ended = scored(turns, end, shaped(parts.rules, parts.scorer, earned, turns, end))
     if not isinstance(ended, Done):

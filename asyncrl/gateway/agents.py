@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,11 +24,12 @@ from typing import Annotated, Any
 import msgspec
 
 from asyncrl.config import Plugin
+from asyncrl.conversation.requests import AgentRequest, Untrained
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import inherited, wrapped
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
-from asyncrl.registry import Call, Registry
+from asyncrl.registry import Call, Registry, load_object, make
 from asyncrl.types import Sample
 from asyncrl.values import finite
 
@@ -39,6 +41,7 @@ the `result` that reward functions see. Keyword-only parameters are its options.
 called like this is an agent as well: its constructor takes the options, and refuses them with ConfigError;
 all episodes of a worker share one instance."""
 
+ASKED = Call("def untrained(request: AgentRequest) -> bool", ("request",))
 CALL = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
 
 agents: Registry[Agent] = Registry("agent")
@@ -48,6 +51,21 @@ def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
     """Make the agent of a registered name, `module:function` or `file.py:function`, with its options.
     ConfigError begins with `where`."""
     return agents.make(plugin, where, CALL)
+
+
+def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents") -> Untrained:
+    """Tell side requests: by the names of agents, globs among them, and by functions of the user
+    (`module:function`, `file.py:function`) of a request. ConfigError that begins with `where`."""
+    functions = [
+        make(load_object(name, where), {}, f"{where} {name!r}", ASKED) for name in names if ":" in name
+    ]
+    globs = [name for name in names if ":" not in name]
+
+    def untrained(request: AgentRequest) -> bool:
+        named = any(fnmatchcase(request.agent, glob) for glob in globs)
+        return named or any(bool(function(request)) for function in functions)
+
+    return untrained
 
 
 def result_of(value: Any) -> Any:

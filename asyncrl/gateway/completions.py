@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from asyncrl.conversation.branches import AgentRequest
+from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
     AnswerFormat,
+    ApiDialect,
     Choice,
     ContentPart,
     Event,
@@ -24,10 +25,12 @@ from asyncrl.gateway.exchange import (
     agent_request,
     calls_of,
     new_id,
+    openai_error,
     own_id,
     read_body,
     text_of,
     tool_call,
+    unheeded,
 )
 from asyncrl.types import Message, StopReason
 
@@ -95,6 +98,9 @@ def read(body: bytes) -> ChatExchange:
     return ChatExchange(read_body(body, ChatRequest, REFUSED))
 
 
+DIALECT = ApiDialect(read, openai_error)
+
+
 def _messages(sent: Sequence[ChatMessage]) -> Iterator[Message]:
     """Replies to tool calls get the name of the tool, which some templates write, from the call."""
     names: dict[str, str] = {}
@@ -126,26 +132,39 @@ class ChatExchange:
         stops = (sent.stop,) if isinstance(sent.stop, str) else sent.stop or ()
         limits = [most for most in (sent.max_tokens, sent.max_completion_tokens) if most is not None]
         most, messages = min(limits, default=None), _messages(sent.messages)
-        self.ask = agent_request(sent, messages, sent.tools or (), most, sent.response_format, stops)
+        self.ask = agent_request(
+            messages,
+            sent.tools or (),
+            model=sent.model,
+            choice=sent.tool_choice,
+            most=most,
+            once=sent.parallel_tool_calls is False,
+            form=sent.response_format,
+            stops=stops,
+        )
         self.count, self.logprobs = sent.n or 1, bool(sent.logprobs)
         self._head, self._streamed = (
-            _head("chat.completion.chunk"),
+            head("chat.completion.chunk"),
             [StreamedText() for _ in range(self.count)],
         )
+
+    @property
+    def unheeded(self) -> dict[str, str]:
+        return unheeded(self.request, self.ask.form)
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
                 "message": {"role": "assistant", **_content(reply), "refusal": None},
-                "finish_reason": _finish(reply),
+                "finish_reason": finish_of(reply),
                 "logprobs": _logprobs(reply, text) if self.logprobs else None,
             }
             for index, (reply, text) in enumerate(zip(replies, texts, strict=True))
         ]
-        return {**_head("chat.completion"), "choices": choices, "usage": _usage(replies)}
+        return {**head("chat.completion"), "choices": choices, "usage": usage_of(replies)}
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, prompt_tokens: int) -> Iterator[Event]:
         for index in range(self.count):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
@@ -156,15 +175,18 @@ class ChatExchange:
             if text:
                 yield self._delta(index, {key: text})
 
+    def ping(self) -> Iterator[Event]:
+        return iter(())
+
     def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
         """Stream what was not streamed yet, one chunk per call, the end."""
         for index, (reply, text) in enumerate(zip(replies, texts, strict=True)):
             yield from self.delta(index, *self._streamed[index].rest(reply.message))
             for number, call in enumerate(calls_of(reply)):
                 yield self._delta(index, {"tool_calls": [{"index": number, **call.openai()}]})
-            yield self._delta(index, {}, _finish(reply), _logprobs(reply, text) if self.logprobs else None)
+            yield self._delta(index, {}, finish_of(reply), _logprobs(reply, text) if self.logprobs else None)
         if self.request.stream_options is not None and self.request.stream_options.include_usage:
-            yield "", {**self._head, "choices": [], "usage": _usage(replies)}
+            yield "", {**self._head, "choices": [], "usage": usage_of(replies)}
 
     def _delta(
         self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
@@ -173,8 +195,9 @@ class ChatExchange:
         return "", {**self._head, "choices": [choice]}
 
 
-def _head(kind: str) -> dict[str, Any]:
-    return {"id": new_id("chatcmpl"), "object": kind, "created": int(time.time()), "model": MODEL}
+def head(kind: str, prefix: str = "chatcmpl") -> dict[str, Any]:
+    """The fields with which each answer, and each event of a stream, begins."""
+    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def _content(reply: AgentReply) -> dict[str, Any]:
@@ -187,13 +210,14 @@ def _content(reply: AgentReply) -> dict[str, Any]:
     return found
 
 
-def _finish(reply: AgentReply) -> str:
+def finish_of(reply: AgentReply) -> str:
+    """The reason why the answer ended, in OpenAI's words."""
     if reply.turn.stop is StopReason.LENGTH:
         return "length"
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
-def _usage(replies: Sequence[AgentReply]) -> dict[str, int]:
+def usage_of(replies: Sequence[AgentReply]) -> dict[str, int]:
     """The answers to one request have its prompt in common."""
     read, written = replies[0].prompt_tokens, sum(len(reply.turn.ids) for reply in replies)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

@@ -18,33 +18,34 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.conversation.forms import AnswerForm
+from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
 T = TypeVar("T")
 
 MODEL = "policy"
-IGNORED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+PICTURE = "[a picture was here: this model reads text only]"
+IGNORED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _CODES = {EpisodeEnd.LENGTH: "context_length_exceeded"}
 _OURS = re.compile(r"(.*)-t\d+", re.DOTALL)  # ids of tool calls as we give them out
 _ids = itertools.count()
 
 
 class ApiError(AsyncrlError):
-    """An error response, in OpenAI's format."""
+    """An error response, which each dialect writes in its own form."""
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, kind: str = "invalid_request_error"
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        refusal: Refusal | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.kind = status, code, kind
-
-    @property
-    def body(self) -> dict[str, Any]:
-        error = {"message": str(self), "type": self.kind, "param": None, "code": self.code}
-        return {"error": error}
+        self.status, self.code, self.kind, self.refusal = status, code, kind, refusal
 
 
 class AgentReply(msgspec.Struct, frozen=True):
@@ -53,15 +54,27 @@ class AgentReply(msgspec.Struct, frozen=True):
     message: Message
     turn: Turn
     prompt_tokens: int
+    stopped_at: str = ""  # the stop text at which it ended
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code}}
 
 
 def refused(refusal: Refusal) -> ApiError:
     """The error that the client gets for a limit."""
-    return ApiError(400, refusal.detail, _CODES.get(refusal.end, str(refusal.end)))
+    return ApiError(400, refusal.detail, _CODES.get(refusal.end, str(refusal.end)), refusal=refusal)
 
 
-OnDelta = Callable[[int, str, str], None]
-"""Called with the number of an answer, and what is new of its reasoning and of its content."""
+class Listener(Protocol):
+    """Hears of a request's answers while they are sampled."""
+
+    def begun(self, prompt_tokens: int) -> None:
+        """The request has its place; its answers will be sampled, or are there."""
+
+    def delta(self, index: int, reasoning: str, content: str) -> None:
+        """Answer `index` has grown by this text."""
+
 
 Event = tuple[str, dict[str, Any]]
 """A server-sent event: its type ('' for none), and its data."""
@@ -76,10 +89,26 @@ class Exchange(Protocol):
     count: int
     logprobs: bool
 
+    @property
+    def unheeded(self) -> dict[str, str]:
+        """The parts of the request that do not do what they say, and what happens to them."""
+
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]: ...
-    def begin(self) -> Iterator[Event]: ...
+    def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
+    def ping(self) -> Iterator[Event]:
+        """The events that say that the turn goes on; where there are none, a comment line does."""
+
     def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]: ...
+
+
+@dataclass(frozen=True)
+class ApiDialect:
+    """An API's requests and errors, and the bytes behind the last event of its streams."""
+
+    read: Callable[[bytes], Exchange]
+    error: Callable[[ApiError], dict[str, Any]]
+    done: bytes = b"data: [DONE]\n\n"
 
 
 @dataclass
@@ -156,25 +185,33 @@ def read_body(body: bytes, kind: type[T], refused: Mapping[str, str]) -> T:
 
 
 def agent_request(
-    request: Any,
     messages: Iterable[Message],
     tools: Iterable[dict[str, Any]],
+    *,
+    model: str | None,
+    choice: Choice,
     most: int | None,
-    form: AnswerFormat | None,
+    once: bool = False,
+    form: AnswerFormat | None = None,
     stops: Sequence[str] = (),
 ) -> AgentRequest:
-    """The request as the episode sees it; `most`: tokens, `form`: of the answer. ApiError for a tool that is
-    none, and for a choice of one that is not there."""
-    schemas = () if request.tool_choice == "none" else tuple(map(_tool, tools))
-    agent, wanted = request.model or MODEL, _form(request, form, schemas)
-    return AgentRequest(tuple(messages), schemas, most, tuple(stops), agent, wanted)
+    """The request as the episode sees it; `most`: tokens, `form`: of the answer, `once`: at most one call.
+    ApiError for a tool that is none, for a choice of one that is not there, and for a conversation that ends
+    with the model's own words."""
+    said = tuple(messages)
+    if said and said[-1].role == "assistant":
+        raise ApiError(
+            400, "the last message is the model's: a text that it began is not continued; let a user's follow"
+        )
+    schemas = () if choice == "none" else tuple(map(_tool, tools))
+    wanted = _form(choice, once, form, schemas)
+    return AgentRequest(said, schemas, most, tuple(stops), model or MODEL, wanted)
 
 
-def unheeded(asked: Exchange) -> dict[str, str]:
+def unheeded(request: Any, form: AnswerForm) -> dict[str, str]:
     """The parameters of a request that do not do what their names say, and what they do."""
-    request, form = asked.request, asked.ask.form
     hints = {
-        "tool_choice": request.tool_choice not in (None, "auto", "none"),
+        "tool_choice": bool(form.calls),
         "parallel_tool_calls": form.once,
         "response_format": bool(form.schema),
     }
@@ -182,8 +219,8 @@ def unheeded(asked: Exchange) -> dict[str, str]:
     return found | {name: HINT for name, given in hints.items() if given}
 
 
-def _form(request: Any, form: AnswerFormat | None, tools: Sequence[str]) -> AnswerForm:
-    choice, names = request.tool_choice, [json.loads(tool)["function"]["name"] for tool in tools]
+def _form(choice: Choice, once: bool, form: AnswerFormat | None, tools: Sequence[str]) -> AnswerForm:
+    names = [json.loads(tool)["function"]["name"] for tool in tools]
     calls = names if choice == "required" else []
     if isinstance(choice, ToolChoice) and choice.type == "function":
         calls = [choice.function.name or choice.name]
@@ -196,7 +233,7 @@ def _form(request: Any, form: AnswerFormat | None, tools: Sequence[str]) -> Answ
             schema = json.dumps(form.json_schema.schema or form.schema or {})
         case _:
             schema = ""
-    return AnswerForm(schema, tuple(calls), request.parallel_tool_calls is False)
+    return AnswerForm(schema, tuple(calls), once)
 
 
 def _tool(schema: dict[str, Any]) -> str:
@@ -208,12 +245,12 @@ def _tool(schema: dict[str, Any]) -> str:
 
 
 def text_of(content: str | list[ContentPart] | None) -> str:
-    """ApiError for content that is no text."""
+    """The text of a message, with a note where there is a picture. ApiError for other content."""
     if content is None or isinstance(content, str):
         return content or ""
-    if other := [part.type for part in content if not part.type.endswith("text")]:
+    if other := [part.type for part in content if not part.type.endswith(("text", "image", "image_url"))]:
         raise ApiError(400, f"content of type {other[0]!r} is not supported; send text")
-    return "".join(part.text for part in content)
+    return "".join(part.text if part.type.endswith("text") else PICTURE for part in content)
 
 
 def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:

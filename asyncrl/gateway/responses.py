@@ -3,26 +3,29 @@ default): the same turns as by chat completions, read from items and written as 
 
     reasoning, message, function_call ... (one turn of the model) , function_call_output ... (its replies)
 
-Nothing is stored: `previous_response_id`, conversations and references to items are refused, as are tools
-that OpenAI would run.
+Nothing is stored: `previous_response_id`, conversations and references to items are refused. Tools that
+OpenAI would run are left out. To the model all tools are functions: those of a namespace have its name in
+front of theirs, and a free-form tool has its text as the one argument.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.branches import AgentRequest
+from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
     AnswerFormat,
+    ApiDialect,
     ApiError,
     Choice,
     ContentPart,
@@ -33,13 +36,18 @@ from asyncrl.gateway.exchange import (
     agent_request,
     calls_of,
     new_id,
+    openai_error,
     own_id,
     read_body,
     text_of,
     tool_call,
+    unheeded,
 )
 from asyncrl.types import Message, StopReason, ToolCall
 
+FUNCTION = ("name", "description", "parameters", "strict")  # parts of a function
+TEXT = "input"  # the argument of a free-form tool
+FREE_FORM = {"type": "object", "properties": {TEXT: {"type": "string"}}, "required": [TEXT]}
 TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
 
 Text = str | list[ContentPart] | None
@@ -54,7 +62,9 @@ class Item(msgspec.Struct, frozen=True):
     summary: list[ContentPart] = []
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
     arguments: str = "{}"
+    input: str = ""
     output: Text = None
 
 
@@ -95,12 +105,51 @@ def read(body: bytes) -> ResponsesExchange:
     return ResponsesExchange(read_body(body, ResponsesRequest, REFUSED))
 
 
-def _tool(given: dict[str, Any]) -> dict[str, Any]:
-    """Write a tool as chat completions do."""
-    if given.get("type") != "function":
-        raise ApiError(400, f"a tool of type {given.get('type')!r} is not supported; use functions")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {key: given[key] for key in names if key in given}}
+DIALECT = ApiDialect(read, openai_error)
+
+
+class WireTool(NamedTuple):
+    """A tool as the client knows it, and `function`, its schema for the model."""
+
+    function: dict[str, Any]
+    name: str
+    namespace: str = ""
+    free_form: bool = False
+
+    def call(self, arguments: str) -> dict[str, Any]:
+        """The parts of a call's item that depend on the tool."""
+        if not self.free_form:
+            space = {"namespace": self.namespace} if self.namespace else {}
+            return {"type": "function_call", "name": self.name, **space, "arguments": arguments}
+        text = json.loads(arguments).get(TEXT, arguments)
+        return {"type": "custom_tool_call", "name": self.name, "input": text}
+
+
+def _wire_tools(given: Iterable[dict[str, Any]], namespace: str = "") -> Iterator[WireTool]:
+    for tool in given:
+        name = str(tool.get("name", ""))
+        match tool.get("type"):
+            case "function":
+                kept: dict[str, Any] = {
+                    key: tool[key] for key in ("description", "parameters", "strict") if key in tool
+                }
+                yield WireTool({"name": _known_as(name, namespace), **kept}, name, namespace)
+            case "custom":
+                said = f"{tool.get('description', '')}{_grammar(tool.get('format'))}".strip()
+                function = {"name": name, "description": said, "parameters": FREE_FORM}
+                yield WireTool(function, name, free_form=True)
+            case "namespace":
+                yield from _wire_tools(tool.get("tools") or (), name)
+
+
+def _grammar(form: Any) -> str:
+    """The form of a free-form tool's text, in words: a grammar would change what the model samples."""
+    rules = form.get("definition") if isinstance(form, dict) else None
+    return f"\nThe text has this form:\n{rules}" if rules else ""
+
+
+def _known_as(name: str, namespace: str) -> str:
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _messages(items: Sequence[Item]) -> Iterator[Message]:
@@ -109,7 +158,8 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
     own: Message | None = None  # the model's message so far
     for item in items:
         begins = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
-        if own is not None and not (item.type == "function_call" or (begins and _continues(own, item))):
+        called = item.type in ("function_call", "custom_tool_call")
+        if own is not None and not (called or (begins and _continues(own, item))):
             yield own
             own = None
         match item.type:
@@ -117,12 +167,14 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
                 own = Message("assistant", reasoning=text_of(item.content) or text_of(item.summary))
             case "message" if item.role == "assistant":
                 own = replace(own or Message("assistant"), content=text_of(item.content))
-            case "function_call":
-                call = tool_call(item.name, item.arguments, item.call_id)
-                names[item.call_id] = item.name
+            case "function_call" | "custom_tool_call":
+                free_form = item.type == "custom_tool_call"
+                arguments = json.dumps({TEXT: item.input}) if free_form else item.arguments
+                names[item.call_id] = _known_as(item.name, item.namespace)
+                call = tool_call(names[item.call_id], arguments, item.call_id)
                 own = own or Message("assistant")
                 own = replace(own, tool_calls=(*own.tool_calls, call))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 name = names.get(item.call_id, "")
                 yield Message("tool", text_of(item.output), tool_call_id=own_id(item.call_id), name=name)
             case "message" if item.role:
@@ -156,12 +208,27 @@ class ResponsesExchange:
         items = [Item(role="user", content=sent.input)] if isinstance(sent.input, str) else sent.input
         first = [Item(role="system", content=sent.instructions)] if sent.instructions else []
         self._format = sent.text.format if sent.text is not None else None
-        messages, tools = _messages((*first, *items)), map(_tool, sent.tools or ())
-        self.ask = agent_request(sent, messages, tools, sent.max_output_tokens, self._format)
+        tools = list(_wire_tools(sent.tools or ()))
+        self._tools = {tool.function["name"]: tool for tool in tools}
+        self.ask = agent_request(
+            _messages((*first, *items)),
+            [{"type": "function", "function": tool.function} for tool in tools],
+            model=sent.model,
+            choice=sent.tool_choice,
+            most=sent.max_output_tokens,
+            once=sent.parallel_tool_calls is False,
+            form=self._format,
+        )
         self._id, self._created = new_id("resp"), int(time.time())
         self._streamed = StreamedText()
         self._open: list[str] = []  # the kinds of the items begun: reasoning, message
         self._events = 0
+
+    @property
+    def unheeded(self) -> dict[str, str]:
+        kinds = {tool.get("type") for tool in self.request.tools or ()} - {"function", "custom", "namespace"}
+        left_out = {f"a tool of type {kind!r}": "is left out" for kind in kinds}
+        return unheeded(self.request, self.ask.form) | left_out
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         [reply] = replies
@@ -190,9 +257,13 @@ class ResponsesExchange:
             "usage": usage,
         }
 
-    def begin(self) -> Iterator[Event]:
-        for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+    def begin(self, prompt_tokens: int) -> Iterator[Event]:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield from self.ping()
+
+    def ping(self) -> Iterator[Event]:
+        """Say again that it goes on: Codex waits for events, and takes no comment for one."""
+        yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
         self._streamed.reasoning += reasoning
@@ -211,7 +282,7 @@ class ResponsesExchange:
         response = self.whole(replies, texts)
         yield from self._closed()
         for at, item in enumerate(response["output"]):
-            if item["type"] == "function_call":
+            if "call_id" in item:
                 yield from self._called(at, item)
         cut = response["status"] == "incomplete"
         yield self._event("response.incomplete" if cut else "response.completed", response=response)
@@ -239,11 +310,14 @@ class ResponsesExchange:
         yield self._event("response.output_item.done", output_index=at, item=self._item(kind, text))
 
     def _called(self, at: int, item: dict[str, Any]) -> Iterator[Event]:
-        where, text = {"item_id": item["id"], "output_index": at}, item["arguments"]
-        begun = {**item, "arguments": "", "status": "in_progress"}
+        part, kind = ("arguments", "function_call_arguments")
+        if item["type"] == "custom_tool_call":
+            part, kind = ("input", "custom_tool_call_input")
+        where, text = {"item_id": item["id"], "output_index": at}, item[part]
+        begun = {**item, part: "", "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=at, item=begun)
-        yield self._event("response.function_call_arguments.delta", **where, delta=text)
-        yield self._event("response.function_call_arguments.done", **where, name=item["name"], arguments=text)
+        yield self._event(f"response.{kind}.delta", **where, delta=text)
+        yield self._event(f"response.{kind}.done", **where, name=item["name"], **{part: text})
         yield self._event("response.output_item.done", output_index=at, item=item)
 
     def _event(self, kind: str, **data: Any) -> Event:
@@ -267,14 +341,9 @@ class ResponsesExchange:
         return {**found, "content": [_output_text(text)]}
 
     def _call(self, number: int, call: ToolCall) -> dict[str, Any]:
-        return {
-            "id": f"fc_{self._id}_{number}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-        }
+        tool = self._tools.get(call.name) or WireTool({}, call.name)
+        item_id = f"fc_{self._id}_{number}"
+        return {"id": item_id, "status": "completed", "call_id": call.id, **tool.call(call.arguments)}
 
     def _response(self, status: str) -> dict[str, Any]:
         request = self.request

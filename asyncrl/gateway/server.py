@@ -2,8 +2,9 @@
 
     agent program ──key, request──► Exchange ──► Host ──AgentReply | Refusal──► JSON, or a stream of events
 
-A key is random and names one episode, as long as that runs. Errors are answered in OpenAI's format, and none
-ends the server. A stream has the text of a turn as it is sampled; calls, and the end, when it is durable.
+A key is random and names one episode, as long as that runs. Each path has its dialect, in which errors are
+answered, too; none ends the server. A stream has the text of a turn as it is sampled; calls, and the end,
+when it is durable. It says something every BEAT_SECONDS, or clients would take a long turn for a dead one.
 """
 
 from __future__ import annotations
@@ -14,42 +15,59 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from asyncrl.conversation.branches import AgentRequest, Refusal
+from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.gateway import completions, exchange, responses
-from asyncrl.gateway.exchange import AgentReply, ApiError, Event, Exchange, OnDelta
+from asyncrl.gateway import completions, exchange, messages, responses, text_completions
+from asyncrl.gateway.connections import Connections
+from asyncrl.gateway.exchange import AgentReply, ApiDialect, ApiError, Event, Exchange, Listener
 
 log = logging.getLogger("asyncrl.gateway")
 
 MAX_BODY = 16 << 20  # bytes of a request
 READ_SECONDS = 60.0  # for a request to arrive
+BODIES = 32  # of requests that are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server does
+BEAT_SECONDS = 8.0  # in which a stream says something
+DIALECTS = {
+    "/v1/chat/completions": completions.DIALECT,
+    "/v1/responses": responses.DIALECT,
+    "/v1/messages": messages.DIALECT,
+    "/v1/completions": text_completions.DIALECT,
+}
+COUNT = "/v1/messages/count_tokens"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1."""
+    """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
+    Anthropic's API want `anthropic_url`, without it."""
 
     base_url: str
     api_key: str
     model: str = exchange.MODEL
+
+    @property
+    def anthropic_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
 
 
 class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
 
     async def answer(
-        self, ask: AgentRequest, count: int, on_delta: OnDelta | None
+        self, ask: AgentRequest, count: int, listener: Listener | None
     ) -> Sequence[AgentReply] | Refusal:
-        """`count` answers; `on_delta`, if given, is called as each grows. ConfigError: the template cannot
+        """`count` answers; `listener`, if given, hears of them as they grow. ConfigError: the template cannot
         write the messages. Anything else it raises ends the episode."""
+
+    def count(self, ask: AgentRequest) -> int:
+        """The tokens of a request's prompt, which is not answered. ConfigError as above."""
 
     def lose(self, reply: AgentReply) -> None:
         """Take note that the client left before it got this answer; it may ask again."""
@@ -64,8 +82,35 @@ class _Admitted:
     running: set[Answering] = field(default_factory=set)
 
 
-_Delta = tuple[int, str, str]
-"""The number of an answer, and the new text of its reasoning and of its content."""
+class _Events:
+    """The events of a stream that are not sent yet. See `Listener`."""
+
+    def __init__(self, asked: Exchange) -> None:
+        self._asked, self._waiting = asked, list[Event]()
+        self.changed = asyncio.Event()  # there are some, or the request is answered
+
+    def begun(self, prompt_tokens: int) -> None:
+        self._add(self._asked.begin(prompt_tokens))
+
+    def delta(self, index: int, reasoning: str, content: str) -> None:
+        self._add(self._asked.delta(index, reasoning, content))
+
+    def _add(self, events: Iterable[Event]) -> None:
+        self._waiting += events
+        self.changed.set()
+
+    async def wait(self, seconds: float | None) -> bool:
+        """False if nothing has changed in so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.changed.wait()
+        except TimeoutError:
+            return False
+
+    def take(self) -> list[Event]:
+        self.changed.clear()
+        taken, self._waiting = self._waiting, []
+        return taken
 
 
 class Gateway:
@@ -79,8 +124,11 @@ class Gateway:
         app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_post("/v1/chat/completions", partial(self._exchange, completions.read))
-        app.router.add_post("/v1/responses", partial(self._exchange, responses.read))
+        app.router.add_post(COUNT, self._count)
+        app.router.add_route("HEAD", "/", _there)
+        for path in DIALECTS:
+            app.router.add_post(path, self._exchange)
+        self._listener: asyncio.Server | None = None
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS
         )
@@ -88,11 +136,16 @@ class Gateway:
     async def start(self) -> None:
         """Listen on a free port."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
+        assert self._runner.server is not None
+        self._connections = Connections(self._runner.server)
+        self._bodies = asyncio.Semaphore(BODIES)
+        self._listener = await asyncio.get_running_loop().create_server(self._connections, "127.0.0.1", 0)
+        host, port = self._listener.sockets[0].getsockname()
         self._url = f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
 
     @asynccontextmanager
@@ -118,19 +171,22 @@ class Gateway:
         self._by_key(request)
         return _json(exchange.model(request.match_info["name"]))  # requests may have any name for it
 
-    async def _exchange(self, read: Callable[[bytes], Exchange], request: web.Request) -> web.StreamResponse:
-        admitted = self._by_key(request)  # before the body is read
-        async with asyncio.timeout(READ_SECONDS):
-            asked = read(await request.read())
-        deltas, stream = asyncio.Queue[_Delta](), bool(asked.request.stream)
-        self._log_unheeded(exchange.unheeded(asked))
-        on_delta: OnDelta | None = (lambda *what: deltas.put_nowait(what)) if stream else None
-        task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, on_delta))
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        admitted = self._by_key(request)
+        asked = messages.read(await self._body(request))
+        return _json({"input_tokens": admitted.host.count(asked.ask)})
+
+    async def _exchange(self, request: web.Request) -> web.StreamResponse:
+        admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
+        asked = dialect.read(await self._body(request))
+        self._log_unheeded(asked.unheeded)
+        events = _Events(asked) if asked.request.stream else None
+        task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events))
         admitted.running.add(task)
         task.add_done_callback(admitted.running.discard)
         try:
-            if stream:
-                return await self._stream(request, asked, task, deltas)
+            if events is not None:
+                return await self._stream(request, dialect, asked, task, events)
             replies = await _outcome(task)
             response = _json(asked.whole(replies, self._texts(asked, replies)))
             await response.prepare(request)
@@ -142,28 +198,37 @@ class Gateway:
                     admitted.host.lose(reply)
             raise
 
+    async def _body(self, request: web.Request) -> bytes:
+        """TimeoutError when it does not arrive. So many are read at once that they fit the memory."""
+        async with asyncio.timeout(READ_SECONDS), self._bodies:
+            return await request.read()
+
     async def _stream(
-        self, request: web.Request, asked: Exchange, task: Answering, deltas: asyncio.Queue[_Delta]
+        self, request: web.Request, dialect: ApiDialect, asked: Exchange, task: Answering, events: _Events
     ) -> web.StreamResponse:
-        """Stream events as the text grows. An error before the first event is an answer of its own, and an
-        event later."""
-        delta = await _next(deltas, task)
-        replies = await _outcome(task) if delta is None else ()
+        """Stream events from the moment that the request has its place: its client need not fear that nobody
+        is there. An error before that is an answer of its own, and an event later."""
+        task.add_done_callback(lambda _: events.changed.set())
+        await events.wait(None)
+        begun = events.take()
+        if not begun:
+            await _outcome(task)  # refused
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        await _send(response, asked.begin())
-        while delta is not None:
-            await _send(response, asked.delta(*delta))
-            delta = await _next(deltas, task)
+        await _send(response, begun)
+        while not task.done():
+            changed = await events.wait(BEAT_SECONDS)
+            await _send(response, events.take() if changed else list(asked.ping()))
+        await _send(response, events.take())
         try:
-            replies = replies or await _outcome(task)
+            replies = await _outcome(task)
         except Exception as error:
-            await _send(response, [("error", _error(request, error).body)])
+            await _send(response, [("error", dialect.error(_error(request, error)))])
         else:
-            await _send(response, asked.end(replies, self._texts(asked, replies)))
-            await response.write(b"data: [DONE]\n\n")
+            await _send(response, list(asked.end(replies, self._texts(asked, replies))))
+            await response.write(dialect.done)
         await response.write_eof()
         return response
 
@@ -176,9 +241,12 @@ class Gateway:
 
     def _by_key(self, request: web.Request) -> _Admitted:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
         admitted = self._admitted.get(key.strip())
-        if admitted is None or scheme.lower() != "bearer":
+        if admitted is None:
             raise ApiError(401, "this API key names no running episode", "invalid_api_key")
+        self._connections.trust(request)
         return admitted
 
     def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
@@ -210,20 +278,13 @@ def _finished(task: Answering) -> Sequence[AgentReply]:
     return () if isinstance(found, Refusal) else found
 
 
-async def _next(deltas: asyncio.Queue[_Delta], task: Answering) -> _Delta | None:
-    """Wait for the next new text; None when the task is done and all was streamed."""
-    getting = asyncio.ensure_future(deltas.get())
-    try:
-        await asyncio.wait([getting, task], return_when=asyncio.FIRST_COMPLETED)
-        return getting.result() if getting.done() else None
-    finally:
-        getting.cancel()
-
-
-async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
+async def _send(response: web.StreamResponse, events: Sequence[Event]) -> None:
+    """Write the events; a comment line if there are none."""
     for kind, data in events:
         named = f"event: {kind}\n".encode() if kind else b""
         await response.write(named + b"data: " + msgspec.json.encode(data) + b"\n\n")
+    if not events:
+        await response.write(b":\n\n")
 
 
 @web.middleware
@@ -235,7 +296,11 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
         raise  # the client has left
     except Exception as error:
         found = _error(request, error)
-        return _json(found.body, found.status)
+        dialect = DIALECTS.get(request.path.removesuffix("/count_tokens"), completions.DIALECT)
+        response = _json(dialect.error(found), found.status)
+        if found.status == 401:
+            response.force_close()
+        return response
 
 
 def _error(request: web.Request, error: Exception) -> ApiError:
@@ -244,8 +309,8 @@ def _error(request: web.Request, error: Exception) -> ApiError:
         case ApiError():
             return error
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
-            there = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, GET /v1/models/NAME"
-            wrong = f"there is no {request.method} {request.path}; there are {there}"
+            there = ", ".join(f"POST {path}" for path in (*DIALECTS, COUNT))
+            wrong = f"there is no {request.method} {request.path}; there are {there}, GET /v1/models[/NAME]"
             return ApiError(error.status, wrong, "unknown_url")
         case web.HTTPException():  # a body that is too large
             return ApiError(error.status, error.reason)
@@ -253,6 +318,11 @@ def _error(request: web.Request, error: Exception) -> ApiError:
             return ApiError(408, f"no request within {READ_SECONDS:g} s")
     log.warning("a request failed: %s", one_line(error))
     return ApiError(500, one_line(error), kind="server_error")
+
+
+async def _there(request: web.Request) -> web.StreamResponse:
+    """Answer clients that look if somebody is there, before they have a key."""
+    return web.Response()
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:

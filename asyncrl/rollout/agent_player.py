@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
+from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.forms import grammar
-from asyncrl.conversation.turns import opening, problem, scored
+from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untrained
+from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
-from asyncrl.gateway.exchange import AgentReply, OnDelta
+from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
@@ -72,26 +73,36 @@ class AgentHost:
         self._changed = Notifier()  # there is one more turn
 
     async def answer(
-        self, request: AgentRequest, count: int, on_delta: OnDelta | None
+        self, request: AgentRequest, count: int, listener: Listener | None
     ) -> Sequence[AgentReply] | Refusal:
+        if (rendering := self._branches.rendering(request)) is not None:
+            await asyncio.to_thread(rendering)  # other episodes go on meanwhile
         found = self._branches.find(request, count)
         if isinstance(found, Refusal):
             return found
         try:
             with self._idle.paused():
-                return await self._together(found, on_delta)
+                return await self._together(found, listener)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise
 
+    def count(self, request: AgentRequest) -> int:
+        return self._branches.count(request)
+
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)
 
-    async def _together(self, found: list[Turn | Placement], on_delta: OnDelta | None) -> list[AgentReply]:
+    async def _together(self, found: list[Turn | Placement], listener: Listener | None) -> list[AgentReply]:
         """All answers to a request, once they are durable. When one fails, or the client leaves, none is left
         under way, and none counts as delivered."""
-        answers = [self._one(one, on_delta and partial(on_delta, index)) for index, one in enumerate(found)]
+        if listener is not None:
+            listener.begun(self._branches.prompt_tokens(found[0]))
+        answers = [
+            self._one(one, None if listener is None else partial(listener.delta, index))
+            for index, one in enumerate(found)
+        ]
         tasks = list(map(asyncio.ensure_future, answers))
         try:
             replies = await asyncio.gather(*tasks)
@@ -107,8 +118,8 @@ class AgentHost:
     async def _one(self, found: Turn | Placement, on_text: OnText | None) -> AgentReply:
         """Reply with a turn that was not delivered, a recorded one, or one that is sampled and posted."""
         turn = found if isinstance(found, Turn) else await self._turn(found, on_text)
-        row = self._branches.rows[turn.row]
-        return AgentReply(self._branches.said(turn), turn, len(row.ids) - len(turn.ids))
+        branches = self._branches
+        return AgentReply(branches.said(turn), turn, branches.prompt_tokens(turn), branches.stopped_at(turn))
 
     async def _turn(self, place: Placement, on_text: OnText | None) -> Turn:
         try:
@@ -131,6 +142,7 @@ class AgentHost:
         rules, asked = self._run.context.rules, place.request
         prompt = opening(rules, place.context)
         watch = None
+        on_text = None if asked.prompt is not None else on_text  # its thoughts and calls are not told apart
         if asked.stops or on_text:
             watch = TurnWatch(rules, asked.tools, asked.stops, prompt, on_text)
         form = grammar(asked.form, asked.tools, rules.parse, prompt)
@@ -159,23 +171,24 @@ class AgentPlayer:
     _ended: tuple[EpisodeEnd, Any] | None = None  # how, and with what result, once the agent has
 
     def __post_init__(self) -> None:
-        self._branches = Branches(self.run.context.rules)
+        self._branches = Branches(self.run.context.rules, (), self.shared.untrained)
         self._idle = IdleTimer(self.run.context.waits, self.run.context.rules.config.episode_timeout)
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
-        self._branches = Branches(self.run.context.rules, recorded)
+        self._branches = Branches(self.run.context.rules, recorded, self.shared.untrained)
         result = await self._serve_agent()
         self._check_replayed()
-        if self._branches.turns:
+        if trained(self._branches.turns):
             self._ended = self._branches.end, result
             return await self._scored(*self._ended)
         if self._branches.refused is not None:
             return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
-        raise AgentError("the agent ended without asking the model")
+        side = ", but for side requests (rollout.untrained_agents)" if self._branches.turns else ""
+        raise AgentError(f"the agent ended without asking the model{side}")
 
     async def expire(self) -> Outcome:
         self._check_replayed()
-        if not self._branches.turns:
+        if not trained(self._branches.turns):
             detail = "not one turn was done within rollout.episode_timeout"
             return Outcome(Fail(FailReason.DEADLINE, detail), ())
         return await self._scored(*(self._ended or (EpisodeEnd.TIMEOUT, None)))
@@ -215,11 +228,12 @@ class AgentPlayer:
     async def _scored(self, end: EpisodeEnd, result: Any) -> Outcome:
         """Score the turns, limited not by what is left of the episode's time, but by
         `rollout.reward_timeout`."""
-        turns, branches = tuple(self._branches.turns), self._branches
+        turns, branches = trained(self._branches.turns), self._branches
         calls = branches.calls
         earned = await self.run.reward(turns, branches.answer, end, branches.messages, calls, result)
-        hints = branches.hints, branches.followed
-        return Outcome(scored(turns, end, earned), turns, calls, self._idle.seconds, *hints)
+        side = len(branches.turns) - len(turns)
+        counts = branches.hints, branches.followed, branches.folded, side
+        return Outcome(scored(turns, end, earned), turns, calls, self._idle.seconds, *counts)
 
     def _check_replayed(self) -> None:
         if self._branches.replaying:
@@ -230,8 +244,9 @@ class Agents:
     """The agent, gateway and threads that all episodes of a worker share. Start the gateway before the first
     one."""
 
-    def __init__(self, agent: Agent, gateway: Gateway) -> None:
+    def __init__(self, agent: Agent, gateway: Gateway, untrained: Untrained = lambda request: False) -> None:
         self.agent, self.gateway, self.threads = agent, gateway, LoopThread("agents")
+        self.untrained = untrained
 
     async def close(self) -> None:
         self.threads.close()

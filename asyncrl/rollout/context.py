@@ -69,7 +69,7 @@ class EpisodeContext:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """An episode that is over. `tool_s`, `hints`, `followed`: see EpisodeStats."""
+    """An episode that is over. `tool_s` and what follows: see EpisodeStats."""
 
     command: Done | Fail
     turns: tuple[Turn, ...]
@@ -77,6 +77,8 @@ class Outcome(msgspec.Struct, frozen=True):
     tool_s: float = 0.0
     hints: int = 0
     followed: int = 0
+    system_folded: int = 0
+    untrained_turns: int = 0
 
 
 @dataclass
@@ -228,6 +230,8 @@ class EpisodeRun:
                 refused=sum(reply.refused for reply in replies),
                 hints=outcome.hints,
                 followed=outcome.followed,
+                system_folded=outcome.system_folded,
+                untrained_turns=outcome.untrained_turns,
             ),
             text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},

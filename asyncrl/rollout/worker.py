@@ -130,7 +130,8 @@ class RolloutWorker:
         context = EpisodeContext(
             parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
         )
-        self.agents = Agents(parts.agent, Gateway(parts.rules.chat.decode)) if parts.agent else None
+        gateway = Gateway(parts.rules.chat.decode)
+        self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
         self.runner = EpisodeRunner(context, self._player)
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = 0

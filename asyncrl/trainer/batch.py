@@ -23,6 +23,7 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
+from asyncrl.conversation.turns import trained
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
@@ -159,11 +160,11 @@ ADDED = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by
 def with_turns(
     planned: Sequence[PlannedTrajectory], frames: list[bytes]
 ) -> list[tuple[PlannedTrajectory, list[Turn]]]:
-    """Each trajectory of a plan with its turns. Raises ProtocolError when the frames are not as many."""
+    """Each trajectory of a plan with its trained turns. ProtocolError when the frames are not as many."""
     if sum(p.frames for p in planned) != len(frames):
         raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
     turns = map(_turns.decode, frames)
-    return [(p, list(islice(turns, p.frames))) for p in planned]
+    return [(p, list(trained(tuple(islice(turns, p.frames))))) for p in planned]
 
 
 def example(

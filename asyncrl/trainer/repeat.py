@@ -14,6 +14,7 @@ from asyncrl.algorithms.recipe import Recipe
 from asyncrl.buffer.batches import Baseline, row_units
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig
+from asyncrl.conversation.turns import trained
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
@@ -80,10 +81,12 @@ def recorded(config: RunConfig, reader: RunReader, step: int) -> Iterator[Work]:
 def credited(
     config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
 ) -> Example:
-    """Its tokens as training saw them: lags, rewards, what is over the bound; and advantages before the batch
-    scales them, unless they also read what models compute."""
+    """Its trained tokens as training saw them: lags, rewards, what is over the bound; and advantages before
+    the batch scales them, unless they also read what models compute."""
     planned = PlannedTrajectory.of(episode, baseline, len(turns), config.rollout.temperature)
-    given = example(planned, turns, max(0, episode.step), config.buffer.max_staleness, recipe.aggregate)
+    given = example(
+        planned, trained(turns), max(0, episode.step), config.buffer.max_staleness, recipe.aggregate
+    )
     return given if recipe.critic or recipe.advantage.whole_group else credit(given, recipe)
 
 

@@ -250,16 +250,16 @@ def _as_trained(
 def _turns(
     turns: Sequence[Turn], decode: Decode, seen: Example | None, known: TokenRatios | None, taken: bool
 ) -> Iterator[dict[str, Any]]:
-    """Per-token lists are aligned with `ids`; None: not known. `ratios` are pi/mu; they and `dropped` may be
-    shorter."""
+    """Per-token lists are aligned with `ids`, or empty where a turn is not trained; None: not known. `ratios`
+    are pi/mu; they and `dropped` may be shorter."""
     start = 0
     for turn in turns:
-        own = slice(start, start := start + len(turn.ids))
+        own = slice(start, start := start + (0 if turn.untrained else len(turn.ids)))
         spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
         yield {
             "index": turn.index,
             "row": turn.row,
-            "agent": turn.agent,
+            "agent": f"{turn.agent} (not trained)" if turn.untrained else turn.agent,
             "stop": turn.stop,
             "seconds": turn.seconds,
             "context": {"ids": turn.context, "texts": token_texts(decode, turn.context)},

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from asyncrl.conversation.requests import Untrained
 from asyncrl.engines.base import Request
 from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
@@ -34,16 +35,17 @@ class AgentBench(Bench):
         *,
         limits: dict[str, Any] | None = None,
         chat: FakeChat | None = None,
+        untrained: Untrained = lambda request: False,
         **options: Any,
     ) -> None:
         super().__init__(self.script, reward, chat, **{"agent": "a:b", **(limits or {}), **options})
-        self.agent, self.text = agent, script
+        self.agent, self.text, self.untrained = agent, script, untrained
 
     def script(self, request: Request) -> str:
         return self.text(read(request.ids))
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
-        self.shared = Agents(self.agent, Gateway(self.context.rules.chat.decode))
+        self.shared = Agents(self.agent, Gateway(self.context.rules.chat.decode), self.untrained)
         await self.shared.gateway.start()
         try:
             await super().run(frames, **assigned)

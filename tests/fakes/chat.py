@@ -28,6 +28,7 @@ class FakeChat:
     """`rewrites`: a message of these roles makes the template rewrite what was said before."""
 
     stop_ids = (END,)
+    vocabulary = 1 << 20
 
     def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
         self._rewrites = rewrites
@@ -43,10 +44,16 @@ class FakeChat:
             return None
         return (*encode("".join(_written(message) for message in messages)), OPEN)
 
+    def fold(self, messages: tuple[Message, ...], beginning: bool) -> tuple[Message, ...]:
+        return messages
+
     def turn_ids(
         self, history: tuple[Message, ...], message: Message, tools: tuple[str, ...] = ()
     ) -> tuple[int, ...]:
         return (*encode(_written(message)), END)
+
+    def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
+        return encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids[:-1] if ids and ids[-1] == END else ids))

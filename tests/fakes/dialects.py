@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from asyncrl.gateway import completions, responses
+from asyncrl.gateway import completions, messages, responses
 from asyncrl.gateway.exchange import AgentReply, Event, Exchange
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 
@@ -47,10 +47,10 @@ def reply(message: Message, stop: StopReason = StopReason.STOP) -> AgentReply:
 
 
 def events_of(text: str) -> list[Event]:
-    """The server-sent events of a body."""
+    """The server-sent events of a body, without comments."""
     events = []
     for block in text.split("\n\n"):
-        lines = dict(line.split(": ", 1) for line in block.splitlines() if line)
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if line.strip(":"))
         if lines and lines["data"] != "[DONE]":
             events.append((lines.get("event", ""), json.loads(lines["data"])))
     return events
@@ -189,7 +189,103 @@ def _responses_heard(events: Sequence[Event]) -> Said:
     return heard
 
 
+# -- messages ----------------------------------------------------------------------------------------
+
+
+def _messages_body(
+    said: Sequence[Message],
+    tools: Sequence[Any] = (),
+    schema: Any = None,
+    limit: int | None = None,
+    tool_choice: Any = None,
+    parallel_tool_calls: bool = True,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Replies to calls, and what the user says next, are one message, as Anthropic's clients write it. There
+    are no schemas of answers."""
+    sent: list[dict[str, Any]] = []
+    for one in said:
+        role = "user" if one.role == "tool" else one.role
+        follows = bool(sent) and sent[-1]["role"] == role == "user"
+        if not (follows and sent[-1]["content"][-1]["type"] == "tool_result"):
+            sent.append({"role": role, "content": []})
+        sent[-1]["content"] += _blocks(one)
+    options = _given(
+        tools=[{"name": tool["name"], "input_schema": tool["parameters"]} for tool in tools],
+        max_tokens=limit,
+        tool_choice=tool_choice and _selected(tool_choice, not parallel_tool_calls),
+    )
+    return {"messages": sent, **options, **fields}
+
+
+def _selected(choice: Any, once: bool) -> dict[str, Any]:
+    named = {"type": "tool", "name": choice["name"]} if isinstance(choice, dict) else {}
+    kind = {"required": "any"}.get(choice, choice) if isinstance(choice, str) else ""
+    return {**({"type": kind} | named), "disable_parallel_tool_use": once}
+
+
+def _blocks(one: Message) -> Iterable[dict[str, Any]]:
+    if one.role == "tool":
+        content = [{"type": "text", "text": one.content}]
+        yield {"type": "tool_result", "tool_use_id": one.tool_call_id, "content": content}
+        return
+    if one.reasoning:
+        yield {"type": "thinking", "thinking": one.reasoning, "signature": messages.SIGNATURE}
+    if one.content or not one.tool_calls:
+        yield {"type": "text", "text": one.content}
+    for call in one.tool_calls:
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+
+
+ENDS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+
+
+def _messages_whole(body: dict[str, Any]) -> Said:
+    assert (body["type"], body["role"]) == ("message", "assistant")
+    kinds = [block["type"] for block in body["content"]]
+    assert kinds == sorted(kinds, key=["thinking", "text", "tool_use"].index) and kinds
+    blocks = {block["type"]: block for block in body["content"]}
+    calls = [
+        ToolCall(block["name"], json.dumps(block["input"]), block["id"])
+        for block in body["content"]
+        if block["type"] == "tool_use"
+    ]
+    texts = blocks.get("thinking", {}).get("thinking", ""), blocks.get("text", {}).get("text", "")
+    usage = body["usage"]
+    return Said(*texts, calls, ENDS[body["stop_reason"]], (usage["input_tokens"], usage["output_tokens"]))
+
+
+def _messages_heard(events: Sequence[Event]) -> Said:
+    assert all(kind == data["type"] for kind, data in events)
+    events = [event for event in events if event[0] != "ping"]
+    kinds = [kind for kind, _ in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    blocks: list[dict[str, Any]] = []
+    open_at = None
+    for kind, data in events[1:-2]:
+        if kind == "content_block_start":
+            assert open_at is None and data["index"] == len(blocks)
+            open_at = data["index"]
+            blocks.append({"texts": "", **data["content_block"]})
+            continue
+        assert data["index"] == open_at
+        if kind == "content_block_stop":
+            open_at = None
+            continue
+        delta = data["delta"]
+        part = delta["type"].removesuffix("_delta").replace("input_json", "partial_json")
+        blocks[-1]["texts"] += delta[part] if part != "signature" else ""
+    assert open_at is None
+    texts = {kind: "".join(b["texts"] for b in blocks if b["type"] == kind) for kind in ("thinking", "text")}
+    calls = [ToolCall(b["name"], b["texts"], b["id"]) for b in blocks if b["type"] == "tool_use"]
+    end, usage = events[-2][1]["delta"]["stop_reason"], events[-2][1]["usage"]
+    tokens = usage["input_tokens"], usage["output_tokens"]
+    assert events[0][1]["message"]["usage"]["input_tokens"] in (0, tokens[0])
+    return Said(texts["thinking"], texts["text"], calls, ENDS[end], tokens)
+
+
 DIALECTS = {
     "chat": Dialect("/chat/completions", completions.read, _chat_body, _chat_whole, _chat_heard),
     "responses": Dialect("/responses", responses.read, _responses_body, _responses_whole, _responses_heard),
+    "messages": Dialect("/messages", messages.read, _messages_body, _messages_whole, _messages_heard),
 }

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.conversation.branches import CHARACTERS, AgentRequest, Branches, Placement, Refusal, same_message
+from asyncrl.conversation.branches import Branches
+from asyncrl.conversation.requests import CHARACTERS, AgentRequest, Placement, Refusal, same_message
 from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import json
@@ -380,3 +381,53 @@ def test_megabytes_of_control_tokens_are_not_read_through() -> None:
     short = chat.shorten("<" * 10_000_000, 100, "middle")
     assert control == 2 * 16 * 100
     assert "[... 99" in short and len(short) < 200
+
+
+# -- messages of agents that a template refuses or drops -----------------------------------------------
+
+SHAPES = {
+    "Claude Code": ("system", "user", "system"),
+    "Codex": ("system", "system", "user", "user"),
+    "a reminder later": ("system", "user", "assistant", "system", "user"),
+    "a reminder after a reply": ("user", "assistant", "user", "system"),
+}
+ONLY_FIRST = """{% for m in messages %}{% if m.role == "system" and not loop.first %}{{
+raise_exception("System message must be at the beginning.") }}{% endif %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@functools.cache
+def strict() -> Chat:
+    """A template that refuses later system messages, as that of Qwen3.5 does."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = ONLY_FIRST
+    return Chat(tokenizer)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", [*FAMILIES, "strict"])
+def test_no_message_of_an_agent_is_lost(name: str, shape: tuple[str, ...]) -> None:
+    """All texts are in the prompt, in their order (Mistral's rules stand in front of the last question), and
+    so they are in what answers a turn."""
+    chat = strict() if name == "strict" else chat_of(name)
+    said = tuple(Message(role, f"text-{number}") for number, role in enumerate(shape))
+    written = chat.fold(said, True)
+    shown = chat.decode(chat.prompt_ids(written))
+    places = [shown.find(message.content) for message in said]
+    later = places[1:] if name == "mistral-v3" else places
+    assert min(places) >= 0 and later == sorted(later), shown
+    if "assistant" in shape:
+        answer = said[shape.index("assistant") + 1 :]
+        delta = chat.delta_ids(chat.fold(answer, False), chat.stop_ids[0])
+        assert delta is None or all(one.content in chat.decode(delta) for one in answer)
+
+
+def test_what_a_template_accepts_stays_as_it_is() -> None:
+    rules, more, question = Message("system", "a"), Message("system", "b"), Message("user", "c")
+    assert chat_of("qwen2.5").fold((rules, more, question, more), True) == (rules, more, question, more)
+    one = Message("system", "a\n\nb")
+    assert strict().fold((rules, more, question, more), True) == (one, question, Message("user", "b"))
+    assert strict().fold((more,), False) == (Message("user", "b"),)
+    assert chat_of("gemma3").fold((rules, question, more), True) == (rules, Message("user", "c\n\nb"))

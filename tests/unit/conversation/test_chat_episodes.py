@@ -8,7 +8,7 @@ import datetime
 import pytest
 
 from asyncrl.config import RolloutConfig
-from asyncrl.conversation.branches import AgentRequest, Branches, Placement
+from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import (
     CallTools,
@@ -23,6 +23,7 @@ from asyncrl.conversation.commands import (
 )
 from asyncrl.conversation.episode import Episode, advance, begin, conversation, resume
 from asyncrl.conversation.parsers import load_parser
+from asyncrl.conversation.requests import AgentRequest, Placement
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,

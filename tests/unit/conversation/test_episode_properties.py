@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
+from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.commands import (
     CallTools,
     Command,
@@ -39,6 +39,7 @@ from asyncrl.conversation.episode import (
     resume,
     shorten_observation,
 )
+from asyncrl.conversation.requests import AgentRequest, Placement, Refusal
 from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (

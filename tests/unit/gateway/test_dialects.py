@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from asyncrl.gateway import exchange
+from asyncrl.gateway import exchange, messages, text_completions
 from asyncrl.gateway.exchange import ApiError
 from asyncrl.types import Message, StopReason, ToolCall
 from tests.fakes.dialects import DIALECTS, FUNCTION, LOOK, Dialect, Said, reply
 
-CHAT, RESPONSES = DIALECTS["chat"], DIALECTS["responses"]
+CHAT, RESPONSES, MESSAGES = DIALECTS["chat"], DIALECTS["responses"], DIALECTS["messages"]
 USER = Message("user", "q")
 CALLS = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1"))
 BOTH = (*CALLS[:1], replace(CALLS[1], name="look"))
@@ -75,13 +75,14 @@ def test_other_spellings_of_messages() -> None:
     call = {"type": "function_call", "call_id": "call_0-t3", "name": "look", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "call_0-t3", "output": PARTS}
     answers = [{"role": "assistant", "content": text} for text in "78"]
-    items = [BRIEF, call, output, *answers, call]
+    items = [BRIEF, call, output, *answers, call, output]
     asked = RESPONSES.read(json.dumps({"input": items, "instructions": "be kind"}).encode()).ask
     assert asked.messages == (
         *(Message("system", "be kind"), Message("system", "be brief")),
         Message("assistant", "", CALLS[:1]),
         Message("tool", "ab", tool_call_id="call_0", name="look"),
         *(Message("assistant", "7"), Message("assistant", "8", CALLS[:1])),
+        Message("tool", "ab", tool_call_id="call_0", name="look"),
     )
     assert RESPONSES.read(b'{"input": "q"}').ask.messages == (USER,)
 
@@ -91,7 +92,8 @@ def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> 
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "user": "me", "metadata": {}}
     asked = dialect.asked([USER], **common)
     assert asked.ask == dialect.asked([USER]).ask
-    assert exchange.unheeded(asked).keys() == {"temperature", "top_p"}
+    unknown = {"n", "stop", "user", "metadata"} if dialect is MESSAGES else set()
+    assert asked.unheeded.keys() == {"temperature", "top_p"} | unknown
     assert dialect.asked([USER], [LOOK], tool_choice="none").ask.tools == ()
     assert dialect.asked([USER], [LOOK], tool_choice="auto").ask == dialect.asked([USER], [LOOK]).ask
 
@@ -104,10 +106,12 @@ def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
         asked = dialect.asked(
             *([USER], [LOOK]), schema={"type": "object"}, tool_choice=choice, parallel_tool_calls=False
         )
-        expected = dict.fromkeys(("tool_choice", "parallel_tool_calls", "response_format"), exchange.HINT)
-        assert exchange.unheeded(asked) == expected
+        hints = ["tool_choice", "parallel_tool_calls"]
+        if dialect is not MESSAGES:
+            assert json.loads(asked.ask.form.schema) == {"type": "object"}
+            hints.append("response_format")
+        assert asked.unheeded == dict.fromkeys(hints, exchange.HINT)
         assert (asked.ask.form.calls, asked.ask.form.once) == (("look",), True)
-        assert json.loads(asked.ask.form.schema) == {"type": "object"}
     plain = dialect.asked([USER], [LOOK])
     form = {"type": "text"}
     text = {"response_format": form} if dialect is CHAT else {"text": {"format": form}}
@@ -119,7 +123,7 @@ def test_texts_to_stop_at() -> None:
         assert CHAT.asked([USER], stop=stop).ask.stops == texts
 
 
-def image(kind: str) -> list[dict[str, Any]]:
+def content(kind: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": kind}]}]
 
 
@@ -135,7 +139,7 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("chat", "no messages"): ({"messages": []}, "length >= 1"),
     ("chat", "no role"): ({"messages": [{"content": "q"}]}, "role"),
     ("chat", "content of a wrong type"): ({"messages": [{"role": "user", "content": 3}]}, "content"),
-    ("chat", "an image"): ({"messages": image("image_url")}, "image_url"),
+    ("chat", "a sound"): ({"messages": content("input_audio")}, "input_audio"),
     ("chat", "arguments that are no JSON"): ({"messages": called("{")}, "no JSON object"),
     ("chat", "arguments that are a list"): ({"messages": called("[]")}, "no JSON object"),
     ("chat", "a tool that is none"): ({"tools": [{"name": "look"}]}, "a tool is"),
@@ -155,9 +159,8 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("responses", "what was not kept"): ({"previous_response_id": "resp-1"}, "send the whole input"),
     ("responses", "a conversation"): ({"conversation": "c"}, "send the whole input"),
     ("responses", "a reference"): ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
-    ("responses", "an image"): ({"input": image("input_image")}, "input_image"),
+    ("responses", "a file"): ({"input": content("input_file")}, "input_file"),
     ("responses", "no role"): ({"input": [{"content": "q"}]}, "no role"),
-    ("responses", "a tool of OpenAI's"): ({"tools": [{"type": "web_search"}]}, "'web_search'"),
     ("responses", "arguments that are no JSON"): ({"input": [OWN_CALL]}, "no JSON object"),
 }
 
@@ -170,7 +173,7 @@ def test_what_cannot_be_is_told(dialect: str, name: str) -> None:
     with pytest.raises(ApiError, match=why) as caught:
         made.read(data)
     assert caught.value.status == 400
-    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    assert caught.value.kind == "invalid_request_error"
 
 
 DEEP = b'{"messages": [{"role": "user"}], "input": ' + b"[" * 100_000
@@ -207,7 +210,7 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
     assert dialect.whole(asked.whole([answer], [[]])) == said
     for bit_by_bit in (False, True):
         asked = dialect.asked([USER], stream=True)
-        events = [*asked.begin()]
+        events = [*asked.begin(5)]
         for letter in message.reasoning if bit_by_bit else "":
             events += asked.delta(0, letter, "")
         for letter in message.content if bit_by_bit else "":
@@ -228,7 +231,7 @@ def test_what_was_streamed_otherwise_than_it_turned_out_goes_on(
     dialect: Dialect, streamed: str, message: Message, heard: str
 ) -> None:
     asked = dialect.asked([USER], stream=True)
-    events = [*asked.begin(), *asked.delta(0, "", streamed), *asked.end([reply(message)], [[]])]
+    events = [*asked.begin(5), *asked.delta(0, "", streamed), *asked.end([reply(message)], [[]])]
     said = dialect.heard(events)
     assert (said.content, said.reasoning) == (heard, message.reasoning)
 
@@ -248,7 +251,115 @@ def test_several_answers_have_their_numbers() -> None:
     whole = asked.whole(said, [[], []])
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
-    events = [*asked.begin(), *asked.delta(1, "", "b"), *asked.end(said, [[], []])]
+    events = [*asked.begin(5), *asked.delta(1, "", "b"), *asked.end(said, [[], []])]
     choices = [data["choices"][0] for _, data in events if data["choices"]]
     heard = [(one["index"], text) for one in choices if (text := one["delta"].get("content"))]
     assert sorted(heard) == [(0, "a"), (1, "b")]
+
+
+# -- what one dialect has alone -------------------------------------------------------------------------
+
+
+def test_tools_of_responses_that_are_no_functions() -> None:
+    """Those of a namespace and free-form ones are functions to the model; others are left out, and told."""
+    patch = {"type": "custom", "name": "patch", "description": "Edit.", "format": {"definition": "start: x"}}
+    space = {"type": "namespace", "name": "mail", "tools": [{"type": "function", **LOOK}]}
+    tools = [space, patch, {"type": "web_search"}]
+    asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
+    names = [json.loads(tool)["function"]["name"] for tool in asked.ask.tools]
+    assert names == ["mail__look", "patch"] and "start: x" in asked.ask.tools[1]
+    assert asked.unheeded == {"a tool of type 'web_search'": "is left out"}
+    made = (ToolCall("mail__look", "{}", "call_0"), ToolCall("patch", '{"input": "a\\nb"}', "call_1"))
+    answer = reply(Message("assistant", "", made))
+    output = asked.whole([answer], [[]])["output"]
+    wanted = {"type": "function_call", "name": "look", "namespace": "mail", "arguments": "{}"}
+    assert output[0].items() >= wanted.items()
+    assert output[1].items() >= {"type": "custom_tool_call", "name": "patch", "input": "a\nb"}.items()
+    streamed = [*asked.begin(5), *asked.end([answer], [[]])]
+    done = [data["item"] for kind, data in streamed if kind == "response.output_item.done"]
+    assert [one["call_id"] for one in done] == [one["call_id"] for one in output]
+    replies = [
+        {"type": "function_call_output", "call_id": "call_0-t3", "output": "7"},
+        {"type": "custom_tool_call_output", "call_id": "call_1-t3", "output": "8"},
+    ]
+    items = [{"role": "user", "content": "q"}, *output, *replies]
+    again = RESPONSES.read(json.dumps({"input": items, "tools": tools}).encode())
+    assert again.ask.messages[1] == Message("assistant", "", made)
+    assert [(one.name, one.tool_call_id) for one in again.ask.messages[2:]] == [
+        ("mail__look", "call_0"),
+        ("patch", "call_1"),
+    ]
+
+
+def test_what_anthropics_clients_send_beside_texts() -> None:
+    """Pictures leave a note, tools without a schema and the header of the bill are left out; each is told."""
+    blocks = [{"type": "text", "text": "see"}, {"type": "image", "source": {}}]
+    failed = {"type": "tool_result", "tool_use_id": "call_0-t3", "content": "no", "is_error": True}
+    used = {"type": "tool_use", "id": "call_0-t3", "name": "look", "input": {}}
+    bill = {"type": "text", "text": f"{messages.BILLING} cc=1"}
+    body = {
+        "system": [bill, {"type": "text", "text": "be brief"}],
+        "messages": [
+            {"role": "user", "content": blocks},
+            {"role": "assistant", "content": [used]},
+            {"role": "user", "content": [failed, {"type": "text", "text": "so?"}]},
+            {"role": "system", "content": "hurry"},
+        ],
+        "tools": [{"type": "web_search_20250305"}, {"name": "look", "input_schema": {}}],
+        "context_management": {},
+    }
+    asked = MESSAGES.read(json.dumps(body).encode())
+    assert asked.ask.messages == (
+        Message("system", "be brief"),
+        Message("user", f"see\n{exchange.PICTURE}"),
+        Message("assistant", "", CALLS[:1]),
+        Message("tool", "Error: no", tool_call_id="call_0", name="look"),
+        Message("user", "so?"),
+        Message("system", "hurry"),
+    )
+    assert len(asked.ask.tools) == 1
+    told = {"a billing header", "a tool 'web_search_20250305'", "context_management"}
+    assert asked.unheeded.keys() == told
+
+
+def test_a_text_to_stop_at_is_named() -> None:
+    asked = MESSAGES.asked([USER], stop_sequences=["a", "b"])
+    assert asked.ask.stops == ("a", "b")
+    answer = replace(reply(Message("assistant", "4"), StopReason.TEXT), stopped_at="b")
+    found = asked.whole([answer], [[]])
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "b")
+
+
+PROMPTS: dict[str, tuple[Any, Any]] = {
+    "a text": ("once", "once"),
+    "a list of one text": (["once"], "once"),
+    "ids": ([1, 2], (1, 2)),
+    "a list of one list of ids": ([[1, 2]], (1, 2)),
+    "none": (None, None),
+    "an empty one": ("", None),
+    "several": (["a", "b"], None),
+    "ids below zero": ([-1], None),
+    "something else": ([{}], None),
+}
+
+
+@pytest.mark.parametrize(("prompt", "found"), PROMPTS.values(), ids=PROMPTS)
+def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
+    body = json.dumps({"prompt": prompt, "max_tokens": 3, "n": 2, "logprobs": 1}).encode()
+    if found is None:
+        with pytest.raises(ApiError, match="prompt is a text"):
+            text_completions.read(body)
+        return
+    asked = text_completions.read(body)
+    assert (asked.ask.prompt, asked.ask.max_new_tokens, asked.count) == (found, 3, 2)
+    answers = [reply(Message("assistant", text)) for text in ("on", "off")]
+    whole = asked.whole(answers, [["o", "n"], ["of", "f"]])
+    assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "on"), (1, "off")]
+    assert whole["choices"][1]["logprobs"] == {
+        "tokens": ["of", "f"],
+        "token_logprobs": [-0.5, -0.25],
+        "top_logprobs": None,
+        "text_offset": [0, 2],
+    }
+    streamed = [data for _, data in (*asked.begin(5), *asked.end(answers, [["o", "n"], ["of", "f"]]))]
+    assert streamed[-1]["choices"] == whole["choices"] and "usage" not in streamed[-1]

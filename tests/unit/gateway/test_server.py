@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from asyncrl.conversation.branches import AgentRequest, Refusal
+from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.gateway import Endpoint, Gateway, server
-from asyncrl.gateway.exchange import AgentReply
+from asyncrl.gateway import Endpoint, Gateway, connections, server
+from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.types import EpisodeEnd, Message, StopReason, Turn, VersionSpan
 from tests.fakes.agents import ask
 from tests.fakes.dialects import DIALECTS, Dialect, events_of
@@ -30,10 +30,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeHost:
-    """Answers with `found`, when the gate is open; an exception is raised. It first streams `streamed`; when
-    it is cancelled, it goes on until it is cancelled again if it is `slow`."""
+    """Answers with `found`, when the gate is open; an exception is raised. It first streams `streamed` (None:
+    it has not even a place for the request); when it is cancelled, it goes on until it is cancelled again
+    if it is `slow`."""
 
-    def __init__(self, found: Any = "42", streamed: str = "", slow: bool = False) -> None:
+    def __init__(self, found: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
         self.found, self.streamed, self.slow = found, streamed, slow
         self.asked: list[AgentRequest] = []
         self.lost: list[AgentReply] = []
@@ -44,11 +45,17 @@ class FakeHost:
     def lose(self, reply: AgentReply) -> None:
         self.lost.append(reply)
 
-    async def answer(self, ask: AgentRequest, count: int, on_delta: Any) -> list[AgentReply] | Refusal:
+    def count(self, ask: AgentRequest) -> int:
+        return len(ask.messages[0].content)
+
+    async def answer(
+        self, ask: AgentRequest, count: int, listener: Listener | None
+    ) -> list[AgentReply] | Refusal:
         self.asked.append(ask)
         self.entered.set()
-        if self.streamed:
-            on_delta(0, "", self.streamed)
+        if listener is not None and self.streamed is not None:
+            listener.begun(1)
+            listener.delta(0, "", self.streamed)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -118,7 +125,7 @@ async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None
 @pytest.mark.parametrize(
     ("found", "status", "code"),
     [
-        (Refusal(EpisodeEnd.LENGTH, "too long"), 400, "context_length_exceeded"),
+        (Refusal(EpisodeEnd.LENGTH, "too long", 9, 8), 400, "context_length_exceeded"),
         (Refusal(EpisodeEnd.MAX_TURNS, "enough"), 400, "max_turns"),
         (ConfigError("the chat template refuses the roles"), 400, None),
         (EngineError("broke"), 500, None),
@@ -134,7 +141,9 @@ async def test_what_goes_wrong_is_an_answer(
     host = FakeHost(found)
     async with gateway.admit(host) as endpoint:
         got, body = await fetch(endpoint, dialect.path, json=dialect.body([USER]))
-        assert (got, body["error"]["code"]) == (status, code)
+        assert (got, body["error"].get("code")) == (status, None if dialect.path == "/messages" else code)
+        full = isinstance(found, Refusal) and found.tokens > 0 and dialect.path == "/messages"
+        assert (body["error"]["message"] == "prompt is too long: 9 tokens > 8 maximum") is full
         host.found = "42"
         assert (await ask(endpoint, "q"))[0] == 200  # the server goes on
 
@@ -184,20 +193,80 @@ async def test_the_models_are_listed_for_guests(gateway: Gateway) -> None:
             assert (await fetch(endpoint, f"/models/{name}"))[1]["id"] == name
 
 
+@served
+async def test_what_claude_code_asks_beside_messages(gateway: Gateway) -> None:
+    async with gateway.admit(FakeHost()) as endpoint:
+        url, headers = endpoint.anthropic_url, {"x-api-key": endpoint.api_key}
+        body = {"messages": [{"role": "user", "content": "four"}], "model": "policy"}
+        async with aiohttp.ClientSession() as session:
+            async with session.head(url) as answer:
+                assert answer.status == 200
+            async with session.post(f"{url}/v1/messages/count_tokens", json=body, headers=headers) as answer:
+                assert await answer.json() == {"input_tokens": 4}
+            async with session.post(f"{url}/v1/messages/count_tokens", json=body) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["type"]) == (401, "authentication_error")
+
+
+@served
+async def test_strangers_keep_nobody_away(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of too many is closed, and each that shows no key in time; who has one stays."""
+    monkeypatch.setattr(connections, "STRANGERS", 20)
+    async with gateway.admit(FakeHost()) as endpoint, aiohttp.ClientSession() as session:
+        where = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
+            assert answer.status == 200
+        known = list(session.connector._conns)  # type: ignore[union-attr]
+        opened = [await asyncio.open_connection(*where) for _ in range(50)]
+        assert await opened[0][0].read() == b""  # closed
+        async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
+            assert answer.status == 200
+        assert list(session.connector._conns) == known  # type: ignore[union-attr]
+        for _, writer in opened:
+            writer.close()
+        monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
+        reader, writer = await asyncio.open_connection(*where)
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost:")
+        assert await reader.read() == b""
+        writer.close()
+
+
 @every_dialect
 @served
 async def test_a_stream_is_server_sent_events(gateway: Gateway, dialect: Dialect) -> None:
     async with gateway.admit(FakeHost(streamed="4")) as endpoint:
         _, text = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))
-    assert text.endswith("data: [DONE]\n\n")
+    assert text.endswith("data: [DONE]\n\n") is (dialect.path != "/messages")
     assert dialect.heard(events_of(text)).content == "42"
 
 
-@pytest.mark.parametrize("streamed", ["", "4"])
+@every_dialect
+@served
+async def test_a_stream_says_that_its_turn_goes_on(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+) -> None:
+    """Clients take a silent stream for a dead one, and ask again; Codex counts events only, no comments."""
+    monkeypatch.setattr(server, "BEAT_SECONDS", 0.01)
+    host = FakeHost(streamed="")
+    host.gate.clear()
+    async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:
+        headers, body = {"x-api-key": endpoint.api_key}, dialect.body([USER], stream=True)
+        async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
+            beats = {"/messages": "event: ping", "/responses": "in_progress"}
+            said, beat = "", beats.get(dialect.path, "\n:")
+            while said.count(beat) < 5:
+                said += (await answer.content.readany()).decode()
+            host.gate.set()
+            said += (await answer.content.read()).decode()
+    assert dialect.heard(events_of(said)).content == "42"
+
+
+@pytest.mark.parametrize("streamed", [None, "4"])
 @every_dialect
 @served
 async def test_an_error_in_a_stream_is_a_status_or_an_event(
-    gateway: Gateway, dialect: Dialect, streamed: str
+    gateway: Gateway, dialect: Dialect, streamed: str | None
 ) -> None:
     async with gateway.admit(FakeHost(EngineError("broke"), streamed)) as endpoint:
         status, found = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))

@@ -9,15 +9,18 @@ from typing import Any
 import aiohttp
 import pytest
 
+from asyncrl.conversation.requests import AgentRequest
+from asyncrl.conversation.turns import rows_of, trained
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request
-from asyncrl.errors import EngineError
-from asyncrl.gateway import Endpoint
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.gateway import Endpoint, load_untrained
 from asyncrl.rewards import RewardInput
 from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
 from asyncrl.wire.messages.worker import Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
 from tests.fakes.chat import encode
 from tests.fakes.engine import ScriptedEngine
+from tests.fakes.episodes import read
 from tests.fakes.loop import settle
 
 ANSWER = {"role": "assistant", "content": "42"}
@@ -91,6 +94,143 @@ def test_parallel_requests_become_rows_with_sessions_and_keys_of_their_own() -> 
     assert len({request.session for request in bench.engine.requests}) == 3
     assert len({request.key for request in bench.engine.requests}) == 3
     assert sorted(bench.engine.released) == ["u/1", "u/1#1", "u/1#2"]
+
+
+# -- side requests -----------------------------------------------------------------------------------
+
+
+async def titled(sample: Sample, endpoint: Endpoint) -> None:
+    """Asks for a title first, as opencode does, and for a commit message last, as aider does."""
+    await message(endpoint, "a title?", model="small")
+    first = await message(endpoint, "q")
+    await message(endpoint, "q", first, "sure?")
+    await message(endpoint, "q", first, "sure?", first, "commit message?", model="small-2")
+
+
+def said(prompt: str) -> str:
+    return "fix" if prompt.endswith("message?") else "42"
+
+
+def side_bench(agent: Any = titled, **options: Any) -> tuple[AgentBench, list[RewardInput]]:
+    seen: list[RewardInput] = []
+
+    def reward(given: RewardInput) -> float:
+        seen.append(given)
+        return 1.0
+
+    untrained = load_untrained(["small*"])
+    return AgentBench(agent, said, reward, untrained=untrained, **options), seen
+
+
+def test_a_side_request_is_answered_and_recorded_and_has_no_part_in_the_result() -> None:
+    bench, seen = side_bench(limits={"max_turns": 2, "max_rows": 1})
+    end = bench.finished()
+    assert bench.rows == ["a title?42", "q42sure?42commit message?fix"]
+    assert [turn.untrained for turn in bench.turns] == [True, False, False, True]
+    assert (end.stats.turns, end.stats.untrained_turns, end.stats.rows) == (2, 2, 1)
+    assert (end.result.end, end.result.turn_rewards, end.result.tokens) == (EpisodeEnd.DONE, (0.0, 1.0), 6)
+    (given,) = seen
+    assert (given.answer, given.turns) == ("42", 2)
+    assert given.messages[-1] == Message("assistant", "42")
+    (only,) = rows_of(trained(bench.turns))
+    assert read(only) == "q42sure?42"
+
+
+def test_a_side_request_in_a_trained_row_is_context_of_what_follows() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        first = await message(endpoint, "q")
+        second = await message(endpoint, "q", first, "message?", model="small")
+        await message(endpoint, "q", first, "message?", second, "sure?")
+
+    bench, _ = side_bench(agent)
+    assert bench.finished().stats.rows == 1
+    first, second = trained(bench.turns)
+    assert (read(first.ids), read(second.context), read(second.ids)) == ("42", "message?fixsure?", "42")
+    assert (second.index, second.row) == (1, 0)
+
+
+def test_side_requests_have_limits_of_their_own() -> None:
+    """They are refused, and the episode goes on and ends as if they had not been asked."""
+    statuses: list[int] = []
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        first = await message(endpoint, "q")
+        for _ in range(3):
+            statuses.append((await ask(endpoint, "a title?", model="small"))[0])
+        await message(endpoint, "q", first, "sure?")
+
+    bench, _ = side_bench(agent, limits={"max_turns": 2})
+    end = bench.finished()
+    assert statuses == [200, 200, 400]
+    assert (end.result.end, end.stats.turns, end.stats.untrained_turns) == (EpisodeEnd.DONE, 2, 2)
+
+
+def test_an_episode_of_side_requests_alone_fails() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "a title?", model="small")
+
+    bench, _ = side_bench(agent)
+    end = bench.failed()
+    assert (end.reason, end.detail) == (
+        FailReason.AGENT_ERROR,
+        "the agent ended without asking the model, but for side requests (rollout.untrained_agents)",
+    )
+
+
+def upkeep(request: AgentRequest) -> bool:
+    return "title" in request.messages[-1].content
+
+
+def test_side_requests_are_told_by_names_globs_and_functions() -> None:
+    tell = load_untrained(["small", "mini-*", f"{__name__}:upkeep"])
+    asked = (Message("user", "q"),)
+    for agent, side in (("small", True), ("mini-2", True), ("policy", False), ("smaller", False)):
+        assert tell(AgentRequest(asked, agent=agent)) is side
+    assert tell(AgentRequest((Message("user", "a title?"),), agent="policy"))
+    with pytest.raises(ConfigError, match=r"rollout\.untrained_agents .*no 'absent'"):
+        load_untrained([f"{__name__}:absent"])
+
+
+# -- prompts without a template --------------------------------------------------------------------------
+
+
+async def completed(endpoint: Endpoint, prompt: Any, **options: Any) -> str:
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    url, body = f"{endpoint.base_url}/completions", {"prompt": prompt, **options}
+    async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return str((await answer.json())["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_a_text_that_goes_on_continues_its_row(with_ids: bool) -> None:
+    """The client puts the text behind it at which the turn ended. Another prompt begins a row."""
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        as_sent: Any = encode if with_ids else str
+        assert await completed(endpoint, as_sent("once "), stop="p") == "u"
+        await completed(endpoint, as_sent("once up and "))
+        await completed(endpoint, as_sent("twice "))
+
+    bench = AgentBench(agent, lambda prompt: "upon<think>")
+    assert bench.finished().stats.rows == 2
+    assert bench.rows == ["once up and upon<think>", "twice upon<think>"]
+
+
+def test_ids_that_no_tokenizer_has_are_refused() -> None:
+    statuses: list[int] = []
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await completed(endpoint, "once ")
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{endpoint.base_url}/completions", json={"prompt": [1 << 40]}) as answer,
+        ):
+            statuses.append(answer.status)
+
+    assert AgentBench(agent).finished().stats.turns == 1
+    assert statuses == [400]
 
 
 # -- several agents ----------------------------------------------------------------------------------

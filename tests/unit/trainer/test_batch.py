@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.batch import Example, collate, example, token_rewards, with_values
+from asyncrl.trainer.batch import Example, collate, example, token_rewards, with_turns, with_values
 from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -87,6 +87,19 @@ def test_a_row_that_follows_nothing_is_refused(row: int) -> None:
 def test_arrays_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="episode u"):
         joined([msgspec.structs.replace(TURNS[0], **change), TURNS[1]])
+
+
+def test_a_turn_that_answers_a_side_request_is_in_no_example() -> None:
+    """The same examples as of the episode without it; in a trained row it is context."""
+    span = (VersionSpan(0, 1, 5, 5),)
+    title = Turn(0, (9,), (9,), (-9.0,), span, StopReason.STOP, untrained=True)
+    first = msgspec.structs.replace(TURNS[0], index=1, row=1)
+    aside = Turn(2, (), (5,), (-9.0,), span, StopReason.STOP, row=1, untrained=True)
+    second = msgspec.structs.replace(TURNS[1], index=3, row=1, context=())
+    frames = [msgspec.msgpack.encode(turn) for turn in (title, first, aside, second)]
+    ((planned, turns),) = with_turns([msgspec.structs.replace(ROW, frames=4)], frames)
+    assert turns == TURNS
+    assert planned.own == OWN
 
 
 def test_an_example_aligns_everything_to_model_tokens() -> None:

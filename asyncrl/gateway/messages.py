@@ -1,0 +1,322 @@
+"""Anthropic's Messages API, as far as agents use it that keep their history themselves (Claude Code does):
+the same turns as by chat completions, read from blocks and written as blocks.
+
+    thinking, text, tool_use ... (one turn of the model) , tool_result ... , text (its replies)
+
+A tool without a schema is one that Anthropic would run: it is left out. Fields that ask for what there is not
+(caches, betas, budgets of thoughts) have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.conversation.requests import AgentRequest
+from asyncrl.gateway.exchange import (
+    MODEL,
+    PICTURE,
+    AgentReply,
+    ApiDialect,
+    ApiError,
+    Choice,
+    Event,
+    FunctionName,
+    Limit,
+    ModelName,
+    StreamedText,
+    ToolChoice,
+    agent_request,
+    calls_of,
+    new_id,
+    own_id,
+    read_body,
+    tool_call,
+    unheeded,
+)
+from asyncrl.types import EpisodeEnd, Message, StopReason
+
+BILLING = "x-anthropic-billing-header:"  # a function of the prompt: with it, no two tasks share a prefix
+SIGNATURE = "asyncrl"  # of thoughts: clients send it back, nobody checks it
+UNUSED = "has no effect"
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
+    410: "invalid_request_error",
+    413: "request_too_large",
+}
+PICTURES = ("image", "document")  # types of blocks that a model of text cannot read
+
+
+class ContentBlock(msgspec.Struct, frozen=True):
+    """One block of a message, of any type."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}
+    tool_use_id: str = ""
+    content: str | list[ContentBlock] = ""
+    is_error: bool = False
+    cache_control: Any = None
+
+
+class Said(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock] = ""
+
+
+class OfferedTool(msgspec.Struct, frozen=True):
+    name: str = ""
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+    type: str = ""
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """The tool that the model shall call."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        if self.type == "tool":
+            return ToolChoice("function", function=FunctionName(self.name))
+        return "required" if self.type == "any" else self.type
+
+
+class MessagesRequest(msgspec.Struct, frozen=True):
+    """The body of a request. Fields that are not here have no effect, as have those in exchange.IGNORED."""
+
+    messages: Annotated[list[Said], Meta(min_length=1)]
+    system: str | list[ContentBlock] = ""
+    model: ModelName | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: Selection = Selection()
+    max_tokens: Limit | None = None
+    stop_sequences: list[str] = []
+    stream: bool | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+
+
+def read(body: bytes) -> MessagesExchange:
+    """ApiError for an invalid request."""
+    request = read_body(body, MessagesRequest, {})
+    named = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+    return MessagesExchange(request, sorted(named - set(MessagesRequest.__struct_fields__)))
+
+
+def write_error(error: ApiError) -> dict[str, Any]:
+    """Write an error in Anthropic's form. A full row is refused in Anthropic's words, on which Claude Code
+    makes its history shorter and goes on."""
+    kind, message = ERRORS.get(error.status, "api_error"), str(error)
+    if error.refusal is not None and error.refusal.end is EpisodeEnd.LENGTH:
+        message = f"prompt is too long: {error.refusal.tokens} tokens > {error.refusal.most} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+DIALECT = ApiDialect(read, write_error, done=b"")
+
+
+# -- requests ----------------------------------------------------------------------------------------
+
+
+def _blocks(content: str | list[ContentBlock]) -> list[ContentBlock]:
+    return [ContentBlock("text", content)] if isinstance(content, str) else content
+
+
+def _text(blocks: Sequence[ContentBlock]) -> str:
+    """The text of blocks, a line or more each; a note where there is a picture. ApiError for other blocks."""
+    texts = []
+    for block in blocks:
+        if block.type in PICTURES:
+            texts.append(PICTURE)
+        elif block.type == "text":
+            texts.append(block.text)
+        else:
+            raise ApiError(400, f"a block of type {block.type!r} is not supported here; send text")
+    return "\n".join(texts)
+
+
+def _turns(said: Sequence[Said]) -> Iterator[Message]:
+    """Replies to tool calls get the name of the tool, which some templates write, from the call."""
+    names: dict[str, str] = {}
+    for one in said:
+        blocks = _blocks(one.content)
+        if one.role == "assistant":
+            calls = [block for block in blocks if block.type == "tool_use"]
+            names |= {block.id: block.name for block in calls}
+            yield Message(
+                "assistant",
+                "".join(block.text for block in blocks if block.type == "text"),
+                tuple(tool_call(one.name, json.dumps(one.input), one.id) for one in calls),
+                reasoning="".join(block.thinking for block in blocks if block.type == "thinking"),
+            )
+            continue
+        for block in blocks:
+            if block.type == "tool_result":
+                text, answers = _text(_blocks(block.content)), block.tool_use_id
+                text = f"Error: {text}" if block.is_error and not text.startswith("Error") else text
+                yield Message("tool", text, tool_call_id=own_id(answers), name=names.get(answers, ""))
+        if rest := [block for block in blocks if block.type != "tool_result"]:
+            yield Message(one.role, _text(rest))
+
+
+@dataclass
+class MessagesExchange:
+    """See `Exchange`. There is one answer. ApiError for a block or a tool that no template can write.
+    `unknown`: names of fields that this API does not have here."""
+
+    request: MessagesRequest
+    unknown: Sequence[str] = ()
+    ask: AgentRequest = field(init=False)
+    count: int = 1
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        sent = self.request
+        rules = [block for block in _blocks(sent.system) if not block.text.startswith(BILLING)]
+        system = [Message("system", text)] if (text := _text(rules)) else []
+        own = [tool for tool in sent.tools or () if tool.input_schema is not None]
+        self.ask = agent_request(
+            [*system, *_turns(sent.messages)],
+            [_tool(tool) for tool in own],
+            model=sent.model,
+            choice=sent.tool_choice.choice,
+            most=sent.max_tokens,
+            stops=sent.stop_sequences,
+            once=sent.tool_choice.disable_parallel_tool_use,
+        )
+        self._id, self._streamed = new_id("msg"), StreamedText()
+        self._open = ""  # the kind of the newest block: thinking, text
+        self._at = -1  # the number of the newest block
+
+    @property
+    def unheeded(self) -> dict[str, str]:
+        sent = self.request
+        tools = [tool for tool in sent.tools or () if tool.input_schema is None]
+        billed = any(block.text.startswith(BILLING) for block in _blocks(sent.system))
+        return (
+            unheeded(sent, self.ask.form)
+            | dict.fromkeys(self.unknown, UNUSED)
+            | {f"a tool {tool.type or tool.name!r}": "has no schema and is left out" for tool in tools}
+            | ({"a billing header": "is left out: prompts of other tasks differ in it"} if billed else {})
+        )
+
+    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+        [reply] = replies
+        message, content = reply.message, list[dict[str, Any]]()
+        if message.reasoning:
+            content.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
+        if message.content or not message.tool_calls:
+            content.append({"type": "text", "text": message.content})
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+            for call in calls_of(reply)
+        ]
+        return {
+            **self._message(reply.prompt_tokens),
+            "content": content,
+            **_end(reply),
+            **_usage(reply),
+        }
+
+    def begin(self, prompt_tokens: int) -> Iterator[Event]:
+        yield _event("message_start", message=self._message(prompt_tokens))
+
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
+        self._streamed.reasoning += reasoning
+        self._streamed.content += content
+        for kind, text in (("thinking", reasoning), ("text", content)):
+            if text:
+                yield from self._begun(kind)
+                yield self._delta(f"{kind}_delta", **{kind: text})
+
+    def ping(self) -> Iterator[Event]:
+        yield _event("ping")
+
+    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
+        """Stream what was not streamed yet, one block per call, the end."""
+        [reply] = replies
+        yield from self.delta(0, *self._streamed.rest(reply.message))
+        if self._at < 0 and not reply.message.tool_calls:
+            yield from self._begun("text")
+        yield from self._closed()
+        for call in calls_of(reply):
+            self._at += 1
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield _event("content_block_start", index=self._at, content_block=block)
+            yield self._delta("input_json_delta", partial_json=call.arguments)
+            yield _event("content_block_stop", index=self._at)
+        yield _event("message_delta", delta=_end(reply), **_usage(reply))
+        yield _event("message_stop")
+
+    def _begun(self, kind: str) -> Iterator[Event]:
+        """The block's beginning, if it is new; the end of the one before it."""
+        if kind == self._open:
+            return
+        yield from self._closed()
+        self._open = kind
+        self._at += 1
+        more = {"signature": ""} if kind == "thinking" else {}
+        yield _event("content_block_start", index=self._at, content_block={"type": kind, kind: "", **more})
+
+    def _closed(self) -> Iterator[Event]:
+        """The end of the newest block."""
+        if not self._open:
+            return
+        if self._open == "thinking":
+            yield self._delta("signature_delta", signature=SIGNATURE)
+        yield _event("content_block_stop", index=self._at)
+
+    def _delta(self, kind: str, **what: str) -> Event:
+        return _event("content_block_delta", index=self._at, delta={"type": kind, **what})
+
+    def _message(self, prompt_tokens: int) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.request.model or MODEL,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
+        }
+
+
+def _event(kind: str, **data: Any) -> Event:
+    return kind, {"type": kind, **data}
+
+
+def _tool(tool: OfferedTool) -> dict[str, Any]:
+    """Write a tool as chat completions do."""
+    said = {"description": tool.description} if tool.description else {}
+    return {"type": "function", "function": {"name": tool.name, **said, "parameters": tool.input_schema}}
+
+
+def _end(reply: AgentReply) -> dict[str, Any]:
+    match reply.turn.stop:
+        case StopReason.LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        case StopReason.TEXT:
+            return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_at}
+    return {"stop_reason": "tool_use" if reply.message.tool_calls else "end_turn", "stop_sequence": None}
+
+
+def _usage(reply: AgentReply) -> dict[str, Any]:
+    return {"usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.turn.ids)}}
