@@ -128,7 +128,8 @@ def test_the_test_of_a_promise_is_in_the_gate(name: str) -> None:
     marks = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
     ]
-    (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    (found,) = [node for node in tree.body if isinstance(node, kinds) and node.name == function]
     own = [mark for mark in found.decorator_list if not isinstance(mark, ast.Call)]  # a table has its own
     assert not re.search(r"mark\.(full|long)\b", " ".join(map(ast.unparse, (*marks, *own))))
 
