@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncrl.conversation.commands import (
     CallTools,
@@ -58,12 +56,30 @@ def play(script: list[str], made: Rules | None = None) -> Episode:
     return episode
 
 
-def test_a_turn_without_calls_answers() -> None:
-    episode = play(["the answer is 42"])
-    assert episode.command == Score("the answer is 42", EpisodeEnd.ANSWERED)
-    assert advance(rules(), episode, EpisodeScored(RewardResult(1.0))).command == Done(
-        EpisodeResult(1.0, len(episode.turns[0].ids), (1.0,))
-    )
+ENDINGS: dict[str, tuple[list[str], dict[str, Any], Score]] = {
+    "no calls": (["the answer is 42"], {}, Score("the answer is 42", EpisodeEnd.ANSWERED)),
+    "malformed calls in a row": ([BAD, BAD, BAD], {}, Score("", EpisodeEnd.BAD_CALLS)),
+    "the last turn, whose tools do not run": (
+        *([call("a"), "done " + call("b")], {"max_turns": 2}),
+        Score("done", EpisodeEnd.MAX_TURNS),
+    ),
+    "too many calls": (
+        *([call("a") + call("b"), "so " + call("c") + call("d")], {"max_calls": 3}),
+        Score("so", EpisodeEnd.MAX_CALLS),
+    ),
+}
+
+
+@pytest.mark.parametrize(("script", "limits", "end"), ENDINGS.values(), ids=ENDINGS)
+def test_an_episode_ends(script: list[str], limits: dict[str, Any], end: Score) -> None:
+    made = rules(**limits)
+    episode = play(script, made)
+    assert episode.command == end
+    assert episode.turns[-1].replies == () or end.end is EpisodeEnd.BAD_CALLS
+    tokens = sum(len(turn.ids) for turn in episode.turns)
+    earned = (*(0.0 for _ in episode.turns[1:]), 1.0)
+    done = advance(made, episode, EpisodeScored(RewardResult(1.0))).command
+    assert done == Done(EpisodeResult(1.0, tokens, earned, end=end.end))
 
 
 def test_replies_become_the_context_of_the_next_turn() -> None:
@@ -93,16 +109,8 @@ def test_a_turn_of_only_malformed_calls_needs_no_tool() -> None:
     assert episode.tool_calls == 0
 
 
-def test_malformed_calls_in_a_row_end_the_episode() -> None:
-    assert play([BAD, BAD, BAD]).command == Score("", EpisodeEnd.BAD_CALLS)
-    assert isinstance(play([BAD, BAD, call("a"), BAD, BAD]).command, Generate)  # a good one breaks the row
-
-
-def test_the_last_turn_ends_the_episode_without_running_its_tools() -> None:
-    made = rules(max_turns=2)
-    episode = play([call("a"), "done " + call("b")], made)
-    assert episode.command == Score("done", EpisodeEnd.MAX_TURNS)
-    assert episode.turns[1].replies == ()
+def test_a_good_call_breaks_a_row_of_malformed_ones() -> None:
+    assert isinstance(play([BAD, BAD, call("a"), BAD, BAD]).command, Generate)
 
 
 def test_a_turn_cut_by_its_budget_ends_the_episode() -> None:
@@ -182,13 +190,6 @@ def test_recorded_turns_that_do_not_fit_are_refused() -> None:
 
 
 # -- limits, environments, rewritten histories --------------------------------------------------------
-
-
-def test_tool_calls_are_limited() -> None:
-    made = rules(max_calls=3)
-    episode = play([call("a") + call("b"), "so " + call("c") + call("d")], made)
-    assert episode.command == Score("so", EpisodeEnd.MAX_CALLS)
-    assert episode.tool_calls == 2
 
 
 def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
@@ -356,122 +357,3 @@ def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
     assert isinstance(episode.command, CallTools)
     episode = advance(made, episode, replies(episode.command, "x" * 90))
     assert episode.command == Score("", EpisodeEnd.LENGTH)
-
-
-# -- properties --------------------------------------------------------------------------------------
-
-TURN = st.lists(st.sampled_from([call("a"), call("b", '{"x": 1}'), BAD, "so ", "42"]), min_size=1, max_size=4)
-TURNS = st.lists(TURN.map("".join), min_size=1, max_size=12)
-LIMITS = st.builds(
-    rules,
-    max_turns=st.integers(1, 6),
-    max_tokens=st.integers(1, 600),
-    max_new_tokens=st.integers(1, 200),
-    max_bad_calls=st.integers(1, 4),
-)
-
-
-def scripted(episode: Episode, text: str, split: int) -> Generation:
-    """What an honest engine returns for `text`, in two versions' spans."""
-    command = episode.command
-    assert isinstance(command, Generate)
-    whole = (*encode(text), END)
-    ids = whole[: command.max_new_tokens]
-    stop = StopReason.STOP if ids == whole else StopReason.LENGTH
-    cut = min(split, len(ids) - 1)
-    parts = [(0, cut, 3), (cut, len(ids), 5)] if cut else [(0, len(ids), 5)]
-    spans = tuple(VersionSpan(start, end, version, 3) for start, end, version in parts)
-    return Generation(ids, tuple(-float(i) for i in range(len(ids))), spans, stop)
-
-
-def newest(episode: Episode) -> tuple[int, ...]:
-    return episode.rows[-1] if episode.rows else ()
-
-
-def check(episode: Episode) -> None:
-    """Tokens, masks, log-probs, spans and replies line up."""
-    joined: list[int] = []
-    for index, turn in enumerate(episode.turns):
-        assert turn.index == index
-        assert len(turn.ids) == len(turn.logprobs) > 0
-        assert [turn.spans[0].start, *(s.end for s in turn.spans)] == [
-            *(s.start for s in turn.spans),
-            len(turn.ids),
-        ]
-        joined += [*turn.context, *turn.ids]
-    ids = newest(episode)
-    assert tuple(joined) == ids
-    for turn in episode.turns[:-1]:
-        assert turn.replies
-    if isinstance(episode.command, Generate):
-        assert episode.command.ids[: len(ids)] == ids
-        assert len(episode.command.ids) > len(ids)
-
-
-@given(LIMITS, TURNS, st.integers(0, 40))
-def test_every_script_keeps_its_tokens_and_replies(made: Rules, script: list[str], split: int) -> None:
-    episode = start(made)
-    asked = 0
-    for text in script:
-        if not isinstance(episode.command, Generate):
-            break
-        before = newest(episode)
-        episode = advance(made, episode, TurnGenerated(scripted(episode, text, split)))
-        check(episode)
-        assert newest(episode)[: len(before)] == before
-        if isinstance(episode.command, CallTools):
-            asked += len(episode.command.calls)
-            episode = advance(made, episode, replies(episode.command))
-            check(episode)
-    assert len(episode.turns) <= made.config.max_turns
-    assert len(newest(episode)) <= made.config.max_tokens
-    real = [r for turn in episode.turns for r in turn.replies if r.call.name != "malformed_call"]
-    assert len(real) == episode.tool_calls == asked
-    if len(script) > made.config.max_turns:
-        assert isinstance(episode.command, Score | Fail)
-
-
-@given(LIMITS, TURNS, st.integers(0, 40), st.booleans())
-def test_folding_recorded_turns_gives_the_same_state(
-    made: Rules, script: list[str], split: int, lose_replies: bool
-) -> None:
-    episode = start(made)
-    for text in script:
-        if not isinstance(episode.command, Generate):
-            break
-        episode = waiting = advance(made, episode, TurnGenerated(scripted(episode, text, split)))
-        if isinstance(episode.command, CallTools):
-            episode = advance(made, episode, replies(episode.command))
-            if lose_replies:  # the worker died before they were durable
-                assert resume(made, sample(), OPENED, waiting.turns) == waiting
-    assert resume(made, sample(), OPENED, episode.turns) == episode
-
-
-EVENTS = st.one_of(
-    st.builds(lambda text: TurnGenerated(generation(text)), TURN.map("".join)),
-    st.just(EpisodeScored(RewardResult(1.0))),
-    st.just(ToolsReplied(())),
-    st.just("replies"),
-)
-
-
-@given(LIMITS, st.lists(EVENTS, max_size=20))
-def test_events_that_answer_nothing_change_nothing(made: Rules, events: list[object]) -> None:
-    episode = start(made)
-    for event in events:
-        if event == "replies":
-            if not isinstance(episode.command, CallTools):
-                continue
-            event = replies(episode.command)
-        fits = {Generate: TurnGenerated, CallTools: ToolsReplied, Score: EpisodeScored}.get(
-            type(episode.command)
-        )
-        try:
-            after = advance(made, episode, event)  # type: ignore[arg-type]
-        except ProtocolError:
-            assert fits is not type(event) or event == ToolsReplied(())
-            continue
-        assert fits is type(event)
-        assert after != episode
-        check(after)
-        episode = after
