@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import tracemalloc
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from asyncrl.remote import RemoteError, close_sessions
 from asyncrl.tools import search as search_module
 from asyncrl.tools.base import Tool
 from asyncrl.tools.search import Passage, SearchError, open_corpus, passage, reply, search, search_remote
+from tests.fakes.sglang import Script, scripted
 
 ROWS: list[dict[str, Any]] = [
     {"id": "0", "title": "Otters", "text": "Otters hold hands while they sleep in the kelp."},
@@ -260,57 +260,28 @@ def test_options_are_checked(jsonl: Path, tmp_path: Path) -> None:
 
 
 # -- a retrieval server ----------------------------------------------------------------------------------
+# (refusals, repetitions and bounds: tests/unit/remote)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-def ask(handler: Handler, **options: Any) -> str:
-    """The tool's reply to one query, from a server that answers with `handler`."""
-
-    async def main() -> str:
-        app = web.Application()
-        app.router.add_post("/retrieve", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        try:
-            tool = search_remote(url=f"http://127.0.0.1:{port}/retrieve", **options)
-            found: str = await tool.function(query="otters")
-            return found
-        finally:
-            await close_sessions()
-            await runner.cleanup()
-
-    return asyncio.run(main())
+async def ask(script: Script, answer: str, **options: Any) -> str:
+    """The tool's reply to one query, from a server that answers so."""
+    script.says("/retrieve", 200, answer.encode())
+    try:
+        found: str = await search_remote(url=f"{script.url}/retrieve", **options).function(query="otters")
+        return found
+    finally:
+        await close_sessions()
 
 
 def hit(contents: str) -> dict[str, Any]:
     return {"document": {"id": "1", "contents": contents}, "score": 2.5}
 
 
-def test_search_r1s_contract() -> None:
-    asked: list[Any] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return web.json_response({"result": [[hit('"Otters"\nThey sleep.'), hit("plain"), hit("too many")]]})
-
-    assert ask(handler, k=2) == "[1] Otters\nThey sleep.\n\n[2] plain"
-    assert asked == [{"queries": ["otters"], "topk": 2, "return_scores": True}]
-
-
-def test_a_busy_server_is_asked_again() -> None:
-    answers = [
-        web.Response(status=503, headers={"Retry-After": "0.01"}),
-        web.json_response({"result": [[hit("late")]]}),
-    ]
-
-    async def handler(_: web.Request) -> web.Response:
-        return answers.pop(0)
-
-    assert ask(handler) == "[1] late"
+async def test_search_r1s_contract() -> None:
+    result = {"result": [[hit('"Otters"\nThey sleep.'), hit("plain"), hit("too many")]]}
+    async with scripted() as script:
+        assert await ask(script, json.dumps(result), k=2) == "[1] Otters\nThey sleep.\n\n[2] plain"
+        assert script.asked == [("/retrieve", {"queries": ["otters"], "topk": 2, "return_scores": True}, "")]
 
 
 @pytest.mark.parametrize(
@@ -324,29 +295,24 @@ def test_a_busy_server_is_asked_again() -> None:
         "[1]",
     ],
 )
-def test_another_contract_is_an_error(answer: str) -> None:
-    async def handler(_: web.Request) -> web.Response:
-        return web.Response(text=answer)
-
-    with pytest.raises(SearchError, match="is not Search-R1's"):
-        ask(handler)
+async def test_another_contract_is_an_error(answer: str) -> None:
+    async with scripted() as script:
+        with pytest.raises(SearchError, match="is not Search-R1's"):
+            await ask(script, answer)
 
 
-def test_an_answer_without_end_is_cut_off() -> None:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while True:
-            await response.write(b"x" * (1 << 20))
-
-    with pytest.raises(RemoteError, match="larger than"):
-        ask(handler)
-
-
-def test_a_silent_server_costs_the_timeout() -> None:
-    async def handler(_: web.Request) -> web.Response:
+async def test_a_silent_or_busy_server_costs_the_timeout() -> None:
+    async def never(_: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError
 
-    with pytest.raises(RemoteError, match=r"no answer within 0.2 s"):
-        ask(handler, timeout=0.2)
+    async with scripted() as script:
+        script.answers["/retrieve"] = never
+        tool = search_remote(url=f"{script.url}/retrieve", timeout=0.2)
+        with pytest.raises(RemoteError, match=r"no answer within 0.2 s"):
+            await tool.function(query="otters")
+        script.says("/retrieve", 503)
+        tool = search_remote(url=f"{script.url}/retrieve", retries=0)
+        with pytest.raises(RemoteError, match="status 503, after 1 tries"):
+            await tool.function(query="otters")
+        await close_sessions()

@@ -251,19 +251,6 @@ async def test_concurrency_holds_over_all_episodes() -> None:
     assert max(int(reply[0].content) for reply in replies) == 2
 
 
-def test_calls_are_spaced_at_the_rate() -> None:
-    begun: list[float] = []
-
-    @tool(rate=200)
-    async def paced() -> str:
-        begun.append(time.monotonic())
-        return ""
-
-    started = time.monotonic()
-    play([paced], sample(), *[call("paced")] * 5)
-    assert begun[-1] - started >= 4 / 200
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
