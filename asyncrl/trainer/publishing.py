@@ -20,9 +20,8 @@ from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shards import HostShards
-from asyncrl.weights.snapshot import Snapshot
+from asyncrl.weights.snapshot import Publisher, Snapshot
 from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.trainer import Published
