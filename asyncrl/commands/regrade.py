@@ -99,8 +99,9 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     from asyncrl.episodes.recorded import kept_turns, regrade
     from asyncrl.store.reader import RunReader
 
-    recipe, parts = compose(config), EpisodeParts(config)
-    _ = parts.rules, parts.toolbox, parts.scorer  # no environment or agent: they need not be there any more
+    recipe = compose(config)
+    # No environment or agent: they need not be there any more.
+    parts = EpisodeParts(config).load("rules", "toolbox", "scorer")
     samples, reader = Samples.open(samples_path(run_dir, "train")), RunReader.open(run_dir)
     room, rows, problems = asyncio.Semaphore(AT_ONCE), list[Row](), list[str]()
 

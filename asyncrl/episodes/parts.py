@@ -105,9 +105,9 @@ class EpisodeParts:
         """The chat template, the parser and the limits: what the episode machine needs."""
         return Rules(self.chat, self.parser, self.config.rollout)
 
-    def load(self) -> EpisodeParts:
-        """Make all of them: what is wrong with a name or a file is found here."""
-        for name in ("rules", "toolbox", "scorer", "environment", "agent", "untrained"):
+    def load(self, *names: str) -> EpisodeParts:
+        """Make these, or all of them: what is wrong with a name or a file is found here."""
+        for name in names or ("rules", "toolbox", "scorer", "environment", "agent", "untrained"):
             getattr(self, name)
         return self
 

@@ -60,9 +60,9 @@ async def _end(process: Process, tasks: list[asyncio.Task[None]], wrote: bytearr
         _terminate(process)
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
         with suppress(TimeoutError):
             async with asyncio.timeout(GONE_SECONDS):
+                await asyncio.wait(tasks)
                 await _skip(process.stdout)
                 await _keep_all(process.stderr, wrote)
                 await process.wait()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from asyncrl.config import TrainerConfig
@@ -108,7 +109,7 @@ def take_step(
     for grad in grads:
         grad.mul_(scale)
     total = torch.nn.utils.get_total_norm(grads)
-    total = total.full_tensor() if hasattr(total, "full_tensor") else total  # it is a DTensor
+    total = total.full_tensor() if isinstance(total, DTensor) else total
     if clip:
         torch.nn.utils.clip_grads_with_norm_(trainable(model), clip, total)
     norm = float(total)

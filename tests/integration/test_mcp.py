@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 
 from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools
+from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools, mcp_pipes
 from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
 from asyncrl.tools.mcp_pipes import MAX_BYTES
 from asyncrl.types import Sample, ToolCall, ToolReply
@@ -289,6 +289,29 @@ def test_a_server_that_never_stops_talking_holds_nobody_up(
     thread.start()
     thread.join(DEADLINE / 4)
     assert found
+
+
+def test_a_task_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_pipes, "GONE_SECONDS", 0.2)
+
+    async def main() -> None:
+        release, pipe = asyncio.Event(), asyncio.subprocess.PIPE
+
+        async def stubborn() -> None:
+            while not release.is_set():
+                with suppress(asyncio.CancelledError):
+                    await release.wait()
+
+        process = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe, stderr=pipe)
+        task = asyncio.create_task(stubborn())
+        await asyncio.sleep(0)  # it is under way
+        try:
+            await asyncio.wait_for(mcp_pipes._end(process, [task], bytearray()), DEADLINE / 4)
+        finally:
+            release.set()
+            await task
+
+    asyncio.run(main())
 
 
 def test_closed_servers_are_gone_and_come_back_when_called() -> None:
