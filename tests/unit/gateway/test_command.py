@@ -123,23 +123,19 @@ def test_a_sample_that_nobody_reads_and_output_without_end_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("ending", ["wait", "exit 0"])
-def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
+async def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
     """Neither when it is cancelled nor when it leaves children that hold its pipes."""
     pids = tmp_path / "pids"
     os.mkfifo(pids)
     line = f"sh -c 'setsid sleep 600 & echo $$ $! > {pids}; {ending}'"
-
-    async def main() -> None:
-        playing = asyncio.create_task(Command(line=line)(SAMPLE, ENDPOINT))
-        found = (await asyncio.to_thread(pids.read_text)).split()
-        if ending == "wait":
-            playing.cancel()
-        await asyncio.wait([playing], timeout=30)
-        assert playing.done() and len(found) == 2
-        for pid in found:
-            await gone(int(pid))
-
-    asyncio.run(main())
+    playing = asyncio.create_task(Command(line=line)(SAMPLE, ENDPOINT))
+    found = (await asyncio.to_thread(pids.read_text)).split()
+    if ending == "wait":
+        playing.cancel()
+    await asyncio.wait([playing], timeout=30)
+    assert playing.done() and len(found) == 2
+    for pid in found:
+        await gone(int(pid))
 
 
 # -- names -------------------------------------------------------------------------------------------

@@ -107,18 +107,14 @@ def test_the_prompt_shows_the_tools_of_the_conversation_or_of_the_run() -> None:
     assert box.schemas(talked(*TALK, extra_info='{"tools": []}')) == ()
 
 
-def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None:
+async def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None:
     ref = publish({"w": torch.zeros(2)}, tmp_path, PolicyVersion(1, 3))
-
-    async def main() -> None:
-        engine = NoEngine()
-        manifest = await engine.load(ref)
-        assert engine.version == 3 and await engine.score((1, 2)) == ()
-        assert manifest.checksum == disk.read_manifest(ref).checksum
-        with pytest.raises(EngineError, match="in validation only"):
-            await engine.generate(Request("s", (1,), Sampling(1, ())))
-
-    asyncio.run(main())
+    engine = NoEngine()
+    manifest = await engine.load(ref)
+    assert engine.version == 3 and await engine.score((1, 2)) == ()
+    assert manifest.checksum == disk.read_manifest(ref).checksum
+    with pytest.raises(EngineError, match="in validation only"):
+        await engine.generate(Request("s", (1,), Sampling(1, ())))
 
 
 def test_conversations_are_written_before_the_start(tmp_path: Path) -> None:

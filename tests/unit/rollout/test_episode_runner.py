@@ -80,53 +80,43 @@ def test_a_long_transcript_keeps_its_beginning_and_its_end(monkeypatch: pytest.M
     assert len(end.text) < 60
 
 
-def test_tools_wait_until_their_turn_is_durable() -> None:
-    async def main() -> None:
-        bench = TurnBench([look("left"), "42"])
-        bench.auto_ack = False
-        episode = asyncio.create_task(bench.run())
-        await settle()
-        assert [type(record) for record in bench.sent] == [Generated]
-        assert bench.calls == []
-        bench.auto_ack = True
-        bench.outbox.ack(1)
-        await asyncio.wait_for(episode, 60)
-        assert bench.calls == ["left"]
-
-    asyncio.run(main())
+async def test_tools_wait_until_their_turn_is_durable() -> None:
+    bench = TurnBench([look("left"), "42"])
+    bench.auto_ack = False
+    episode = asyncio.create_task(bench.run())
+    await settle()
+    assert [type(record) for record in bench.sent] == [Generated]
+    assert bench.calls == []
+    bench.auto_ack = True
+    bench.outbox.ack(1)
+    await asyncio.wait_for(episode, 60)
+    assert bench.calls == ["left"]
 
 
-def test_a_cancelled_episode_says_nothing_more() -> None:
-    async def main() -> None:
-        bench = TurnBench(["42"])
-        bench.engine.gate.clear()
-        episode = asyncio.create_task(bench.run())
-        await settle()
-        episode.cancel()
-        await settle()
-        assert episode.cancelled()
-        assert bench.sent == []
-        assert bench.engine.cancelled == bench.engine.released == ["u/1"]
-
-    asyncio.run(main())
+async def test_a_cancelled_episode_says_nothing_more() -> None:
+    bench = TurnBench(["42"])
+    bench.engine.gate.clear()
+    episode = asyncio.create_task(bench.run())
+    await settle()
+    episode.cancel()
+    await settle()
+    assert episode.cancelled()
+    assert bench.sent == []
+    assert bench.engine.cancelled == bench.engine.released == ["u/1"]
 
 
 @pytest.mark.parametrize("assigned", [0, 3])
-def test_a_turn_does_not_start_on_weights_that_are_too_old(assigned: int) -> None:
+async def test_a_turn_does_not_start_on_weights_that_are_too_old(assigned: int) -> None:
     """Too old for the bound by now, or for what this episode was started on."""
-
-    async def main() -> None:
-        bench = TurnBench(["42"])
-        bench.oldest = 3 - assigned
-        episode = asyncio.create_task(bench.run(oldest=assigned))
-        await settle()
-        assert bench.engine.requests == []
-        bench.oldest, bench.engine._version = 0, assigned
-        bench.sampler.changed.notify()
-        await asyncio.wait_for(episode, 60)
-        assert isinstance(bench.sent[-1], Finished)
-
-    asyncio.run(main())
+    bench = TurnBench(["42"])
+    bench.oldest = 3 - assigned
+    episode = asyncio.create_task(bench.run(oldest=assigned))
+    await settle()
+    assert bench.engine.requests == []
+    bench.oldest, bench.engine._version = 0, assigned
+    bench.sampler.changed.notify()
+    await asyncio.wait_for(episode, 60)
+    assert isinstance(bench.sent[-1], Finished)
 
 
 def test_malformed_calls_and_unknown_tools_are_answered_and_counted() -> None:

@@ -326,15 +326,12 @@ def test_an_episode_that_is_over_keeps_its_end_when_its_time_is_up() -> None:
     assert (done.result.end, done.result.reward, ends) == (EpisodeEnd.DONE, 2.0, ["done", "done"])
 
 
-def test_a_cancelled_episode_closes_its_environment() -> None:
-    async def main() -> None:
-        bench = TurnBench(["7"], nothing, Game)
-        bench.engine.gate.clear()
-        episode = asyncio.create_task(bench.run())
-        await settle()
-        episode.cancel()
-        await settle()
-        assert episode.cancelled()
-        assert Game.log == ["reset", "close"]
-
-    asyncio.run(main())
+async def test_a_cancelled_episode_closes_its_environment() -> None:
+    bench = TurnBench(["7"], nothing, Game)
+    bench.engine.gate.clear()
+    episode = asyncio.create_task(bench.run())
+    await settle()
+    episode.cancel()
+    await settle()
+    assert episode.cancelled()
+    assert Game.log == ["reset", "close"]

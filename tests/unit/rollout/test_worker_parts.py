@@ -143,45 +143,38 @@ def ref(version: int, path: str = "somewhere") -> WeightsRef:
 
 
 @pytest.mark.parametrize(("engine", "gap"), [(-1.0, 0.5), (math.nan, math.inf)])
-def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
+async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
     """Wrong weights, or none at all, show at the load and not in the training curve. A version that came
     without the probe is not loaded again for it."""
-
-    async def main() -> None:
-        f = Fixture()
-        f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
-        probe = Probe((1, 2, 3), (-1.0, -1.5), noise=0.25)
-        for count, offered in enumerate((None, probe, None), start=1):
-            f.lane.loads.offer(ref(1), offered)
-            await f.answered(count)
-        assert [(a.probe_tokens, a.unproven) for a in f.answers] == [(0, True), (2, False), (0, False)]
-        assert (f.answers[1].probe_gap, f.answers[1].probe_noise) == (gap, 0.25)
-        assert len(f.engine.loads) == 1
-        f.task.cancel()
-
-    asyncio.run(main())
+    f = Fixture()
+    f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
+    probe = Probe((1, 2, 3), (-1.0, -1.5), noise=0.25)
+    for count, offered in enumerate((None, probe, None), start=1):
+        f.lane.loads.offer(ref(1), offered)
+        await f.answered(count)
+    assert [(a.probe_tokens, a.unproven) for a in f.answers] == [(0, True), (2, False), (0, False)]
+    assert (f.answers[1].probe_gap, f.answers[1].probe_noise) == (gap, 0.25)
+    assert len(f.engine.loads) == 1
+    f.task.cancel()
 
 
-def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
-    async def main() -> None:
-        f = Fixture()
-        f.engine.load_gate.clear()
-        for version in (1, 1):  # the second while the first is being loaded: one answer is enough
-            f.lane.loads.offer(ref(version))
-            await settle()
-        assert not f.lane.loads.waiting and f.lane.loads.version == NO_VERSION
-        for version in (2, 3):
-            f.lane.loads.offer(ref(version))
-        f.engine.load_gate.set()
-        await f.answered(2)
-        assert f.versions == [1, 3]
-        f.lane.loads.offer(ref(3))
-        await f.answered(3)
-        assert [r.version.step for r in f.engine.loads] == [1, 3]
-        assert f.answers[2].checksum == "sum-3" and f.lane.loads.version == ref(3).version
-        f.task.cancel()
-
-    asyncio.run(main())
+async def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
+    f = Fixture()
+    f.engine.load_gate.clear()
+    for version in (1, 1):  # the second while the first is being loaded: one answer is enough
+        f.lane.loads.offer(ref(version))
+        await settle()
+    assert not f.lane.loads.waiting and f.lane.loads.version == NO_VERSION
+    for version in (2, 3):
+        f.lane.loads.offer(ref(version))
+    f.engine.load_gate.set()
+    await f.answered(2)
+    assert f.versions == [1, 3]
+    f.lane.loads.offer(ref(3))
+    await f.answered(3)
+    assert [r.version.step for r in f.engine.loads] == [1, 3]
+    assert f.answers[2].checksum == "sum-3" and f.lane.loads.version == ref(3).version
+    f.task.cancel()
 
 
 def test_an_engine_that_refuses_every_version_is_given_up() -> None:
@@ -205,90 +198,78 @@ def test_an_engine_that_refuses_every_version_is_given_up() -> None:
         asyncio.run(main(pinned))
 
 
-def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
-    async def main() -> None:
-        f = Fixture()
-        oldest = 2
-        waiting = asyncio.create_task(f.lane.fresh(lambda: oldest))
-        await settle()
-        f.waits._clock.now = 3.0  # type: ignore[attr-defined]
-        assert f.waits.longest() == "weights v2: engine has v0 (3 s)"
-        f.lane.loads.offer(ref(1))
-        await f.answered(1)
-        assert not waiting.done()
-        f.lane.loads.offer(ref(2))
-        await f.answered(2)
-        await asyncio.wait_for(waiting, 60)
-        f.task.cancel()
-
-    asyncio.run(main())
+async def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
+    f = Fixture()
+    oldest = 2
+    waiting = asyncio.create_task(f.lane.fresh(lambda: oldest))
+    await settle()
+    f.waits._clock.now = 3.0  # type: ignore[attr-defined]
+    assert f.waits.longest() == "weights v2: engine has v0 (3 s)"
+    f.lane.loads.offer(ref(1))
+    await f.answered(1)
+    assert not waiting.done()
+    f.lane.loads.offer(ref(2))
+    await f.answered(2)
+    await asyncio.wait_for(waiting, 60)
+    f.task.cancel()
 
 
-def test_damaged_weights_are_reported_and_the_lane_goes_on() -> None:
-    async def main() -> None:
-        f = Fixture()
-        f.lane.loads.offer(ref(1, "damaged"))
-        await f.answered(1)
-        assert "damaged" in f.answers[0].error
-        assert f.lane.version == 0
-        f.lane.loads.offer(ref(2))
-        await f.answered(2)
-        assert (f.answers[1].error, f.lane.version) == ("", 2)
-        f.task.cancel()
-
-    asyncio.run(main())
+async def test_damaged_weights_are_reported_and_the_lane_goes_on() -> None:
+    f = Fixture()
+    f.lane.loads.offer(ref(1, "damaged"))
+    await f.answered(1)
+    assert "damaged" in f.answers[0].error
+    assert f.lane.version == 0
+    f.lane.loads.offer(ref(2))
+    await f.answered(2)
+    assert (f.answers[1].error, f.lane.version) == ("", 2)
+    f.task.cancel()
 
 
-def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle() -> None:
-    async def main() -> None:
-        f = Fixture(pinned=True)
-        entered, leave = asyncio.Event(), asyncio.Event()
+async def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle() -> None:
+    f = Fixture(pinned=True)
+    entered, leave = asyncio.Event(), asyncio.Event()
 
-        async def episode() -> None:
-            async with f.lane.episode():
-                entered.set()
-                await leave.wait()
+    async def episode() -> None:
+        async with f.lane.episode():
+            entered.set()
+            await leave.wait()
 
-        first = asyncio.create_task(episode())
-        await settle()
-        assert not entered.is_set()  # it has no weights yet
-        f.lane.loads.offer(ref(1))
-        await f.answered(1)
-        await asyncio.wait_for(entered.wait(), 60)
-        f.lane.loads.offer(ref(2))
-        await settle()
-        assert f.versions == [1]
-        assert f.lane.version == 1
-        entered.clear()
-        second = asyncio.create_task(episode())  # waits for the offered version, and does not hold it up
-        await settle()
-        assert not entered.is_set()
-        leave.set()
-        await first
-        await f.answered(2)
-        await second
-        assert f.lane.version == 2
-        assert f.builds == 1
-        f.task.cancel()
-
-    asyncio.run(main())
+    first = asyncio.create_task(episode())
+    await settle()
+    assert not entered.is_set()  # it has no weights yet
+    f.lane.loads.offer(ref(1))
+    await f.answered(1)
+    await asyncio.wait_for(entered.wait(), 60)
+    f.lane.loads.offer(ref(2))
+    await settle()
+    assert f.versions == [1]
+    assert f.lane.version == 1
+    entered.clear()
+    second = asyncio.create_task(episode())  # waits for the offered version, and does not hold it up
+    await settle()
+    assert not entered.is_set()
+    leave.set()
+    await first
+    await f.answered(2)
+    await second
+    assert f.lane.version == 2
+    assert f.builds == 1
+    f.task.cancel()
 
 
-def test_an_engine_that_only_fails_ends_the_lane() -> None:
-    async def main() -> None:
-        f = Fixture()
+async def test_an_engine_that_only_fails_ends_the_lane() -> None:
+    f = Fixture()
 
-        def broken(request: Request) -> str:
-            raise errors.pop()
+    def broken(request: Request) -> str:
+        raise errors.pop()
 
-        f.engine.script = broken
-        errors = [*[EngineError("the engine broke")] * BROKEN, *[EngineRefused("no ids")] * BROKEN]
-        for refused in (True, False):
-            for _ in range(BROKEN):
-                with pytest.raises(EngineError):
-                    await f.lane.generate(REQUEST)
-            assert f.lane.failures == (0 if refused else BROKEN)  # a wrong request is not the engine's fault
-        with pytest.raises(EngineError, match="in a row"):
-            await asyncio.wait_for(f.task, 60)
-
-    asyncio.run(main())
+    f.engine.script = broken
+    errors = [*[EngineError("the engine broke")] * BROKEN, *[EngineRefused("no ids")] * BROKEN]
+    for refused in (True, False):
+        for _ in range(BROKEN):
+            with pytest.raises(EngineError):
+                await f.lane.generate(REQUEST)
+        assert f.lane.failures == (0 if refused else BROKEN)  # a wrong request is not the engine's fault
+    with pytest.raises(EngineError, match="in a row"):
+        await asyncio.wait_for(f.task, 60)
