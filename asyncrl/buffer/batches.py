@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, takewhile
+from itertools import takewhile
 
 import msgspec
 
-from asyncrl.buffer.packing import Piece, RowUnit, deal, units
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.staleness import Places, floor_of, places_of
@@ -20,7 +19,8 @@ from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
 
-CHOICE = 16  # micro-batches' worth of ready trajectories that one is chosen from
+# Micro-batches' worth of trajectories that ranks are given at once: more are cut better, a stop waits longer.
+MOST = 4
 # Worth a micro-batch of its own: this share of the batch's groups, with this share of micro_batch_tokens.
 MIN_SHARE_OF_GROUPS = MIN_FILL = 1 / 4
 
@@ -58,8 +58,8 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct):
-    """The plan of one optimizer batch. `micros`: the uids of each micro-batch; in the place of an empty one
-    the probe is scored. `closed`: no more come. `lost`: those whose payload could not be read, as far as no
+    """The plan of one optimizer batch. `micros`: the uids of each part, which the ranks deal and cut into
+    micro-batches. `closed`: no more come. `lost`: those whose payload could not be read, as far as no
     commit says that they were trained nevertheless. They keep their places, so that others keep theirs."""
 
     step: int  # 0-based: committed batches before it
@@ -82,26 +82,6 @@ class Batch(msgspec.Struct):
         return hashlib.blake2b("\n".join(self.planned).encode(), digest_size=16).hexdigest()
 
 
-def row_units(
-    episodes: Sequence[EpisodeRecord], budget: int, packing: Packing, ranks: int = 1, square: float = 0.0
-) -> list[RowUnit]:
-    """Episodes that go to one rank together: the members of a group, where they share their prompt.
-    `square`: see `Batches`."""
-    tree = packing == "tree"
-    pieces = [
-        Piece(
-            key=episode.group if tree else episode.uid,
-            tokens=episode.tokens,
-            shared=episode.stats.prompt,
-            rows=episode.stats.rows,
-            width=episode.width,
-            attention=square * episode.tokens * episode.width,
-        )
-        for episode in episodes
-    ]
-    return units(pieces, budget, ranks)
-
-
 class Batches:
     """Plans of all batches that no retained checkpoint covers, and the current one.
 
@@ -111,19 +91,12 @@ class Batches:
         flush: train a short batch when the data has run out, rather than drop it.
         packing: padded: rows as long as the longest. tree: members of a group stay together, and share their
             prompt.
-        square: work of a token by the length of its row, beside 1 of its own: that of attention.
     """
 
     def __init__(
-        self,
-        buffer: ReplayBuffer,
-        micro_tokens: int,
-        flush: bool,
-        packing: Packing = "padded",
-        square: float = 0.0,
+        self, buffer: ReplayBuffer, micro_tokens: int, flush: bool, packing: Packing = "padded"
     ) -> None:
-        self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
-        self.packing, self.square = packing, square
+        self.buffer, self.micro_tokens, self.flush, self.packing = buffer, micro_tokens, flush, packing
         self.batches: dict[int, Batch] = {}  # by step, in order
         self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
         self.baselines: dict[int, Baseline] = {}  # of their groups
@@ -144,7 +117,7 @@ class Batches:
         self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
 
     def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
-        """Uids of a micro-batch; [] for the probe, or when the batch is complete; None: the caller must wait.
+        """Uids of the next part for so many ranks; [] when the batch is complete; None: the caller must wait.
 
         The caller refuses a `step` greater than `committed`.
         """
@@ -157,19 +130,11 @@ class Batches:
             return []
         return self._extend(batch, ranks)
 
-    def insert_probe(self, step: int, micro: int) -> None:
-        """The probe is scored in the place of the next micro-batch, if that is not planned: once a batch, as
-        its weights do not change before it is complete."""
-        batch = self.batches.setdefault(step, Batch(step))
-        if micro == len(batch.micros) and not batch.closed and [] not in batch.micros:
-            batch.micros.append([])
-            self._dirty.add(step)
-
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
-        """Add the next micro-batch, once there is enough for it or nothing more can enter the batch. Late
+        """Add what is ready, once it is enough or nothing more can enter the batch. Late
         members that are not enough by themselves are left to the next batch, if there is one."""
         places = places_of(self.buffer)
-        pool, groups = self._pool(batch, places, CHOICE * self.micro_tokens * ranks)
+        pool, groups = self._pool(batch, places, MOST * self.micro_tokens * ranks)
         size = self.buffer.config.groups_per_batch
         full = len(batch.groups | groups) >= size
         full = full or self._last(batch, groups) or (self._capped and places.may_close)
@@ -181,8 +146,7 @@ class Batches:
             return self._close(batch) if full else None
         if not (enough or full):
             return None
-        micro = self._bucket(pool, ranks)
-        for episode in micro:
+        for episode in pool:
             self.buffer.take(episode, batch.step)
             self.taken[episode.uid] = episode
             group = self.buffer.live[episode.group]
@@ -190,7 +154,7 @@ class Batches:
                 self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
             if group.step == batch.step and not group.filtered:  # a late member does not count its group
                 batch.groups.add(group.id)
-        batch.micros.append([episode.uid for episode in micro])
+        batch.micros.append([episode.uid for episode in pool])
         self._dirty.add(batch.step)
         return batch.micros[-1]
 
@@ -211,10 +175,15 @@ class Batches:
         """
         share = len(groups) >= MIN_SHARE_OF_GROUPS * self.buffer.config.groups_per_batch
         least = (MIN_FILL if share else 1) * self.micro_tokens * ranks
-        tokens = sum(episode.tokens for episode in pool)
-        if not least <= tokens < CHOICE * self.micro_tokens * ranks:
-            return tokens >= least  # of as many no more was looked at, though they may share most of them
-        return sum(unit.tokens for unit in self._units(pool)) >= least
+        return self._tokens(pool) >= least
+
+    def _tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
+        """What ranks compute, about: the prompt of a group once, where its members share it."""
+        tokens = sum(episode.tokens for episode in episodes)
+        if self.packing == "tree":
+            prompts = {episode.group: episode.stats.prompt for episode in episodes}
+            tokens += sum(prompts.values()) - sum(episode.stats.prompt for episode in episodes)
+        return tokens
 
     def _close(self, batch: Batch) -> list[str] | None:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
@@ -277,7 +246,7 @@ class Batches:
                 places.take(floor)
                 new.add(group.id)
             pool += ready
-            tokens -= sum(episode.tokens for episode in ready)
+            tokens -= self._tokens(ready)
             if tokens <= 0:
                 break
         return pool, new
@@ -292,21 +261,6 @@ class Batches:
             ready.remove(episode)
             self.buffer.drop(episode, DropReason.STALE)
         return ready
-
-    def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
-        """The episodes of a plan by rank: all ranks get about the same work."""
-        found = self._units([self.taken[uid] for uid in uids], ranks)
-        return [[uids[index] for index in part.members] for part in deal(found, ranks)]
-
-    def _bucket(self, pool: Sequence[EpisodeRecord], ranks: int) -> list[EpisodeRecord]:
-        """The largest that fit a micro-batch per rank. Padded rows: similar lengths pad least."""
-        ordered = sorted(pool, key=lambda episode: (-episode.width, episode.group, episode.member))
-        padded = self.packing == "padded"
-        parts = deal(self._units(ordered, ranks), ranks, self.micro_tokens, padded=padded)
-        return [ordered[index] for index in sorted(chain(*(part.members for part in parts)))]
-
-    def _units(self, episodes: Sequence[EpisodeRecord], ranks: int = 1) -> list[RowUnit]:
-        return row_units(episodes, self.micro_tokens, self.packing, ranks, self.square)
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """Packing: episodes to micro-batches of bounded size, one for each rank.
 
-    pieces ──units──► episodes that share their prompt ──deal──► a micro-batch for each rank
+    pieces ──units──► episodes that share their prompt ──deal──► a part for each rank ──micro_batches──► cut
 
-The coordinator chooses a plan so, and deals it; a rank cuts its part in the same way, under its own budget.
+Ranks deal the episodes of a plan so, by the sizes that it tells, and cut their parts by the true ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -71,30 +70,23 @@ def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]
     return units([piece._replace(key=part_of[index]) for index, piece in enumerate(pieces)], budget)
 
 
-def deal(
-    units: Sequence[RowUnit], ranks: int, budget: float = math.inf, *, padded: bool = False
-) -> list[RowUnit]:
-    """A micro-batch for each rank, of the first units, until one has no room: each goes to the rank with the
-    least work so far. A micro-batch is of at most `budget` tokens, or of a single unit; `padded`: each of its
-    rows counts as the widest."""
+def deal(units: Sequence[RowUnit], ranks: int) -> list[RowUnit]:
+    """A part for each rank: each unit goes to the rank with the least work so far."""
     parts = [RowUnit()] * ranks
     for unit in units:
         rank = min(range(ranks), key=lambda rank: parts[rank].work)
-        both = parts[rank].joined(unit)
-        if parts[rank].members and (both.rows * both.width if padded else both.tokens) > budget:
-            break
-        parts[rank] = both
+        parts[rank] = parts[rank].joined(unit)
     return parts
 
 
 def micro_batches(pieces: Sequence[Piece], budget: int, *, padded: bool = False) -> list[tuple[int, ...]]:
-    """All pieces, by index, in micro-batches of one rank, the largest units first: of similar width, where
-    rows are padded."""
-    rest = sorted(units(pieces, budget), key=lambda unit: -(unit.width if padded else unit.tokens))
-    found: list[tuple[int, ...]] = []
-    while rest:
-        (part,) = deal(rest, 1, budget, padded=padded)
-        found.append(part.members)
-        taken = set(part.members)
-        rest = [unit for unit in rest if unit.members[0] not in taken]
-    return found
+    """All pieces, by index, in micro-batches of at most `budget` tokens or of a single unit, the largest
+    units first. `padded`: each row counts as the widest one, so rows of similar width go together."""
+    found: list[RowUnit] = []
+    for unit in sorted(units(pieces, budget), key=lambda unit: -(unit.width if padded else unit.tokens)):
+        both = found[-1].joined(unit) if found else unit
+        if found and (both.rows * both.width if padded else both.tokens) <= budget:
+            found[-1] = both
+        else:
+            found.append(unit)
+    return [part.members for part in found]

@@ -56,7 +56,7 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     GaveUp,
-    PlanReceived,
+    PayloadRequest,
     PlanRequest,
     Probed,
     Published,
@@ -279,8 +279,8 @@ class Coordinator:
                 self.records.record(peer, message, frames, now)
             case PlanRequest():
                 self.trainer.plan_requested(peer, message)
-            case PlanReceived():
-                self.trainer.plan_received(peer, message)
+            case PayloadRequest():
+                self.trainer.payloads_requested(peer, message)
             case WrittenBytes():
                 self.files.written(peer, message, frames, now)
             case _:
@@ -399,7 +399,7 @@ class Coordinator:
         epoch, (replaced, began) = self.state.trainer_epoch, self._replaced
         starting = replaced == epoch and now < began + self.state.liveness.start
         starting = starting or self.state.versions.newest.epoch < epoch
-        waiting = any(rank.request for rank in self.trainer.ranks.peers) and not starting
+        waiting = self.trainer.ranks.request and not starting
         damage = self.engines.pop_unloadable_version() if waiting and self.lifecycle.training else ""
         if damage:
             self._replaced = epoch, now

@@ -228,17 +228,6 @@ class RunState:
             log.error("%s", error)
 
 
-def _attention_work(path: Path) -> float:
-    """Of a token in a row of s, divided by s: 2·d·s beside the 24·d² of a layer's matrix products, where d is
-    the hidden size. 0 where it is not known."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return 0.0
-    size = found.get("hidden_size") or (found.get("text_config") or {}).get("hidden_size")
-    return 1 / (12 * size) if size else 0.0
-
-
 def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from its store; a new one where that is empty."""
     samples = Samples.open(samples_path(run_dir, "train"))
@@ -247,11 +236,7 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
     buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
     trainer, flush = config.trainer, config.data.at_end == "flush"
-    square = float(
-        store.read.meta("attention_work") or _attention_work(Path(config.model.path) / "config.json")
-    )
-    store.put_meta("attention_work", str(square))  # plans are dealt by it: a restart must not differ
-    batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing, square)
+    batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing)
     restore(config, store, buffer, batches)
     if not store.read.meta(MODEL):
         store.put_meta(MODEL, json.dumps(identity(config.model.path)))

@@ -1,14 +1,14 @@
 """The coordinator's side of the trainer ranks.
 
-consumes: hellos, commits, versions, checkpoints (control); requests for plans, confirmations (bulk)
+consumes: hellos, commits, versions, checkpoints (control); requests for plans and payloads (bulk)
 waits for: a micro-batch's worth of ready trajectories; all ranks of one start
-unblocks: the ranks (plans, go, committed), through the clock the workers
+unblocks: the ranks (plans, payloads, committed), through the clock the workers
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -26,12 +26,12 @@ from asyncrl.wire.messages.trainer import (
     Commit,
     Committed,
     GaveUp,
+    PayloadRequest,
+    Payloads,
     PlannedTrajectory,
-    PlanReceived,
     PlanRequest,
     Probed,
     Published,
-    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -51,7 +51,6 @@ class RankRecord:
     hello: TrainerHello
     seen: float
     beat: TrainerBeat | None = None
-    request: PlanRequest | None = None  # that is not answered
 
 
 @dataclass
@@ -61,8 +60,7 @@ class Ranks:
     peers: Peers[RankRecord]
     incarnation: str = ""
     size: int = 0
-    answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
-    confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
+    request: PlanRequest | None = None  # rank 0's, that is not answered
     committed: int = 0  # the newest step that they have committed
 
 
@@ -72,8 +70,6 @@ class TrainerHandler:
     def __init__(self, state: RunState, on_commit: Callable[[Commit], None]) -> None:
         self.state, self.on_commit = state, on_commit
         self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
-        epoch, step, micro = map(int, state.store.read.meta("last_started", "0 0 0").split())
-        self.last_started = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
         self._covered = int(state.store.read.meta("to_forget", "0"))  # steps before this one are not needed
         self._stopped_at: int | None = None  # the step at which the ranks were asked
@@ -314,88 +310,61 @@ class TrainerHandler:
     def plan_requested(self, peer: bytes, message: PlanRequest) -> None:
         """Remember the request; `serve` answers it when there is something to train. One that comes late, for
         a step that they have committed, is not answered: what cannot be read by now was trained."""
-        if message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed:
-            return
-        rank = self.ranks.peers.get(peer)
-        if rank is not None and message.rank == rank.hello.index < self.ranks.size:
-            rank.request = message
+        rank = self._rank_of(peer, message)
+        if rank is not None and rank.hello.index == 0:
+            self.ranks.request = message
 
-    def plan_received(self, peer: bytes, message: PlanReceived) -> None:
-        """All ranks hold a plan's payloads: let them run the forward.
-
-        `last_started` is stored before StartPlan is sent: after a restart in between, a rank that missed it
-        gets it again; the others may already wait for that rank in a collective.
-        """
-        if message.trainer_epoch != self.state.trainer_epoch:
-            return
-        place = (message.trainer_epoch, message.step, message.micro)
-        if place <= self.last_started:
-            self.state.outbox.to_bulk(peer, StartPlan(message.step, message.micro))
-            return
-        rank = self.ranks.peers.get(peer)  # one identity on both channels
-        if rank is None or rank.hello.index != message.rank:
-            return
-        self.ranks.confirmed.setdefault(place, set()).add(message.rank)
-        if len(self.ranks.confirmed[place]) == self.ranks.size:
-            self.ranks.confirmed.clear()
-            self.last_started = place
-            self.state.store.put_meta("last_started", " ".join(map(str, place)))
-            for rank in self.ranks.peers:
-                self.state.outbox.to_bulk(rank.peer, StartPlan(message.step, message.micro))
+    def _rank_of(self, peer: bytes, message: PlanRequest | PayloadRequest) -> RankRecord | None:
+        """The rank that asks, if its trainer is the newest, for a step that is not committed by it."""
+        late = message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed
+        return None if late else self.ranks.peers.get(peer)
 
     def serve(self) -> None:
-        """Answer the waiting requests that can be answered."""
-        for rank in self.ranks.peers:
-            if (request := rank.request) is None:
-                continue
-            key = (request.step, request.micro)
-            plan, frames = self._answer(request)
-            if plan is None:  # the rank's beat says what it waits for
-                continue
-            rank.request = None
-            if plan.kind != "stop":  # the other ranks are to be given the same
-                self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
-            self.state.outbox.to_bulk(rank.peer, plan, frames)
+        """Answer rank 0's request if it can be answered; else its beat says what it waits for."""
+        request = self.ranks.request
+        first = next((rank for rank in self.ranks.peers if rank.hello.index == 0), None)
+        if request is None or first is None or (plan := self._answer(request)) is None:
+            return
+        self.ranks.request = None
+        self.state.outbox.to_bulk(first.peer, plan)
 
-    def _answer(self, request: PlanRequest) -> tuple[WorkPlan | None, list[bytes]]:
-        """The plan asked for, with its payloads. None: the request has to wait."""
-        batches, sharing = self.state.batches, self.state.config.trainer.sequence_parallel
-        parts = self.ranks.size // sharing
-        plan = partial(WorkPlan, request.step, request.micro)
-        if request.step > batches.committed:
-            raise ProtocolError(
-                f"the trainer asks for step {request.step} before committing {request.step - 1}"
-            )
-        if self.stopping and (request.step, request.micro) not in self.ranks.answered:
-            self._stopped_at = request.step
-            return plan("stop"), []
-        if request.step >= self.state.config.total_steps:
-            return plan("end"), []
-        if self.state.versions.lacks_probe(PolicyVersion(self.state.trainer_epoch, request.step)):
-            batches.insert_probe(request.step, request.micro)
-        uids = batches.plan(request.step, request.micro, parts)
-        batch = batches.batches[request.step]
+    def _answer(self, request: PlanRequest) -> WorkPlan | None:
+        """The plan asked for. None: the request has to wait."""
+        state, batches, step = self.state, self.state.batches, request.step
+        plan = partial(WorkPlan, step, request.micro)
+        if step > batches.committed:
+            raise ProtocolError(f"the trainer asks for step {step} before committing {step - 1}")
+        if self.stopping:
+            self._stopped_at = step
+            return plan("stop")
+        if step >= state.config.total_steps:
+            return plan("end")
+        if step == batches.committed and state.versions.lacks_probe(PolicyVersion(state.trainer_epoch, step)):
+            return plan("probe")  # ranks that repeat steps score none
+        uids = batches.plan(step, request.micro, self.ranks.size // state.config.trainer.sequence_parallel)
+        batch = batches.batches[step]
         if uids is None:
-            return (plan("end") if batches.over and not batch.planned else None), []
+            return plan("end") if batches.over and not batch.planned else None
         if not uids:
-            probe = request.micro < len(batch.micros)
-            return plan("probe") if probe else plan("step", plan_hash=batch.plan_hash), []
-        mine = batches.deal(uids, parts)[request.rank // sharing]
-        trajectories, frames = self._trajectories(request.step, mine)
-        return plan("work", trajectories), frames
+            return plan("step", plan_hash=batch.plan_hash)
+        episodes = (batches.taken[uid] for uid in uids if uid not in batch.lost)
+        warmth = state.config.rollout.temperature
+        return plan(
+            "work", tuple(PlannedTrajectory.of(e, batches.baselines[e.group], warmth) for e in episodes)
+        )
 
-    def _trajectories(self, step: int, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
-        """Trajectories of a recorded plan, and their turns' payloads; without those that cannot be read."""
-        state = self.state
-        trajectories: list[PlannedTrajectory] = []
-        frames: list[bytes] = []
-        for uid in (uid for uid in uids if uid not in state.batches.batches[step].lost):
-            episode = state.batches.taken[uid]
-            turns = state.payloads(episode)  # replies are in the next turn's context
+    def payloads_requested(self, peer: bytes, message: PayloadRequest) -> None:
+        """Send a rank the payloads of its part of a plan; of a batch that is left out there are none."""
+        state, batch = self.state, self.state.batches.batches.get(message.step)
+        if self._rank_of(peer, message) is None or batch is None:
+            return
+        if not set(batch.planned).issuperset(message.uids):
+            return
+        lost, frames = list[str](), list[bytes]()
+        for uid in message.uids:
+            turns = [] if uid in batch.lost else state.payloads(state.batches.taken[uid])
             if not turns:
-                state.batches.mark_lost(step, uid)
-                continue
-            baseline, temperature = state.batches.baselines[episode.group], state.config.rollout.temperature
-            trajectories.append(PlannedTrajectory.of(episode, baseline, len(turns), temperature))
+                state.batches.mark_lost(message.step, uid)
+                lost.append(uid)
             frames += turns
-        return tuple(trajectories), frames
+        state.outbox.to_bulk(peer, Payloads(message.step, message.uids, tuple(lost)), frames)

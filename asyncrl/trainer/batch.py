@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.credit import CreditInput
+from asyncrl.buffer.packing import Piece, deal, micro_batches, units
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
@@ -155,6 +156,33 @@ class MicroBatch:
 NO_ROUTES = np.empty((0, 0), dtype=np.int32)
 _turns = msgspec.msgpack.Decoder(Turn)
 ADDED = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
+
+
+def dealt(
+    planned: Sequence[PlannedTrajectory], packing: Packing, budget: int, hidden: int, ranks: int
+) -> list[list[list[PlannedTrajectory]]]:
+    """The parts of a plan of all data ranks, which have about the same work, each in parts of about a
+    micro-batch of `budget` tokens. It follows from the arguments alone, so all ranks find the same.
+
+    Attention is 2·d·s of a token in a row of s, beside the 24·d² of a layer's matrix products; d: `hidden`.
+    """
+    pieces = [
+        Piece(
+            key=p.group if packing == "tree" else p.uid,
+            tokens=p.tokens,
+            shared=p.prompt,
+            rows=p.rows,
+            width=p.width,
+            attention=p.tokens * p.width / (12 * hidden),
+        )
+        for p in planned
+    ]
+    largest_first = sorted(units(pieces, budget, ranks), key=lambda unit: -unit.work)
+    found = []
+    for part in deal(largest_first, ranks):
+        own = [pieces[index] for index in part.members]
+        found.append([[planned[part.members[i]] for i in cut] for cut in micro_batches(own, budget)])
+    return found
 
 
 def with_turns(

@@ -24,7 +24,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
-from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
+from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
@@ -219,6 +219,12 @@ class Learner:
             done += part
             self.pulse()
         return done
+
+    def share(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
+        """This rank's part of a plan, in parts of about a micro-batch."""
+        ranks, hidden = self.world.data_ranks, self.policy.lm.config.get_text_config().hidden_size
+        index = self.world.rank * ranks // self.world.size
+        return dealt(planned, self.packing, self.budget, hidden, ranks)[index]
 
     def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Cut this rank's examples under the token budget, padded to the same count on all ranks."""

@@ -1,22 +1,23 @@
 """One trainer rank.
 
 consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
-waits for: ready trajectories, the other ranks (go, collectives), the ack of a commit -- each by name
+waits for: ready trajectories, the other ranks (words, collectives), the ack of a commit -- each by name
 unblocks: the coordinator (commits), the engines (published versions)
 
 The loop: `_take` a plan, `_train` its micro-batch or `_finish` the optimizer step (commit, then publish, then
-perhaps save), until a plan of kind end or stop. All ranks run the same sequence of collectives: all are given
-the same kind of plan for the same (step, micro), and none starts one before all hold theirs.
+perhaps save), until a plan of kind end or stop. All ranks run the same sequence of collectives: rank 0 alone
+asks for plans and commits, the others do what it was told, and none starts before all hold their payloads.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from asyncrl.config import RunConfig
@@ -26,13 +27,13 @@ from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
-from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.learner import Learner, Work
 from asyncrl.trainer.memory import trim_heap, try_largest
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.report import Ratios
-from asyncrl.types import PolicyVersion
+from asyncrl.types import PolicyVersion, Turn
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
@@ -40,29 +41,25 @@ from asyncrl.wire.messages.trainer import (
     Commit,
     Committed,
     GaveUp,
-    PlanReceived,
+    PayloadRequest,
+    PlannedTrajectory,
     PlanRequest,
     Probed,
-    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
+    is_answer,
 )
 from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
 
+Answer = tuple[Any, list[bytes]]  # with its frames
 log = logging.getLogger("asyncrl.trainer")
 
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
 SAVE_POLL = 0.05
+WORD_POLL = 0.01  # seconds between two looks for what rank 0 tells
 SAVE_AGAIN = 5.0  # seconds after a last checkpoint that could not be written
-# What answers a request, and the fields in which both must agree. Stop answers all others.
-ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
-    TrainerHello: (Welcome, ()),
-    PlanRequest: (WorkPlan, ("step", "micro")),
-    PlanReceived: (StartPlan, ("step", "micro")),
-    Commit: (Committed, ("step",)),
-}
 
 
 class Stopped(Exception):
@@ -100,7 +97,7 @@ class TrainerRank:
     def __init__(self, config: RunConfig, endpoints: Endpoints, mesh: world.World, incarnation: str) -> None:
         self.config, self.mesh, self.incarnation = config, mesh, incarnation
         self.run_dir = Path(config.run_dir) / config.name
-        self.rank, self.first = mesh.rank, mesh.rank == 0
+        self.rank, self.first, self.words = mesh.rank, mesh.rank == 0, world.Words(mesh)
         place = shared_place(config, self.run_dir, mesh)
         self.learner = Learner(config, mesh)
         self.saving = Checkpointing(config, place, self.learner)
@@ -114,7 +111,7 @@ class TrainerRank:
         self.trainer_epoch = 0
         self.watch = self.learner.watch
         self.peak_flops = peak_flops(mesh.device, config.model.dtype)
-        self.waiting = self._told = ""  # now, and in the newest beat
+        self.waiting = self._named = ""  # now, and in the newest beat
         self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
@@ -138,14 +135,13 @@ class TrainerRank:
                 try_largest(self.learner)
         micro = 0
         while True:
-            plan, frames = self._take(micro)
+            plan, work = self._take(micro)
             match plan.kind:
                 case "work":
-                    self._train(plan, frames)
+                    self._train(plan, work)
                     micro += 1
                 case "probe":
                     self._probe()
-                    micro += 1
                 case "step":
                     self._finish(plan)
                     micro = 0
@@ -155,12 +151,12 @@ class TrainerRank:
                     self._save_last()
                     self._await_stop(plan.kind)
 
-    def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
-        uids = [planned.uid for planned in plan.trajectories]
+    def _train(self, plan: WorkPlan, work: Work) -> None:
+        uids = [planned.uid for planned, _ in work]
         self.mesh.check_shared(uids, list[str])  # a payload may have become unreadable in between
         at = {"step": plan.step + 1, "micro": plan.micro}
         with self.timeline.span("train", **at), self.watch.phase("update_actor"):
-            self.learner.accumulate(with_turns(plan.trajectories, frames))
+            self.learner.accumulate(work)
         self._batch += uids
 
     def _finish(self, plan: WorkPlan) -> None:
@@ -177,10 +173,8 @@ class TrainerRank:
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
         metrics |= performance(*self.watch.lap(), metrics, self.peak_flops, self.mesh.size)
-        # The first rank waits for the ack, the others for it.
         with self.timeline.span("wait_commit"), self.watch.phase("wait_commit", waiting=True):
-            publish = self._commit(plan, everyone, metrics) if self.first else True
-            publish = self.mesh.gather(publish, bool)[0]
+            publish = self._commit(plan, everyone, metrics)
         self.committed = self.learner.step
         self.ratios.save(self.committed)
         if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
@@ -201,27 +195,48 @@ class TrainerRank:
         vocabulary = self.learner.policy.vocabulary
         return TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, vocabulary)
 
-    def _take(self, micro: int) -> tuple[WorkPlan, list[bytes]]:
-        """The next plan; with several ranks, only when all of them hold theirs."""
-        step = self.learner.step
+    def _take(self, micro: int) -> tuple[WorkPlan, Work]:
+        """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
+        step, work = self.learner.step, list[tuple[PlannedTrajectory, list[Turn]]]()
         with self.timeline.span("wait_data"), self.watch.phase("wait_data", waiting=True):
-            request = PlanRequest(self.trainer_epoch, step, micro, self.rank)
-            plan, frames = self._ask(self.bulk, request, f"trajectories of step {step}", patient=True)
-            if self.mesh.size > 1:
-                received = PlanReceived(self.trainer_epoch, step, micro, self.rank)
-                self._ask(self.bulk, received, "the other ranks' payloads")
-        return plan, frames
+            request = PlanRequest(self.trainer_epoch, step, micro)
+            plan = self._told(self.bulk, request, f"trajectories of step {step}", patient=True)
+            for part in self.learner.share(plan.trajectories):
+                asked = PayloadRequest(self.trainer_epoch, step, tuple(p.uid for p in part))
+                found, frames = self._ask(self.bulk, asked, f"payloads of step {step}")
+                work += with_turns([p for p in part if p.uid not in found.lost], frames)
+            self.words.arrive()
+            self._await("the other ranks' payloads", lambda: self.words.all_arrived or None)
+        return plan, work
 
     def _commit(self, plan: WorkPlan, trained: list[str], metrics: dict[str, float]) -> bool:
-        """Rank 0: True when this version is to be published."""
+        """True when this version is to be published."""
         commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, tuple(trained), metrics)
-        answer, _ = self._ask(self.control, commit, f"the commit of step {commit.step}")
+        answer = self._told(self.control, commit, f"the commit of step {commit.step}")
         self.saving.best = answer.best
         return bool(answer.publish)
 
-    def _ask(
-        self, link: Link, request: WireMessage, name: str, patient: bool = False
-    ) -> tuple[Any, list[bytes]]:
+    def _told(self, link: Link, request: WireMessage, name: str, patient: bool = False) -> Any:
+        """The coordinator's answer to rank 0, on all ranks."""
+        if not self.first:
+            word = self._await(f"rank 0, which waits for {name}", self.words.heard)
+            return msgspec.msgpack.decode(word, type=WorkPlan | Committed)
+        answer, _ = self._ask(link, request, name, patient)
+        self.words.tell(msgspec.msgpack.encode(answer))
+        return answer
+
+    def _await(self, name: str, found: Callable[[], Any]) -> Any:
+        """Wait for other ranks, with beats. It has no limit: rank 0's waits have theirs, and a rank that is
+        silent or gone ends all of them."""
+        while (value := found()) is None:
+            self.waiting = name
+            self.publishing.check()
+            self._idle(WORD_POLL)
+        self.waiting = ""
+        self._beat_if_due(time.monotonic())
+        return value
+
+    def _ask(self, link: Link, request: WireMessage, name: str, patient: bool = False) -> Answer:
         """Send a request and wait for its answer. It is sent again every RESEND_EVERY seconds: all are
         idempotent.
 
@@ -266,9 +281,9 @@ class TrainerRank:
 
     def _beat_if_due(self, now: float) -> bool:
         """Send a beat, every BEAT_EVERY seconds and when a wait begins or is over. Whether it was sent."""
-        if now < self._beat_at and self.waiting == self._told:
+        if now < self._beat_at and self.waiting == self._named:
             return False
-        self._beat_at, self._told = now + BEAT_EVERY, self.waiting
+        self._beat_at, self._named = now + BEAT_EVERY, self.waiting
         self.control.send(self._status())
         return True
 
@@ -304,11 +319,10 @@ class TrainerRank:
         return Checkpointed(self.trainer_epoch, newest.step, path, newest.trained_total)
 
     def _status(self) -> TrainerBeat:
-        busy, idle = self.watch.busy_s, self.watch.idle_s
-        saving = self.saving
+        watch, saving = self.watch, self.saving
         unsaved = saving.problem and f"not saved: {saving.problem}"
         waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
-        return TrainerBeat(self.rank, busy, idle, waiting, self.work, saving.place.written)
+        return TrainerBeat(self.rank, watch.busy_s, watch.idle_s, waiting, self.work, saving.place.written)
 
     def report(self, error: Exception) -> str:
         """Tell the coordinator that this rank gives up the batch, because of a spike or of too little memory
@@ -384,11 +398,3 @@ class TrainerRank:
         self.timeline.close()
         self.control.close()
         self.bulk.close()
-
-
-def is_answer(message: WireMessage, request: WireMessage) -> bool:
-    """True if the message answers this request, and not an earlier one of its kind."""
-    if type(request) not in ANSWERS:
-        return False
-    kind, same = ANSWERS[type(request)]
-    return isinstance(message, kind) and all(getattr(message, f) == getattr(request, f) for f in same)

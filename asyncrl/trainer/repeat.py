@@ -5,13 +5,13 @@ newest checkpoint before a step ──► the recorded plans since, in order ─
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 
 import torch
 
 from asyncrl.algorithms.recipe import Recipe
-from asyncrl.buffer.batches import Baseline, row_units
+from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig
 from asyncrl.conversation.turns import trained
@@ -26,6 +26,7 @@ from asyncrl.trainer.learner import Learner, Work
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
+Share = Callable[[Sequence[PlannedTrajectory]], list[list[PlannedTrajectory]]]
 INITIAL = 0  # the step of the policy that a run begins with
 
 
@@ -44,7 +45,7 @@ def repeat(
         if first > INITIAL:
             checkpoint.load(place, first, learner)
         for number in range(first, step):
-            for work in recorded(config, reader, number):
+            for work in recorded(config, reader, number, learner.share):
                 learner.accumulate(work)
             yield number + 1, learner.finish()
     finally:
@@ -69,13 +70,18 @@ def start_of(reader: RunReader, place: Checkpoints, step: int) -> int:
     )
 
 
-def recorded(config: RunConfig, reader: RunReader, step: int) -> Iterator[Work]:
-    """The micro-batches of batch `step` (0-based), as its plan dealt them to a single rank."""
+def recorded(config: RunConfig, reader: RunReader, step: int, share: Share) -> Iterator[Work]:
+    """The parts of the plan of batch `step` (0-based), as a single rank has its `share` of them."""
     plan = reader.plan(step)
-    for micro in plan.micros:
-        uids = [uid for uid in micro if uid not in plan.lost]
-        if uids:  # else it scored the probe
-            yield _micro_batch(config, reader, uids)
+    for part in plan.micros:
+        episodes = [reader.episode(uid) for uid in part if uid not in plan.lost]
+        temperature = config.rollout.temperature
+        planned = [PlannedTrajectory.of(e, reader.baseline(e.group), temperature) for e in episodes]
+        ordered = [*chain(*share(planned))]
+        frames = [frame for p in ordered for frame in list(reader.frames(p.uid, p.frames))[::2]]
+        if not all(frames):
+            raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
+        yield with_turns(ordered, frames)
 
 
 def credited(
@@ -83,7 +89,7 @@ def credited(
 ) -> Example:
     """Its trained tokens as training saw them: lags, rewards, what is over the bound; and advantages before
     the batch scales them, unless they also read what models compute."""
-    planned = PlannedTrajectory.of(episode, baseline, len(turns), config.rollout.temperature)
+    planned = PlannedTrajectory.of(episode, baseline, config.rollout.temperature)
     given = example(
         planned, trained(turns), max(0, episode.step), config.buffer.max_staleness, recipe.aggregate
     )
@@ -97,17 +103,3 @@ def advantage(
     what models compute, or the episode has no token of the model's."""
     found = credited(config, recipe, episode, baseline, turns).advantage
     return float(found.mean()) if found is not None and len(found) else None
-
-
-def _micro_batch(config: RunConfig, reader: RunReader, uids: list[str]) -> Work:
-    episodes = [reader.episode(uid) for uid in uids]
-    units = row_units(episodes, config.trainer.micro_batch_tokens, config.trainer.packing)
-    ordered = [episodes[index] for index in chain(*(unit.members for unit in units))]
-    planned = [
-        PlannedTrajectory.of(e, reader.baseline(e.group), e.turns, config.rollout.temperature)
-        for e in ordered
-    ]
-    frames = [frame for e in ordered for frame in list(reader.frames(e.uid, e.turns))[::2]]
-    if not all(frames):
-        raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
-    return with_turns(planned, frames)

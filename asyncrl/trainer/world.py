@@ -14,13 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from math import gcd
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -38,7 +41,8 @@ PART_BYTES = 64 << 20  # of it that travel at once
 class World:
     """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `mesh`: over
     what weights are sharded, [ranks], or [replicas, ranks of each]. `sequence`: the ranks that share this
-    one's micro-batches; None: it has its own. `group`: what all talk through; None: the default one."""
+    one's micro-batches; None: it has its own. `group`: what all talk through; None: the default one.
+    `rendezvous`: where they met."""
 
     rank: int
     size: int
@@ -46,6 +50,7 @@ class World:
     mesh: DeviceMesh
     sequence: SequenceRanks | None = None
     group: dist.ProcessGroup | None = None
+    rendezvous: str = ""
 
     @property
     def data_ranks(self) -> int:
@@ -151,6 +156,43 @@ class World:
         return parts
 
 
+class Words:
+    """What rank 0 tells the other ranks, one word after another, and their meetings. A rank that waits here
+    is in no collective, whose time would run out. Like collectives, it asks nobody for a key."""
+
+    def __init__(self, world: World) -> None:
+        self._size, self._told, self._meetings = world.size, 0, 0
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        if world.size > 1:
+            open_store = partial(TCPStore, urlsplit(world.rendezvous).hostname or "127.0.0.1")
+            own = open_store(0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
+            port = world.gather(own.port if own else 0, int)[0]
+            self._store = own or open_store(port, is_master=False, wait_for_workers=False)
+
+    def tell(self, word: bytes) -> None:
+        """On rank 0. The word before the last is forgotten: there was a meeting since."""
+        self._told += 1
+        self._store.set(f"word {self._told}", word)
+        self._store.delete_key(f"word {self._told - 2}")
+
+    def heard(self) -> bytes | None:
+        """On the others: the next word, if it was told."""
+        if not self._store.check([name := f"word {self._told + 1}"]):
+            return None
+        self._told += 1
+        return bytes(self._store.get(name))
+
+    def arrive(self) -> None:
+        """This rank is at the next meeting."""
+        self._meetings += 1
+        self._store.add("arrived", 1)
+
+    @property
+    def all_arrived(self) -> bool:
+        """All ranks are, or were, at the meeting of this one."""
+        return self._store.add("arrived", 0) >= self._meetings * self._size
+
+
 def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeout_s: float = 600.0) -> World:
     """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever.
 
@@ -170,7 +212,7 @@ def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeo
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return World(rank, size, place, init_device_mesh(place.type, (size,)))
+    return World(rank, size, place, init_device_mesh(place.type, (size,)), rendezvous=rendezvous)
 
 
 def leave() -> None:

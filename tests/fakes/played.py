@@ -12,7 +12,6 @@ import msgspec
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints, Files
-from asyncrl.trainer.rank import is_answer
 from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion
 from asyncrl.weights.disk import MANIFEST
 from asyncrl.weights.manifest import WeightsRef
@@ -22,13 +21,15 @@ from asyncrl.wire.messages.trainer import (
     Commit,
     Committed,
     GaveUp,
-    PlanReceived,
+    PayloadRequest,
+    Payloads,
+    PlannedTrajectory,
     PlanRequest,
     Published,
-    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
+    is_answer,
 )
 from asyncrl.wire.messages.worker import (
     Ack,
@@ -204,8 +205,9 @@ class PlayedRank:
         self.trainer, self.world, self.rank = trainer, trainer.world, rank
         self.link = PlayedLink(self.world, f"trainer/{rank}/{trainer.incarnation}".encode())
         self.asked: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
-        self.plan, self.frames = WorkPlan(-1, -1, "work"), list[bytes]()
-        self.greeted = self.may_start = False
+        self.plan: WorkPlan | None = None  # that rank 0 was told, and this rank has its part of
+        self.uids, self.turns = list[str](), dict[str, int]()
+        self.greeted = self.ready = False
         self.resend_at = self.tick_at = self.beat_at = 0.0
 
     def tick(self) -> None:
@@ -288,41 +290,50 @@ class PlayedTrainer:
                     self.repeating = self.step < message.step
                     if not self.repeating:
                         self._publish()
-                self._request(rank)
+                rank.asked, rank.ready = None, True
+                if all(each.ready for each in self.ranks):
+                    self._request()
             case Welcome() if rank is self.first and self.published is not None:
                 self.link.say(self.published)
             case WorkPlan() if isinstance(asked, PlanRequest) and is_answer(message, asked):
-                rank.plan, rank.frames = message, frames
-                if len(self.ranks) > 1:
-                    rank.ask(PlanReceived(self.epoch, self.step, self.micro, rank.rank), bulk=True)
-                else:
-                    self._start(rank)
-            case StartPlan() if isinstance(asked, PlanReceived) and is_answer(message, asked):
-                self._start(rank)
+                rank.asked = None
+                for index, each in enumerate(self.ranks):
+                    self._hand(each, message, message.trajectories[index :: len(self.ranks)])
+                self._start()
+            case Payloads() if isinstance(asked, PayloadRequest) and is_answer(message, asked):
+                self._check_lag(frames)
+                assert len(frames) == sum(rank.turns[uid] for uid in message.uids if uid not in message.lost)
+                rank.asked, rank.uids = None, [uid for uid in message.uids if uid not in message.lost]
+                self._start()
             case Committed() if isinstance(asked, Commit) and is_answer(message, asked):
                 self._committed(message)
 
-    def _request(self, rank: PlayedRank) -> None:
-        rank.ask(PlanRequest(self.epoch, self.step, self.micro, rank.rank), bulk=True)
+    def _request(self) -> None:
+        self.first.ask(PlanRequest(self.epoch, self.step, self.micro), bulk=True)
 
-    def _start(self, rank: PlayedRank) -> None:
-        """The last rank that may start lets all train."""
-        rank.asked, rank.may_start = None, True
-        if not all(each.may_start for each in self.ranks):
-            return
+    def _hand(self, rank: PlayedRank, plan: WorkPlan, part: tuple[PlannedTrajectory, ...]) -> None:
+        """Rank 0 was told a plan, and a rank asks for its part of it."""
+        rank.plan, rank.uids = plan, []
+        rank.turns = {planned.uid: planned.frames for planned in part}
+        if part:
+            rank.ask(PayloadRequest(self.epoch, self.step, tuple(rank.turns)), bulk=True)
+
+    def _start(self) -> None:
+        """The last rank that has its part lets all train."""
         plan = self.first.plan
-        assert {each.plan.kind for each in self.ranks} == {plan.kind}, self.world.log
-        for each in self.ranks:
-            each.may_start = False
-            self._check_lag(each.frames)
-            self.batch += [planned.uid for planned in each.plan.trajectories]
+        if plan is None or any(
+            isinstance(each.asked and each.asked[0], PayloadRequest) for each in self.ranks
+        ):
+            return
+        self.first.plan = None
+        self.batch += [uid for each in self.ranks for uid in each.uids]
         self._run(plan)
 
     def _run(self, plan: WorkPlan) -> None:
         match plan.kind:
             case "work":
                 self.micro, self.work = self.micro + 1, self.work + 1
-                self._request_all()
+                self._request()
             case "step" if self.spikes and not self.repeating:
                 self.first.ask(GaveUp(self.epoch, 0, self.step + 1, "spike", "its norm is nan"), bulk=False)
             case "step":
@@ -339,10 +350,6 @@ class PlayedTrainer:
                 self.first.ask(self._checkpointed(), bulk=False)
             case "probe":
                 raise AssertionError("no engine asked for a probe")
-
-    def _request_all(self) -> None:
-        for rank in self.ranks:
-            self._request(rank)
 
     def _check_lag(self, frames: list[bytes]) -> None:
         """The bound on staleness, which the real trainer's masks keep where nothing else does."""
@@ -362,7 +369,7 @@ class PlayedTrainer:
         if self.step % self.world.config.checkpoint.every == 0:
             self._save()
             self.link.say(self._checkpointed())
-        self._request_all()
+        self._request()
 
     def _publish(self) -> None:
         version = PolicyVersion(self.epoch, self.step)

@@ -27,10 +27,10 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    PlanReceived,
+    PayloadRequest,
+    Payloads,
     PlanRequest,
     Published,
-    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -191,7 +191,7 @@ class Trainer(Peer):
         self._tell(Published(ref, 0.0, 0.0))
 
     def _next(self) -> None:
-        self._ask(PlanRequest(self.epoch, self.step, self.micro, 0))
+        self._ask(PlanRequest(self.epoch, self.step, self.micro))
 
     def receive(self, message: Any, frames: list[bytes]) -> None:
         match message:
@@ -200,9 +200,10 @@ class Trainer(Peer):
                 self._publish()
                 self._next()
             case WorkPlan(kind="work"):
-                self.batch += [planned.uid for planned in message.trajectories]
-                self._ask(PlanReceived(self.epoch, message.step, message.micro, 0))
-            case StartPlan():
+                uids = tuple(planned.uid for planned in message.trajectories)
+                self.batch += uids
+                self._ask(PayloadRequest(self.epoch, message.step, uids))
+            case Payloads():
                 self.micro, self.work = self.micro + 1, self.work + 1
                 self._next()
             case WorkPlan(kind="step"):

@@ -18,7 +18,7 @@ FromTrainer = (
     | trainer.GaveUp
 )
 FromObserver = shared.ObserverHello | shared.Invite | shared.Stop
-FromTrainerBulk = trainer.PlanRequest | trainer.PlanReceived
+FromTrainerBulk = trainer.PlanRequest | trainer.PayloadRequest
 AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | shared.Enrol
 AnyBulk = Record | FromTrainerBulk | shared.WrittenBytes
 # By the role of the sender: the coordinator takes nothing else from it.
@@ -51,7 +51,7 @@ ToWorkerControl = (
 ToKeeper = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Stop
 ToWorkerBulk = worker.Ack | worker.Fenced
 ToTrainerControl = shared.Welcome | trainer.Committed | shared.Stop
-ToTrainerBulk = trainer.WorkPlan | trainer.StartPlan
+ToTrainerBulk = trainer.WorkPlan | trainer.Payloads
 ToFileSender = shared.WrittenTaken
 ToToken = shared.Enrolled
 ToObserver = shared.Welcome | shared.Status | shared.StepReport | shared.Replace | shared.RunEnd | shared.Stop

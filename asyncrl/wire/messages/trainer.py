@@ -10,7 +10,7 @@ from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.types import MAX_VOCABULARY, EpisodeResult, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Count, Finite, WireMessage
+from asyncrl.wire.messages.shared import Count, Finite, Welcome, WireMessage
 
 
 class TrainerHello(WireMessage, frozen=True):
@@ -99,20 +99,20 @@ class GaveUp(WireMessage, frozen=True):
 
 
 class PlanRequest(WireMessage, frozen=True):
-    """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
+    """Rank 0 asks for part `micro` of batch `step` (0-based: the step being trained), for all ranks."""
 
     trainer_epoch: Count
     step: Count
     micro: Count
-    rank: Count
 
 
 class PlannedTrajectory(msgspec.Struct, frozen=True):
-    """One trajectory of a plan. Its turns are the next `frames` frames of the message.
+    """One trajectory of a plan, which has so many `frames`, one a turn.
 
     `siblings` are the results that the baseline is made of. `place` is the index of `own` among them; -1: it
     is a late member of a partial group, and not among them. `issued`: members that the group was issued with,
-    landed or not. `greedy`: reward of the group's greedy episode, where the advantage wants one.
+    landed or not. `greedy`: reward of the group's greedy episode, where the advantage wants one. By their
+    sizes the ranks deal the trajectories: `tokens` of all `rows`, of the widest one, of the prompt.
     """
 
     uid: str
@@ -124,23 +124,29 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     issued: int
     temperature: float
     greedy: float | None = None
+    tokens: int = 0
+    rows: int = 1
+    width: int = 0
+    prompt: int = 0
 
     @classmethod
-    def of(
-        cls, episode: EpisodeRecord, baseline: Baseline, frames: int, temperature: float
-    ) -> PlannedTrajectory:
+    def of(cls, episode: EpisodeRecord, baseline: Baseline, temperature: float) -> PlannedTrajectory:
         """The trajectory's name in the buffer."""
         siblings, place = baseline.siblings(episode)
         return cls(
             uid=episode.uid,
             group=str(episode.group),
-            frames=frames,
+            frames=episode.turns,
             own=episode.result,
             siblings=siblings,
             place=place,
             issued=baseline.issued,
             temperature=temperature,
             greedy=baseline.greedy,
+            tokens=episode.tokens,
+            rows=episode.stats.rows,
+            width=episode.width,
+            prompt=episode.stats.prompt,
         )
 
     @property
@@ -150,11 +156,11 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
 
 
 class WorkPlan(WireMessage, frozen=True):
-    """The next task of a rank; all ranks get the same kind for the same (step, micro).
+    """The next task of all ranks, which deal the trajectories among themselves.
 
-    work: train the trajectories (none: a dummy of weight zero). probe: score the probe, for an engine that
-    was just started. step: the batch is complete, take the optimizer step. end: no more batches, write a
-    checkpoint. stop: write a checkpoint now, mid-batch.
+    work: train the trajectories. probe: score the probe, for an engine that was just started, then ask again.
+    step: the batch is complete, take the optimizer step. end: no more batches, write a checkpoint. stop:
+    write a checkpoint now, mid-batch.
     """
 
     step: int
@@ -164,17 +170,34 @@ class WorkPlan(WireMessage, frozen=True):
     plan_hash: str = ""  # with kind "step"
 
 
-class PlanReceived(WireMessage, frozen=True):
-    """The rank holds the payloads of a plan."""
+class PayloadRequest(WireMessage, frozen=True):
+    """A rank asks for the payloads of trajectories of batch `step`, which it is to train."""
 
     trainer_epoch: Count
     step: Count
-    micro: Count
-    rank: Count
+    uids: tuple[str, ...]
 
 
-class StartPlan(WireMessage, frozen=True):
-    """All ranks hold the payloads: run the forward."""
+class Payloads(WireMessage, frozen=True):
+    """The turns of the `uids` asked for, a frame each, but of those `lost`, which cannot be read."""
 
     step: int
-    micro: int
+    uids: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+
+
+# What answers a request, and the fields in which both must agree. Stop answers all others.
+ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
+    TrainerHello: (Welcome, ()),
+    PlanRequest: (WorkPlan, ("step", "micro")),
+    PayloadRequest: (Payloads, ("step", "uids")),
+    Commit: (Committed, ("step",)),
+}
+
+
+def is_answer(message: WireMessage, request: WireMessage) -> bool:
+    """True if the message answers this request, and not an earlier one of its kind."""
+    if type(request) not in ANSWERS:
+        return False
+    kind, same = ANSWERS[type(request)]
+    return isinstance(message, kind) and all(getattr(message, f) == getattr(request, f) for f in same)

@@ -68,31 +68,9 @@ def test_units_fill_micro_batches_of_the_budget(drawn: list[Piece], budget: int)
         assert sum(unit.tokens for unit in held) <= budget or len(held) == 1
 
 
-@settings(deadline=None)
-@given(pieces, budgets, st.sampled_from([1, 2, 4]), st.booleans())
-def test_what_was_chosen_is_dealt_as_it_was_chosen(
-    drawn: list[Piece], budget: int, ranks: int, padded: bool
-) -> None:
-    """A plan is cut once when it is made, and again, from its uids alone, when it is dealt; nothing is left
-    out then, whatever the number of ranks."""
-    if padded:
-        drawn = [piece._replace(key=index, shared=0) for index, piece in enumerate(drawn)]
-    chosen = deal(units(drawn, budget, ranks), ranks, budget, padded=padded)
-    taken = sorted(chain(*(part.members for part in chosen)))
-    again = [drawn[index] for index in taken]
-    if len(units(drawn, budget)) >= ranks:
-        dealt = deal(units(again, budget, ranks), ranks)
-        assert [[taken[index] for index in part.members] for part in dealt] == [
-            list(part.members) for part in chosen
-        ]
-    for number in (1, 2, 3):
-        others = deal(units(again, budget, number), number)
-        assert sorted(chain(*(part.members for part in others))) == list(range(len(again)))
-
-
 def test_few_large_groups_occupy_all_ranks() -> None:
     """Members that share 10 of 30 tokens: two groups of four on four ranks, two members each."""
     group = [Piece("a", 30, 10, 1, 30)] * 4 + [Piece("b", 30, 10, 1, 30)] * 4
-    parts = deal(units(group, 1000, 4), 4, 1000)
+    parts = deal(units(group, 1000, 4), 4)
     assert sorted(part.members for part in parts) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert [part.tokens for part in deal(units(group, 1000, 2), 2, 1000)] == [90, 90]
+    assert [part.tokens for part in deal(units(group, 1000, 2), 2)] == [90, 90]

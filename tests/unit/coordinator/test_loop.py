@@ -255,7 +255,7 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
     assert setup.received(OBSERVER, Replace) == 0, "the trainer may still publish another"
     coordinator.engines.refused.clear()
     setup.say(WORKER, *[msgspec.structs.replace(refusal, lost=True)] * REFUSALS)
-    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
+    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0))
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 0, "nobody delivered it: that says nothing about its files"
     setup.say(WORKER, *[refusal] * REFUSALS)
@@ -271,7 +271,7 @@ def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -
     coordinator, ref = setup.coordinator, WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
     setup.say(OBSERVER, ObserverHello())
     setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
-    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
+    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0))
     for engine in (f"engine/{number}/x".encode() for number in range(REFUSALS)):
         coordinator.engines.join(engine, "engine")
         coordinator.engines.loaded(engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)

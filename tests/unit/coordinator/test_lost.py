@@ -18,7 +18,15 @@ from asyncrl.errors import ProtocolError
 from asyncrl.store import segments
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanRequest, TrainerHello, WorkPlan
+from asyncrl.wire.messages.trainer import (
+    Checkpointed,
+    Commit,
+    PayloadRequest,
+    Payloads,
+    PlanRequest,
+    TrainerHello,
+    WorkPlan,
+)
 from tests.fakes.mail import Sent
 from tests.fakes.power import DurableFiles
 from tests.unit.buffer.machine import admit, run, turn_payload
@@ -159,14 +167,22 @@ class Training:
         self.handler.hello(PEER, TrainerHello(0, 1, incarnation, step), 0.0)
 
     def plan(self, micro: int, step: int = 0) -> WorkPlan:
-        self.handler.plan_requested(PEER, PlanRequest(self.state.trainer_epoch, step, micro, 0))
+        self.handler.plan_requested(PEER, PlanRequest(self.state.trainer_epoch, step, micro))
         self.handler.serve()
         ((_, plan),) = self.sent.take(WorkPlan)
         return plan
 
-    def train(self, plan: WorkPlan | None = None) -> list[str]:
-        """Batch 0, of one micro-batch, perhaps as it was received before; what was in it."""
-        uids = [planned.uid for planned in (plan or self.plan(0)).trajectories]
+    def payloads(self, plan: WorkPlan) -> list[str]:
+        """Those of the plan that the rank is given."""
+        uids = tuple(planned.uid for planned in plan.trajectories)
+        request = PayloadRequest(self.state.trainer_epoch, plan.step, uids)
+        self.handler.payloads_requested(PEER, request)
+        ((_, found),) = self.sent.take(Payloads)
+        return [uid for uid in uids if uid not in found.lost]
+
+    def train(self, uids: list[str] | None = None) -> list[str]:
+        """Batch 0, of one part, perhaps as it was received before; what was in it."""
+        uids = self.payloads(self.plan(0)) if uids is None else uids
         commit = Commit(self.state.trainer_epoch, 1, self.plan(1).plan_hash, tuple(uids), {})
         self.handler.commit(PEER, commit, 0.0)
         self.state.persist()
@@ -190,8 +206,9 @@ def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
     state = landed(tmp_path, "0.0", "0.1", "0.2", episodes_per_group=3)
     damage(state, "0.1")
     for incarnation in ("a", "b"):
-        plan = Training(state, incarnation).plan(0)
-        assert [planned.uid for planned in plan.trajectories] == ["0.0", "0.2"]
+        trainer = Training(state, incarnation)
+        plan = trainer.plan(0)
+        assert trainer.payloads(plan) == ["0.0", "0.2"]
         assert len(plan.trajectories[0].siblings) == 3  # the baseline stays as it was
         state.persist()
     state.store.close()
@@ -208,12 +225,13 @@ def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, r
     state = landed(tmp_path, "0.0", "0.1")
     if repeating:
         assert Training(state, "a").train() == ["0.0", "0.1"]
-    first = Training(state, "b").plan(0)
+    trainer = Training(state, "b")
+    first = trainer.payloads(trainer.plan(0))
     damage(state, "0.1")
     state.store.close()
     again = build(tmp_path)
     trainer = Training(again, "b")
-    assert [planned.uid for planned in trainer.plan(0).trajectories] == ["0.0"]
+    assert trainer.payloads(trainer.plan(0)) == ["0.0"]
     again.persist()
     assert trainer.train(first) == ["0.0", "0.1"] and again.buffer.flow().trained == 2
     audit(again)
@@ -227,8 +245,10 @@ def test_a_late_request_for_a_committed_step_loses_nothing(tmp_path: Path) -> No
     trainer = Training(state, "a")
     assert trainer.train() == ["0.0", "0.1"]
     damage(state, "0.1")
-    trainer.handler.plan_requested(PEER, PlanRequest(state.trainer_epoch, 0, 0, 0))
+    trainer.handler.plan_requested(PEER, PlanRequest(state.trainer_epoch, 0, 0))
+    trainer.handler.payloads_requested(PEER, PayloadRequest(state.trainer_epoch, 0, ("0.0", "0.1")))
     trainer.handler.serve()
+    assert trainer.sent.take(WorkPlan) == trainer.sent.take(Payloads) == []
     state.persist()
     audit(state)
 
@@ -239,11 +259,11 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     assert Training(state, "a").train() == ["0.0", "0.1"]
     damage(state, "0.1")
     trainer = Training(state, "b")  # it resumed from a checkpoint before that batch
-    plan = trainer.plan(0)
+    again = trainer.payloads(trainer.plan(0))
     state.persist()
     assert state.batches.batches[0].lost == {"0.1"} and state.buffer.flow().trained == 2
     audit(state)
-    assert trainer.train(plan) == ["0.0"]
+    assert trainer.train(again) == ["0.0"]
     assert state.buffer.flow().trained == 1 and state.buffer.reasons["dropped/corrupt"] == 1
     audit(state)
     state.batches.retain(1)

@@ -183,7 +183,7 @@ def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinat
     for now in range(0, 60, 5):
         if now in (0, 30):  # the first trainer, and the next one
             coordinator._on_control(RANK, TrainerHello(0, 1, f"launch.{now}", 0), [], float(now))
-            request = PlanRequest(state.trainer_epoch, 0, 0, 0)
+            request = PlanRequest(state.trainer_epoch, 0, 0)
             coordinator._on_bulk(RANK, request, [], float(now))
         if now in (0, 45):  # both publish weights that are damaged
             state.versions.publish(WeightsRef(PolicyVersion(state.trainer_epoch, 0), ""))

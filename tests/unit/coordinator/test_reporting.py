@@ -129,7 +129,7 @@ def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -
         trainer.hello(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
         waiting = "trajectories of step 0" if rank < 3 else ""  # the last one computes
         trainer.beat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0, waiting), 0.0)
-    trainer.plan_requested(b"trainer/0/x", PlanRequest(1, 0, 0, 0))
+    trainer.plan_requested(b"trainer/0/x", PlanRequest(1, 0, 0))
     state.waits = []
     trainer.serve()
     assert reporter.waits() == ("trainer 0 and 2 more: trajectories of step 0",)

@@ -27,11 +27,11 @@ from asyncrl.wire.messages.trainer import (
     Commit,
     Committed,
     GaveUp,
-    PlanReceived,
+    PayloadRequest,
+    Payloads,
     PlanRequest,
     Probed,
     Published,
-    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -65,16 +65,17 @@ class TrainerSetup:
             self.handler.hello(peer, TrainerHello(rank, 2, incarnation, step), 0.0)
         self.state.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
 
-    def take(self, rank: int, step: int, micro: int) -> WorkPlan | None:
-        self.handler.plan_requested(PEERS[rank], PlanRequest(self.state.trainer_epoch, step, micro, rank))
+    def take(self, step: int, micro: int, peer: bytes = PEERS[0]) -> WorkPlan | None:
+        self.handler.plan_requested(peer, PlanRequest(self.state.trainer_epoch, step, micro))
         self.handler.serve()
-        answers = [plan for peer, plan in self.sent.take(WorkPlan) if peer == PEERS[rank]]
-        return answers[0] if answers else None
+        answers = self.sent.take(WorkPlan)
+        assert all(to == PEERS[0] for to, _ in answers)
+        return answers[0][1] if answers else None
 
-    def confirm(self, rank: int, step: int, micro: int) -> list[bytes]:
-        """The ranks that may go."""
-        self.handler.plan_received(PEERS[rank], PlanReceived(self.state.trainer_epoch, step, micro, rank))
-        return [peer for peer, _ in self.sent.take(StartPlan)]
+    def payloads(self, rank: int, *uids: str, step: int = 0) -> list[Payloads]:
+        request = PayloadRequest(self.state.trainer_epoch, step, uids)
+        self.handler.payloads_requested(PEERS[rank], request)
+        return [found for peer, found in self.sent.take(Payloads) if peer == PEERS[rank]]
 
 
 @pytest.fixture
@@ -94,57 +95,43 @@ def uids(plan: WorkPlan) -> set[str]:
     return {planned.uid for planned in plan.trajectories}
 
 
-def test_ranks_share_a_plan_and_retries_repeat_it(setup: TrainerSetup) -> None:
-    first, second = setup.take(0, 0, 0), setup.take(1, 0, 0)
-    assert first is not None and second is not None
-    assert uids(first) | uids(second) == {"0.0", "0.1", "1.0", "1.1"}
-    assert not uids(first) & uids(second)
-    assert setup.take(0, 0, 0) == first
+def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
+    setup: TrainerSetup,
+) -> None:
+    """A retry gets the same; what is not of the batch is not given."""
+    assert setup.take(0, 0, PEERS[1]) is None
+    plan = setup.take(0, 0)
+    assert plan is not None and uids(plan) == {"0.0", "0.1", "1.0", "1.1"} and setup.take(0, 0) == plan
+    assert {(p.frames, p.tokens, p.width) for p in plan.trajectories} == {(1, 20, 20)}
+    for _ in range(2):
+        assert setup.payloads(1, "0.1", "1.0") == [Payloads(0, ("0.1", "1.0"))]
+    setup.state.store.forget_frames("1.1")
+    setup.state.persist()
+    assert setup.payloads(0, "0.0", "1.1") == [Payloads(0, ("0.0", "1.1"), ("1.1",))]
+    assert setup.state.batches.batches[0].lost == {"1.1"}
+    assert setup.payloads(0, "9.9") == setup.payloads(0, "0.0", step=1) == []
 
 
-def test_ranks_that_share_a_micro_batch_get_the_same(setup: TrainerSetup) -> None:
-    config = setup.state.config
-    trainer = msgspec.structs.replace(config.trainer, ranks=2, sequence_parallel=2)
-    setup.state.config = msgspec.structs.replace(config, trainer=trainer)
-    first, second = setup.take(0, 0, 0), setup.take(1, 0, 0)
-    assert first is not None and uids(first) == {"0.0", "0.1", "1.0", "1.1"}
-    assert second == first
-
-
-def test_no_rank_goes_before_all_hold_their_plan_and_a_missed_go_is_repeated(setup: TrainerSetup) -> None:
-    assert setup.confirm(0, 0, 0) == []
-    assert setup.confirm(1, 0, 0) == PEERS
-    setup.state.store.commit()
-    restarted = TrainerHandler(setup.state, setup.commits.append)  # a coordinator that was killed right then
-    restarted.ranks = setup.handler.ranks
-    setup.handler = restarted
-    assert setup.confirm(1, 0, 0) == [PEERS[1]]
-
-
-def test_a_confirmation_counts_only_from_the_rank_that_it_names(setup: TrainerSetup) -> None:
-    """Two from one rank, or one of a rank that there is not, are not all ranks."""
-    assert setup.confirm(0, 0, 0) == []
-    for rank in (1, 7):
-        setup.handler.plan_received(PEERS[0], PlanReceived(setup.state.trainer_epoch, 0, 0, rank))
-        assert not setup.sent.take(StartPlan)
-    assert setup.confirm(1, 0, 0) == PEERS
-
-
-def test_all_ranks_score_the_probe_at_the_same_place_once_a_batch(setup: TrainerSetup) -> None:
+def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(setup: TrainerSetup) -> None:
     """An engine was started: without the probe it may not sample, and nothing may ever become ready."""
-    versions = setup.state.versions
-    assert setup.take(0, 0, 0) is not None  # planned before
+    versions, kinds = setup.state.versions, list[str]()
+
+    def asked(micro: int) -> str:
+        plan = setup.take(0, micro)
+        return plan.kind if plan else ""
+
+    assert asked(0) == "work"
     versions.engines[b"engine"] = EngineRecord("engine")
     versions.engines[b"engine"].unproven = True
-    assert [plan.kind for rank in (1, 0) if (plan := setup.take(rank, 0, 0))] == ["work", "work"]
-    for _ in range(2):  # a request that is repeated
-        assert [plan.kind for rank in (0, 1) if (plan := setup.take(rank, 0, 1))] == ["probe", "probe"]
-    again = setup.take(0, 0, 2)
-    assert again is not None and again.kind == "step"
+    kinds = [asked(1), asked(1)]
     for epoch in (0, setup.state.trainer_epoch):  # one of a trainer that was replaced does not count
         assert versions.lacks_probe(PolicyVersion(setup.state.trainer_epoch, 0))
         setup.handler.probed(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
-    assert not versions.lacks_probe(PolicyVersion(setup.state.trainer_epoch, 0))
+    assert [*kinds, asked(1)] == ["probe", "probe", "step"]
+    assert [*map(len, setup.state.batches.batches[0].micros)] == [4]
+    commit_first(setup)
+    setup.hello("y")
+    assert asked(0) == "work"  # ranks that repeat a step score no probe
 
 
 def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path: Path) -> None:
@@ -152,24 +139,21 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     setup.hello()
     versions = setup.state.versions
     versions.engines[b"engine"] = EngineRecord("engine")
-    assert setup.take(0, 0, 0) is None
+    assert setup.take(0, 0) is None
     versions.engines[b"engine"].unproven = True
-    plan = setup.take(0, 0, 0)
-    assert plan is not None and plan.kind == "probe"
-    assert setup.take(0, 0, 1) is None  # a batch without trajectories is no step
+    setup.handler.serve()  # the request still waits
+    assert [plan.kind for _, plan in setup.sent.take(WorkPlan)] == ["probe"]
+    versions.engines[b"engine"].unproven = False
+    assert setup.take(0, 0) is None  # a batch without trajectories is no step
     setup.state.buffer.prompts.retired.update(range(100))  # the data is over
-    ended = setup.take(0, 0, 1)
+    ended = setup.take(0, 0)
     assert ended is not None and ended.kind == "end"
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_stop_reaches_all_ranks_at_the_same_place(setup: TrainerSetup, first: int) -> None:
-    assert setup.take(first, 0, 0) is not None
+def test_a_stop_is_the_answer_from_then_on(setup: TrainerSetup) -> None:
+    assert setup.take(0, 0) is not None
     setup.handler.finish()
-    other = setup.take(1 - first, 0, 0)
-    assert other is not None and other.kind == "work"  # one rank has this plan already
-    kinds = [plan.kind if (plan := setup.take(rank, 0, 1)) else None for rank in (first, 1 - first, first)]
-    assert kinds == ["stop", "stop", "stop"]
+    assert [plan.kind for _ in range(2) if (plan := setup.take(0, 1))] == ["stop", "stop"]
 
 
 def checkpointed(setup: TrainerSetup, step: int) -> None:
@@ -202,16 +186,16 @@ def test_ranks_that_repeat_steps_save_what_they_have_repeated(setup: TrainerSetu
     commit_first(setup)
     setup.hello("y")
     setup.handler.finish()
-    plans = [setup.take(rank, 0, 0) for rank in (0, 1)]
-    assert [plan and plan.kind for plan in plans] == ["stop", "stop"]
+    plan = setup.take(0, 0)
+    assert plan is not None and plan.kind == "stop"
     checkpointed(setup, 0)
     assert setup.handler.finished
 
 
 def commit_first(setup: TrainerSetup) -> None:
     """Ranks take and commit the first batch."""
-    setup.take(0, 0, 0)
-    done = setup.take(0, 0, 1)
+    setup.take(0, 0)
+    done = setup.take(0, 1)
     assert done is not None and done.kind == "step"
     setup.handler.commit(PEERS[0], commit_of(setup, 1), 0.0)
 
@@ -223,8 +207,8 @@ def commit_of(setup: TrainerSetup, step: int) -> Commit:
 
 
 def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -> None:
-    setup.take(0, 0, 0)
-    done = setup.take(0, 0, 1)
+    setup.take(0, 0)
+    done = setup.take(0, 1)
     assert done is not None and done.kind == "step"
     commit = commit_of(setup, 1)
     assert commit.plan_hash == done.plan_hash
@@ -253,13 +237,13 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
 
 
 def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSetup) -> None:
-    plan, old_epoch = setup.take(0, 0, 0), setup.state.trainer_epoch
+    plan, old_epoch = setup.take(0, 0), setup.state.trainer_epoch
     setup.hello("y")
     assert setup.state.trainer_epoch == old_epoch + 1
-    setup.handler.plan_requested(PEERS[0], PlanRequest(old_epoch, 0, 0, 0))
+    setup.handler.plan_requested(PEERS[0], PlanRequest(old_epoch, 0, 0))
     setup.handler.serve()
     assert setup.sent.take(WorkPlan) == []
-    again = setup.take(0, 0, 0)
+    again = setup.take(0, 0)
     assert plan is not None and again is not None and again.trajectories == plan.trajectories
 
 
@@ -324,7 +308,7 @@ def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: Trainer
         setup.handler.hello(b"trainer/0/late", hello, 0.0)
         assert [peer for peer, _ in setup.sent.take(Stop)] == [b"trainer/0/late"]
     assert setup.state.trainer_epoch == epoch and setup.handler.ranks.peers.get(PEERS[0])
-    assert setup.take(0, 0, 0) is not None
+    assert setup.take(0, 0) is not None
 
 
 def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:
@@ -374,7 +358,7 @@ def lacking(setup: TrainerSetup, tokens: int, episodes: int, epoch: int | None =
 
 
 def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: TrainerSetup) -> None:
-    plan = setup.take(0, 0, 0)
+    plan = setup.take(0, 0)
     assert lacking(setup, 4000, 4) == lacking(setup, 4000, 4) == 2000
     setup.state.store.commit()
     setup.handler = TrainerHandler(setup.state, setup.commits.append)  # of a coordinator that was restarted
@@ -385,7 +369,7 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
     welcome = setup.sent.take(Welcome)[-1][1]
     assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.trainer_epoch
     setup.handler.hello(PEERS[1], TrainerHello(1, 2, "y", 0), 0.0)
-    assert setup.take(0, 0, 0) == plan  # the plan as recorded; the ranks cut it
+    assert setup.take(0, 0) == plan  # the plan as recorded; the ranks cut it
     assert lacking(setup, 500, 1, epoch=welcome.trainer_epoch - 1) == 2000  # of the ranks before
 
 
@@ -411,10 +395,9 @@ def batch_of(setup: TrainerSetup, groups: int = 2) -> set[str]:
     for uid in [uid for uid, e in buffer.episodes.items() if e.state is State.PENDING]:
         land(buffer, uid)
         setup.state.store.put_frame(uid, 0, "generated", turn_payload())
-    parts = [setup.take(rank, step, 0) for rank in (0, 1)]
-    end = setup.take(0, step, 1)
-    assert end is not None and end.kind == "step"
-    return set().union(*(uids(part) for part in parts if part is not None))
+    plan, end = setup.take(step, 0), setup.take(step, 1)
+    assert plan is not None and end is not None and end.kind == "step"
+    return uids(plan)
 
 
 def on_spike(setup: TrainerSetup, value: str) -> None:
@@ -441,8 +424,8 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     held = state.store.read.load()
     assert held.left == state.buffer.counts() and [batch.uids for batch in held.batches][1:] == [[]]
     setup.hello("y")  # from the start: there is no checkpoint
-    again = [setup.take(rank, 0, 0) for rank in (0, 1)]
-    assert set().union(*(uids(part) for part in again if part is not None)) == first
+    again = setup.take(0, 0)
+    assert again is not None and uids(again) == first
     other = batch_of(setup)
     assert len(other) == 4 and not other & (first | left_out)
     setup.handler.commit(PEERS[0], commit_of(setup, 2), 0.0)

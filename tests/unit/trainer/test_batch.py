@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from itertools import chain
+
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.algorithms.aggregation import aggregations
+from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.batch import Example, collate, example, token_rewards, with_turns, with_values
+from asyncrl.trainer.batch import Example, collate, dealt, example, token_rewards, with_turns, with_values
 from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -161,3 +166,47 @@ def test_a_truncated_episode_is_kept_out_of_the_loss_on_request() -> None:
     assert not example(ROW, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()
     answered = msgspec.structs.replace(ROW, own=msgspec.structs.replace(OWN, end=EpisodeEnd.ANSWERED))
     assert example(answered, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()
+
+
+PACKINGS = st.sampled_from(["padded", "packed", "tree"])
+SIZES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 300), st.integers(1, 3)), max_size=40)
+
+
+def sized(*sizes: tuple[int, int, int], prompt: int = 0) -> list[PlannedTrajectory]:
+    """Trajectories by group, width and rows."""
+    return [
+        msgspec.structs.replace(
+            ROW, uid=str(i), group=str(g), tokens=width * rows, rows=rows, width=width, prompt=prompt
+        )
+        for i, (g, width, rows) in enumerate(sizes)
+    ]
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(50, 1000), st.sampled_from([1, 2, 4]), PACKINGS)
+def test_each_trajectory_of_a_plan_goes_to_one_rank_in_parts_of_the_budget(
+    sizes: list[tuple[int, int, int]], budget: int, ranks: int, packing: Packing
+) -> None:
+    """No rank has more than the mean and the largest one; the work of a token grows with its row's length."""
+    planned = sized(*sizes)
+    found = dealt(planned, packing, budget, 16, ranks)
+    assert len(found) == ranks
+    assert sorted(p.uid for rank in found for part in rank for p in part) == sorted(p.uid for p in planned)
+    for part in chain(*found):
+        assert sum(p.tokens for p in part) <= budget or len(part) == 1
+    if packing != "tree":
+        work = [[p.tokens * (1 + p.width / 192) for part in rank for p in part] for rank in found]
+        every = [*chain(*work), 0]
+        assert max(map(sum, work)) <= sum(every) / ranks + max(every)
+
+
+def test_members_of_a_group_share_their_prompt_on_one_rank_as_far_as_they_fit() -> None:
+    """Four groups of three, 30 + 3 * 10 tokens each; then one, of which a member alone is over the budget."""
+    planned = sized(*((group, 40, 1) for group in range(4) for _ in range(3)), prompt=30)
+    for ranks in (1, 2):
+        found = dealt(planned, "tree", 100, 16, ranks)
+        assert [[{p.group for p in part} for part in rank] for rank in found] == [
+            [{str(group)} for group in range(rank, 4, ranks)] for rank in range(ranks)
+        ]
+    (found,) = dealt(sized((0, 50, 1), (0, 50, 1), (0, 50, 1), (0, 120, 1), prompt=30), "tree", 70, 16, 1)
+    assert [[p.uid for p in part] for part in found] == [["3"], ["0", "1"], ["2"]]

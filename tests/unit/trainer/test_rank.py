@@ -23,7 +23,6 @@ from asyncrl.trainer.rank import (
     SAVE_AGAIN,
     Stopped,
     TrainerRank,
-    is_answer,
 )
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe
@@ -37,6 +36,7 @@ from asyncrl.wire.messages.trainer import (
     Probed,
     TrainerBeat,
     WorkPlan,
+    is_answer,
 )
 from asyncrl.wire.sockets import Endpoints
 
@@ -48,6 +48,7 @@ class FakeLearner:
         self.step, self.watch, self.world = 0, Stopwatch(), mesh
         self.policy, self.budget = SimpleNamespace(vocabulary=10), 1
         self.pulse = lambda: None
+        self.share = lambda planned: [list(planned)] if planned else []
 
     def work(self, micros: int) -> None:
         for _ in range(micros):
@@ -137,7 +138,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     rank._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
     monkeypatch.setattr(module, "try_largest", lambda learner: computes("it tries"))
     monkeypatch.setattr(rank, "_probe", lambda: computes("it scores"))
-    monkeypatch.setattr(rank, "_train", lambda plan, frames: computes("it trains"))
+    monkeypatch.setattr(rank, "_train", lambda plan, work: computes("it trains"))
     monkeypatch.setattr(rank, "_save_last", stopped)
     with pytest.raises(Stopped):
         rank.loop()
@@ -360,7 +361,7 @@ def test_which_errors_are_a_lack_of_memory(error: Exception, lacks: bool) -> Non
 
 def test_only_the_answer_to_this_request_is_taken() -> None:
     """A plan may come again for an earlier take, which was sent twice."""
-    take = PlanRequest(1, 7, 2, 0)
+    take = PlanRequest(1, 7, 2)
     assert is_answer(WorkPlan(7, 2, "step"), take)
     assert not is_answer(WorkPlan(7, 1, "work"), take) and not is_answer(WorkPlan(6, 2, "step"), take)
     assert not is_answer(Committed(7, True), take)

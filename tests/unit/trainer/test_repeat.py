@@ -48,5 +48,5 @@ def test_what_the_run_forgets_meanwhile_is_said(tmp_path: Path, table: str) -> N
     with closing(RunReader.open(tmp_path)) as reader:
         run.store._db.execute(f"DELETE FROM {table}")
         with pytest.raises(StoreError, match=r"store\.keep_bytes"):
-            next(recorded(config, reader, 0))
+            next(recorded(config, reader, 0, lambda planned: [[*planned]]))
     run.store.close()

@@ -25,6 +25,19 @@ def test_a_rank_alone_exchanges_nothing(world: World) -> None:
     assert world.gather(value, object) == [value]
 
 
+def test_words_are_heard_in_order_and_forgotten_after_the_next_meeting(world: World) -> None:
+    first, other = ranks.Words(world), ranks.Words(world)
+    other._store, first._size, other._size = first._store, 2, 2
+    for number in range(5):
+        first.tell(word := b"%d" % number)
+        assert other.heard() == word and other.heard() is None
+        first.arrive()
+        assert not first.all_arrived
+        other.arrive()
+        assert first.all_arrived and other.all_arrived
+    assert first._store.num_keys() == 3  # two words and the count
+
+
 def tally(rank: int) -> MetricSums:
     told = MetricSums()
     told.ratio("a", 0.1, 3)

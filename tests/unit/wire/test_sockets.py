@@ -20,7 +20,7 @@ from asyncrl.wire import sockets
 from asyncrl.wire.addresses import bound, own_address
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.shared import Attempt, ObserverHello, Stop, WireMessage
-from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanReceived, TrainerHello
+from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanRequest, TrainerHello
 from asyncrl.wire.messages.worker import EngineUse, Heartbeat, Replied, WorkerHello
 from asyncrl.wire.sockets import (
     AsyncLink,
@@ -110,7 +110,7 @@ def test_what_waits_to_be_read_keeps_little_more_memory_than_its_size(visitors: 
         [b"\xc1"],
         [b"GET / HTTP/1.1"],
         [GOOD[0][:-1]],
-        encode(PlanReceived(1, 1, 1, 0), []),
+        encode(PlanRequest(1, 1, 1), []),
         [GOOD[0][:-1] + b"\xff"],
         [b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"],
     ],
@@ -292,17 +292,17 @@ def test_a_connection_that_damaged_bytes_ended_is_made_again(kind: type, towards
     """ZeroMQ gives it up for good."""
     endpoints = choose_endpoints("127.0.0.1", 0)
     gate = Gate(endpoints)
-    hub = Hub(endpoints.bulk, {"rollout": PlanReceived}, gate)
+    hub = Hub(endpoints.bulk, {"rollout": PlanRequest}, gate)
     proxy = Proxy(int(endpoints.bulk.rpartition(":")[2]))
 
     async def play() -> None:
         link = kind(f"tcp://127.0.0.1:{proxy.port}", ToWorkerBulk, b"rollout/0/x", endpoints.keys)
-        await link.send(PlanReceived(1, 1, 1, 0))
+        await link.send(PlanRequest(1, 1, 1))
         assert await asyncio.to_thread(hub.socket.poll, 10_000) and hub.receive()
         proxy.garble(to_peers_only=towards == "peer")
         assert link._dial._monitor.poll(10_000), "or the next message overtakes the damage"
         for step in range(100):  # those that were in the queue are lost
-            await link.send(PlanReceived(1, step, 1, 0))
+            await link.send(PlanRequest(1, step, 1))
             if await asyncio.to_thread(hub.socket.poll, 100):
                 break
         assert hub.receive() is not None
@@ -317,7 +317,7 @@ def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.Monkey
     """Of a link that sends nothing while its coordinator is away: ZeroMQ queues 2,000 by default."""
     endpoints, configure = choose_endpoints("127.0.0.1", 0), sockets._configure
     gate = Gate(endpoints)
-    hub = Hub(endpoints.bulk, {"trainer": PlanReceived}, gate)
+    hub = Hub(endpoints.bulk, {"trainer": PlanRequest}, gate)
 
     def impatient(sock: zmq.Socket) -> None:
         configure(sock)
@@ -331,7 +331,7 @@ def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.Monkey
     for seconds in (1, 4, 16):
         until, events = time.monotonic() + seconds, 0
         while time.monotonic() < until:
-            link.send(PlanReceived(1, 1, 1, 0))
+            link.send(PlanRequest(1, 1, 1))
             assert hub.socket.poll(10_000) and hub.receive() is not None
         while idle._dial._monitor.poll(0) and events <= 2100:
             events += bool(recv_monitor_message(idle._dial._monitor))
