@@ -19,8 +19,7 @@ from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.demonstration import demonstrated
 from asyncrl.conversation.turns import rows_of
 from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, samples_path
-from asyncrl.data.columns import check_columns
-from asyncrl.data.ignored_settings import IgnoredSettings
+from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
