@@ -1,0 +1,74 @@
+"""Fetch coding agents for tests, as their packages ship them: `make harnesses`.
+
+    python tools/fetch_harnesses.py [--to .harnesses]
+
+Packages come through npm, as this machine has it configured, for Linux on x86-64; nothing of them is part of
+the repository. Each becomes a directory with the package's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+TARGET = Path(__file__).resolve().parents[1] / ".harnesses"
+PACKAGES = {  # each with the SHA-512 of its archive, as npm writes it
+    "claude_code": (
+        "@anthropic-ai/claude-code-linux-x64@2.1.331",
+        "IpvZ9c/NopO/sr8ThWLVAUDXVAFT3auLWrhbR6wq1dgkuJfZYdTtoXf6GajE5KL9R58iTt/86OPXrJAsM4+l8g==",
+    ),
+    "codex": (
+        "@openai/codex@0.169.0-linux-x64",
+        "o05NyAOCDygSPRo1yinzxvkRSdmsZyBD9E7mbpmjRanSfM8lypqWtQgEo4XfNkwhuCR2aFu8mlGOsQGFXVbVww==",
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--to", type=Path, default=TARGET)
+    target: Path = parser.parse_args().to
+    if (here := (sys.platform, platform.machine())) != ("linux", "x86_64"):
+        sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(here)}")
+    npm = shutil.which("npm")
+    if npm is None:
+        sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
+    target.mkdir(parents=True, exist_ok=True)
+    for name, (package, digest) in PACKAGES.items():
+        with tempfile.TemporaryDirectory(dir=target) as scratch:
+            archive = packed(npm, package, Path(scratch))
+            found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+            if found != digest:
+                sys.exit(f"{package} has the SHA-512 {found}, not {digest}")
+            shutil.rmtree(target / name, ignore_errors=True)
+            with tarfile.open(archive) as files:
+                files.extractall(scratch, filter="data")
+            (Path(scratch) / "package").rename(target / name)
+        print(f"{name}: {json.loads((target / name / 'package.json').read_text())['version']}")
+
+
+def packed(npm: str, package: str, folder: Path) -> Path:
+    made = subprocess.run(
+        [npm, "pack", "--silent", package],
+        cwd=folder,
+        check=True,
+        timeout=600,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return folder / made.stdout.split()[-1]
+
+
+if __name__ == "__main__":
+    main()
