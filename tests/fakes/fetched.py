@@ -1,5 +1,5 @@
-"""What `make tokenizers` and `make smollm2` fetched, for tests: skipped without it, or failing where it is
-required."""
+"""What `make tokenizers`, `make smollm2` and `make harnesses` fetched, for tests: skipped without it, or
+failing where it is required."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = Path(os.environ.get("ASYNCRL_TOKENIZERS") or ROOT / ".tokenizers")
+HARNESSES = ROOT / ".harnesses"
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 
 
@@ -23,6 +24,13 @@ def missing(what: str, target: str = "tokenizers") -> NoReturn:
     if os.environ.get(f"ASYNCRL_REQUIRE_{target.upper()}"):
         pytest.fail(why)
     pytest.skip(why)
+
+
+def harness(program: str) -> Path:
+    """The program of a coding agent."""
+    if not (HARNESSES / program).exists():
+        missing(program, "harnesses")
+    return HARNESSES / program
 
 
 def needs_smollm2() -> None:
