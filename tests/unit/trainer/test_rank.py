@@ -178,6 +178,27 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     assert rank.control.sent == [told]  # type: ignore[attr-defined]
 
 
+def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock: SimpleNamespace) -> None:
+    """One that waited in a collective would fail when that takes too long."""
+    looks = iter([False, False, True])
+
+    class Others:
+        tell = arrive = lambda *about: None
+        all_arrived = property(lambda self: next(looks))
+
+    def advance(seconds: float) -> None:
+        clock.now += seconds
+
+    mail = [(WorkPlan(0, 0, "step"), [])]
+    rank.words = Others()  # type: ignore[assignment]
+    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+    rank.control.receive = lambda timeout: None  # type: ignore[method-assign]
+    plan, work = rank._take(0)
+    assert (plan.kind, work, [*looks]) == ("step", [], [])
+    assert "the other ranks' payloads" in [m.waiting for m in rank.control.sent if isinstance(m, TrainerBeat)]  # type: ignore[attr-defined]
+
+
 class FailingDisk:
     """In place of `checkpoint.write`: the first `failures` fail."""
 
