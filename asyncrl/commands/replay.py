@@ -71,10 +71,10 @@ def _replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int
     from asyncrl.launch.models import resolve_models
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader
-    from asyncrl.trainer.repeat import repeat
+    from asyncrl.trainer.retrain import retrain
 
     trainer = msgspec.structs.replace(config.trainer, ranks=1, replicas=1, sequence_parallel=1)
     with closing(RunReader.open(run_dir)) as reader:
         budget = MicroBudget.stored(reader, trainer.micro_batch_tokens).tokens
         alone = resolve_models(msgspec.structs.replace(config, trainer=trainer))
-        yield from repeat(alone, reader, checkpoints_of(config, run_dir), step, budget)
+        yield from retrain(alone, reader, checkpoints_of(config, run_dir), step, budget)

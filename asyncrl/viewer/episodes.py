@@ -233,7 +233,7 @@ def _as_trained(
     if any(":" in text for text in texts(msgspec.to_builtins(config.algorithm))):
         return None, "algorithm names a function of the user's, which a viewer does not run"
     from asyncrl.algorithms.recipe import compose
-    from asyncrl.trainer.repeat import credited
+    from asyncrl.trainer.retrain import credited
 
     try:
         baseline = reader.baseline(episode.group)

@@ -62,7 +62,7 @@ class Views:
 
     def warm_up(self) -> None:
         """Load what the first transcript needs, beforehand: torch and a tokenizer take seconds."""
-        importlib.import_module("asyncrl.trainer.repeat")  # what computes advantages
+        importlib.import_module("asyncrl.trainer.retrain")  # what computes advantages
         for path in self._runs:
             with suppress(AsyncrlError):  # said where a transcript is asked for
                 self._decoder(parse(at(launches_of(path), 0).config).model.path)

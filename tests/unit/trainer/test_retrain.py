@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
-from asyncrl.trainer.repeat import recorded, start_of
+from asyncrl.trainer.retrain import recorded, start_of
 from tests.unit.store.test_retention import Coordinator
 
 

@@ -30,7 +30,7 @@ Share = Callable[[Sequence[PlannedTrajectory]], list[list[PlannedTrajectory]]]
 INITIAL = 0  # the step of the policy that a run begins with
 
 
-def repeat(
+def retrain(
     config: RunConfig, reader: RunReader, place: Checkpoints, step: int, budget: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are counted from
