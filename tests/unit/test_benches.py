@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import statistics
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.tools import Toolbox
 from asyncrl.types import Sample, ToolCall
-from tests.fakes.scripts import bench_script
+from tests.fakes.scripts import TOOLS, bench_script
 
 bench, replayed = bench_script("async_ratio"), bench_script("replayed")
 
@@ -181,3 +184,20 @@ def test_good_episodes_do_not_wait_for_bad_tools() -> None:
     assert len(figures.overhead) == 2 * 2 * 12
     assert statistics.median(figures.overhead) < bench.BAD_SECONDS / 2
     assert figures.row("good").count("|") == 6
+
+
+OPTIONAL = {"atheris", "checkpoint_engine", "peft", "sglang", "trl", "verifiers"}  # not in this environment
+
+
+def test_scripts_import_what_is_there() -> None:
+    """mypy does not ask, as some libraries are optional; a bench may lose a neighbour that it needs."""
+    files = [*TOOLS.rglob("*.py")]
+    known = {path.stem for path in files} | {path.parent.name for path in files} | sys.stdlib_module_names
+    missing = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            tops = {name.partition(".")[0] for name in names} - known - OPTIONAL
+            missing |= {(path.name, top) for top in tops if find_spec(top) is None}
+    assert not missing

@@ -23,9 +23,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common import ROOT, SINGLE_THREAD, table
-from heap import micro_batches
 
 VOCABULARY, BUDGET, EPISODES = 32_000, 512, 2
+PROMPT, ANSWER = (130, 240), (20, 80)  # tokens
+
+
+def micro_batches(rng: random.Random, step: int) -> Iterator[list]:
+    """A step's episodes with their turn, one in each micro-batch."""
+    from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+    from asyncrl.wire.messages.trainer import PlannedTrajectory
+
+    for i in range(EPISODES):
+        context, ids = (
+            tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(*r))) for r in (PROMPT, ANSWER)
+        )
+        spans = (VersionSpan(0, len(ids), step, step),)
+        turn = Turn(0, context, ids, (-1.0,) * len(ids), spans, StopReason.STOP)
+        results = tuple(EpisodeResult(float(won), len(ids)) for won in (0, 1))
+        planned = PlannedTrajectory(f"{step}/{i}", f"{i // 2}", 1, results[i % 2], results, i % 2, 2, 1.0)
+        yield [(planned, [turn])]
 
 
 def make_model(path: Path, parameters: float) -> int:
@@ -104,7 +120,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
             saving.resume()
         assert learner.step == 1, "nothing was resumed"
     with phase("step"):
-        for micro in micro_batches(random.Random(0), BUDGET, learner.step, VOCABULARY, EPISODES):
+        for micro in micro_batches(random.Random(0), learner.step):
             learner.accumulate(micro)
         metrics = learner.finish()
         trim_heap()  # as a rank does
