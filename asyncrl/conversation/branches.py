@@ -258,7 +258,7 @@ class Branches:
             if refusal := self._too_long(new, len(old.ids)):
                 return refusal
             key = chat.fold(new, False), old.ids[-1]
-            delta = self._rendered.pop(key, None) or chat.delta_ids(*key)
+            delta = self._rendered.get(key) or chat.delta_ids(*key)
             if delta is not None:
                 return self._placed(request, row, delta, old.messages + new)
         if refusal := self._too_many_rows(pending, side):
@@ -267,7 +267,7 @@ class Branches:
         if refusal := self._too_long(messages[shown:], 0, sum(map(len, request.tools))):
             return refusal
         prompt_key = chat.fold(messages, True), request.tools
-        prompt = self._rendered.pop(prompt_key, None) or chat.prompt_ids(*prompt_key)
+        prompt = self._rendered.get(prompt_key) or chat.prompt_ids(*prompt_key)
         return self._placed(request, None, prompt, messages)
 
     def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
@@ -284,7 +284,8 @@ class Branches:
             new, before = request.messages[len(old.messages) :], len(old.ids)
             key = chat.fold(new, False), old.ids[-1]
         too_long = self._too_long(new, before, size) is not None
-        if too_long or request.prompt is not None or size + sum(map(characters_of, new)) < LONG:
+        short = size + sum(map(characters_of, new)) < LONG
+        if too_long or short or request.prompt is not None or key in self._rendered:
             return None
         self._rendered.clear()  # of requests that were given up
         return lambda: self._rendered.update({key: render(*key)})

@@ -40,12 +40,12 @@ MAX_STOPS = 32  # texts of one request that end the answer
 
 class FunctionCall(msgspec.Struct, frozen=True):
     name: str
-    arguments: str = "{}"
+    arguments: str | None = None
 
 
 class ChatToolCall(msgspec.Struct, frozen=True):
     function: FunctionCall
-    id: str = ""
+    id: str | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -106,13 +106,13 @@ def _messages(sent: Sequence[ChatMessage]) -> Iterator[Message]:
     names: dict[str, str] = {}
     for one in sent:
         calls = one.tool_calls or ()
-        names |= {call.id: call.function.name for call in calls}
+        names |= {call.id: call.function.name for call in calls if call.id}
         answers = one.tool_call_id or ""
         yield Message(
             role="system" if one.role == "developer" else one.role,
             content=text_of(one.content),
             tool_calls=tuple(
-                tool_call(call.function.name, call.function.arguments, call.id) for call in calls
+                tool_call(call.function.name, call.function.arguments or "", call.id or "") for call in calls
             ),
             tool_call_id=own_id(answers),
             name=names.get(answers, one.name or ""),

@@ -38,7 +38,7 @@ class Connections:
 
     def opened(self, one: _Bounded) -> None:
         if len(self._strangers) >= STRANGERS:
-            next(iter(self._strangers.values())).transport.abort()
+            self._strangers.pop(next(iter(self._strangers))).transport.abort()
         self._strangers[one.inner] = one
 
     def closed(self, one: _Bounded) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.conversation.requests import AgentRequest
+from asyncrl.gateway.completions import MAX_STOPS, Stop
 from asyncrl.gateway.exchange import (
     MODEL,
     PICTURE,
@@ -42,6 +43,7 @@ from asyncrl.gateway.exchange import (
 from asyncrl.types import EpisodeEnd, Message, StopReason
 
 BILLING = "x-anthropic-billing-header:"  # a function of the prompt: with it, no two tasks share a prefix
+BILLED = "is left out: prompts of other tasks differ in it"
 SIGNATURE = "asyncrl"  # of thoughts: clients send it back, nobody checks it
 UNUSED = "has no effect"
 ERRORS = {
@@ -57,43 +59,46 @@ PICTURES = ("image", "document")  # types of blocks that a model of text cannot 
 
 
 class ContentBlock(msgspec.Struct, frozen=True):
-    """One block of a message, of any type."""
+    """One block of a message, of any type. `source`: of a document."""
 
     type: str
-    text: str = ""
-    thinking: str = ""
+    text: str | None = None
+    thinking: str | None = None
     id: str = ""
     name: str = ""
-    input: dict[str, Any] = {}
+    input: dict[str, Any] | None = None
     tool_use_id: str = ""
-    content: str | list[ContentBlock] = ""
-    is_error: bool = False
-    cache_control: Any = None
+    content: Content = None
+    is_error: bool | None = None
+    source: Any = None
+
+
+Content = str | list[ContentBlock] | dict[str, Any] | None  # an object: a result of a tool that is not ours
 
 
 class Said(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock] = ""
+    content: str | list[ContentBlock] | None = None
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
     name: str = ""
-    description: str = ""
+    description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: str = ""
+    type: str | None = None
 
 
 class Selection(msgspec.Struct, frozen=True):
     """The tool that the model shall call."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str = ""
-    disable_parallel_tool_use: bool = False
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
     @property
     def choice(self) -> Choice:
         if self.type == "tool":
-            return ToolChoice("function", function=FunctionName(self.name))
+            return ToolChoice("function", function=FunctionName(self.name or ""))
         return "required" if self.type == "any" else self.type
 
 
@@ -101,12 +106,12 @@ class MessagesRequest(msgspec.Struct, frozen=True):
     """The body of a request. Fields that are not here have no effect, as have those in exchange.IGNORED."""
 
     messages: Annotated[list[Said], Meta(min_length=1)]
-    system: str | list[ContentBlock] = ""
+    system: str | list[ContentBlock] | None = None
     model: ModelName | None = None
     tools: list[OfferedTool] | None = None
-    tool_choice: Selection = Selection()
+    tool_choice: Selection | None = None
     max_tokens: Limit | None = None
-    stop_sequences: list[str] = []
+    stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Any = None
     top_p: Any = None
@@ -135,8 +140,17 @@ DIALECT = ApiDialect(read, write_error, done=b"")
 # -- requests ----------------------------------------------------------------------------------------
 
 
-def _blocks(content: str | list[ContentBlock]) -> list[ContentBlock]:
-    return [ContentBlock("text", content)] if isinstance(content, str) else content
+def _blocks(content: Content) -> list[ContentBlock]:
+    if isinstance(content, str):
+        return [ContentBlock("text", content)]
+    return content if isinstance(content, list) else []
+
+
+def _rules(system: str | list[ContentBlock] | None) -> tuple[str, bool]:
+    """The text of the system prompt without a billing header, and whether it had one."""
+    text = _text(_blocks(system))
+    lines = [line for line in text.split("\n") if not line.startswith(BILLING)]
+    return "\n".join(lines), len(lines) <= text.count("\n")
 
 
 def _text(blocks: Sequence[ContentBlock]) -> str:
@@ -144,12 +158,28 @@ def _text(blocks: Sequence[ContentBlock]) -> str:
     texts = []
     for block in blocks:
         if block.type in PICTURES:
-            texts.append(PICTURE)
+            texts.append(_document(block.source))
         elif block.type == "text":
-            texts.append(block.text)
+            texts.append(block.text or "")
         else:
             raise ApiError(400, f"a block of type {block.type!r} is not supported here; send text")
     return "\n".join(texts)
+
+
+def _document(source: Any) -> str:
+    """The text of a document that is a text; else the note."""
+    match source:
+        case {"type": "text", "data": str(text)}:
+            return text
+        case {"type": "content", "content": str(text)}:
+            return text
+        case {"type": "content", "content": list(blocks)}:
+            return "\n".join(block["text"] if _is_text(block) else PICTURE for block in blocks)
+    return PICTURE
+
+
+def _is_text(block: Any) -> bool:
+    return isinstance(block, dict) and isinstance(block.get("text"), str)
 
 
 def _turns(said: Sequence[Said]) -> Iterator[Message]:
@@ -162,9 +192,9 @@ def _turns(said: Sequence[Said]) -> Iterator[Message]:
             names |= {block.id: block.name for block in calls}
             yield Message(
                 "assistant",
-                "".join(block.text for block in blocks if block.type == "text"),
-                tuple(tool_call(one.name, json.dumps(one.input), one.id) for one in calls),
-                reasoning="".join(block.thinking for block in blocks if block.type == "thinking"),
+                "".join(block.text or "" for block in blocks if block.type == "text"),
+                tuple(tool_call(one.name, json.dumps(one.input or {}), one.id) for one in calls),
+                reasoning="".join(block.thinking or "" for block in blocks if block.type == "thinking"),
             )
             continue
         for block in blocks:
@@ -189,17 +219,18 @@ class MessagesExchange:
 
     def __post_init__(self) -> None:
         sent = self.request
-        rules = [block for block in _blocks(sent.system) if not block.text.startswith(BILLING)]
-        system = [Message("system", text)] if (text := _text(rules)) else []
+        text, self._billed = _rules(sent.system)
+        system = [Message("system", text)] if text else []
+        choice = sent.tool_choice or Selection()
         own = [tool for tool in sent.tools or () if tool.input_schema is not None]
         self.ask = agent_request(
             [*system, *_turns(sent.messages)],
             [_tool(tool) for tool in own],
             model=sent.model,
-            choice=sent.tool_choice.choice,
+            choice=choice.choice,
             most=sent.max_tokens,
-            stops=sent.stop_sequences,
-            once=sent.tool_choice.disable_parallel_tool_use,
+            stops=sent.stop_sequences or (),
+            once=bool(choice.disable_parallel_tool_use),
         )
         self._id, self._streamed = new_id("msg"), StreamedText()
         self._open = ""  # the kind of the newest block: thinking, text
@@ -209,12 +240,11 @@ class MessagesExchange:
     def unheeded(self) -> dict[str, str]:
         sent = self.request
         tools = [tool for tool in sent.tools or () if tool.input_schema is None]
-        billed = any(block.text.startswith(BILLING) for block in _blocks(sent.system))
         return (
             unheeded(sent, self.ask.form)
             | dict.fromkeys(self.unknown, UNUSED)
             | {f"a tool {tool.type or tool.name!r}": "has no schema and is left out" for tool in tools}
-            | ({"a billing header": "is left out: prompts of other tasks differ in it"} if billed else {})
+            | ({"a billing header": BILLED} if self._billed else {})
         )
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -59,10 +59,10 @@ class Item(msgspec.Struct, frozen=True):
     type: str = "message"
     role: str = ""
     content: Text = None
-    summary: list[ContentPart] = []
+    summary: list[ContentPart] | None = None
     call_id: str = ""
     name: str = ""
-    namespace: str = ""
+    namespace: str | None = None
     arguments: str = "{}"
     input: str = ""
     output: Text = None
@@ -121,11 +121,14 @@ class WireTool(NamedTuple):
         if not self.free_form:
             space = {"namespace": self.namespace} if self.namespace else {}
             return {"type": "function_call", "name": self.name, **space, "arguments": arguments}
-        text = json.loads(arguments).get(TEXT, arguments)
+        text = json.loads(arguments).get(TEXT)
+        text = text if isinstance(text, str) else arguments
         return {"type": "custom_tool_call", "name": self.name, "input": text}
 
 
-def _wire_tools(given: Iterable[dict[str, Any]], namespace: str = "") -> Iterator[WireTool]:
+def _wire_tools(given: Any, namespace: str = "") -> Iterator[WireTool]:
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise ApiError(400, f"the tools of the namespace {namespace!r} are no list of objects")
     for tool in given:
         name = str(tool.get("name", ""))
         match tool.get("type"):
@@ -139,7 +142,7 @@ def _wire_tools(given: Iterable[dict[str, Any]], namespace: str = "") -> Iterato
                 function = {"name": name, "description": said, "parameters": FREE_FORM}
                 yield WireTool(function, name, free_form=True)
             case "namespace":
-                yield from _wire_tools(tool.get("tools") or (), name)
+                yield from _wire_tools(tool.get("tools") or [], name)
 
 
 def _grammar(form: Any) -> str:
@@ -170,7 +173,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
             case "function_call" | "custom_tool_call":
                 free_form = item.type == "custom_tool_call"
                 arguments = json.dumps({TEXT: item.input}) if free_form else item.arguments
-                names[item.call_id] = _known_as(item.name, item.namespace)
+                names[item.call_id] = _known_as(item.name, item.namespace or "")
                 call = tool_call(names[item.call_id], arguments, item.call_id)
                 own = own or Message("assistant")
                 own = replace(own, tool_calls=(*own.tool_calls, call))
@@ -208,7 +211,7 @@ class ResponsesExchange:
         items = [Item(role="user", content=sent.input)] if isinstance(sent.input, str) else sent.input
         first = [Item(role="system", content=sent.instructions)] if sent.instructions else []
         self._format = sent.text.format if sent.text is not None else None
-        tools = list(_wire_tools(sent.tools or ()))
+        tools = list(_wire_tools(sent.tools or []))
         self._tools = {tool.function["name"]: tool for tool in tools}
         self.ask = agent_request(
             _messages((*first, *items)),
@@ -226,7 +229,8 @@ class ResponsesExchange:
 
     @property
     def unheeded(self) -> dict[str, str]:
-        kinds = {tool.get("type") for tool in self.request.tools or ()} - {"function", "custom", "namespace"}
+        given = {str(tool.get("type")) for tool in self.request.tools or ()}
+        kinds = given - {"function", "custom", "namespace"}
         left_out = {f"a tool of type {kind!r}": "is left out" for kind in kinds}
         return unheeded(self.request, self.ask.form) | left_out
 

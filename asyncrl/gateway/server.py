@@ -32,6 +32,7 @@ MAX_BODY = 16 << 20  # bytes of a request
 READ_SECONDS = 60.0  # for a request to arrive
 BODIES = 32  # of requests that are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server does
+LOGGED = 200  # names of parameters, which agents choose
 BEAT_SECONDS = 8.0  # in which a stream says something
 DIALECTS = {
     "/v1/chat/completions": completions.DIALECT,
@@ -66,7 +67,7 @@ class Host(Protocol):
         """`count` answers; `listener`, if given, hears of them as they grow. ConfigError: the template cannot
         write the messages. Anything else it raises ends the episode."""
 
-    def count(self, ask: AgentRequest) -> int:
+    async def count(self, ask: AgentRequest) -> int:
         """The tokens of a request's prompt, which is not answered. ConfigError as above."""
 
     def lose(self, reply: AgentReply) -> None:
@@ -174,7 +175,7 @@ class Gateway:
     async def _count(self, request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)
         asked = messages.read(await self._body(request))
-        return _json({"input_tokens": admitted.host.count(asked.ask)})
+        return _json({"input_tokens": await admitted.host.count(asked.ask)})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
@@ -251,9 +252,9 @@ class Gateway:
 
     def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
         """Log each parameter once."""
-        for name in unheeded.keys() - self._logged:
+        for name in sorted(unheeded.keys() - self._logged)[: LOGGED - len(self._logged)]:
             self._logged.add(name)
-            log.warning("agents set %s, which %s", name, unheeded[name])
+            log.warning("agents set %s, which %s", " ".join(name.split())[:100], unheeded[name])
 
 
 async def _outcome(task: Answering) -> Sequence[AgentReply]:

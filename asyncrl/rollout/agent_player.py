@@ -75,8 +75,7 @@ class AgentHost:
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None
     ) -> Sequence[AgentReply] | Refusal:
-        if (rendering := self._branches.rendering(request)) is not None:
-            await asyncio.to_thread(rendering)  # other episodes go on meanwhile
+        await self._rendered(request)
         found = self._branches.find(request, count)
         if isinstance(found, Refusal):
             return found
@@ -88,8 +87,13 @@ class AgentHost:
                 self.failed.set_result(error)
             raise
 
-    def count(self, request: AgentRequest) -> int:
+    async def count(self, request: AgentRequest) -> int:
+        await self._rendered(request)
         return self._branches.count(request)
+
+    async def _rendered(self, request: AgentRequest) -> None:
+        if (rendering := self._branches.rendering(request)) is not None:
+            await asyncio.to_thread(rendering)  # other episodes go on meanwhile
 
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)

@@ -155,6 +155,9 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("chat", "alternatives"): ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
     ("chat", "functions"): ({"functions": [{}]}, "use tools"),
     ("chat", "no room for an answer"): ({"max_tokens": 0}, "max_tokens"),
+    ("messages", "an empty text to stop at"): ({"stop_sequences": [""]}, "stop_sequences"),
+    ("messages", "too many texts to stop at"): ({"stop_sequences": ["a"] * 33}, "stop_sequences"),
+    ("responses", "a namespace of no tools"): ({"tools": [{"type": "namespace", "tools": [1]}]}, "no list"),
     ("responses", "nothing"): ({"input": []}, "length >= 1"),
     ("responses", "what was not kept"): ({"previous_response_id": "resp-1"}, "send the whole input"),
     ("responses", "a conversation"): ({"conversation": "c"}, "send the whole input"),
@@ -320,6 +323,64 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
     assert len(asked.ask.tools) == 1
     told = {"a billing header", "a tool 'web_search_20250305'", "context_management"}
     assert asked.unheeded.keys() == told
+
+
+def test_what_clients_leave_open_may_be_null() -> None:
+    """The openai package writes its items with nulls (`model_dump`), others every option."""
+    used = {"type": "tool_use", "id": "call_0-t3", "name": "look", "input": None, "caller": None}
+    result = {"type": "tool_result", "tool_use_id": "call_0-t3", "content": None, "is_error": None}
+    body: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "q", "citations": None}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": None}, used]},
+            {"role": "user", "content": [result]},
+            {"role": "assistant", "content": None},
+            {"role": "user", "content": "so?"},
+        ],
+        "tools": [{"name": "look", "description": None, "input_schema": {}, "type": None}],
+    }
+    options = dict.fromkeys(("system", "tool_choice", "stop_sequences", "max_tokens", "stream", "metadata"))
+    sent = [MESSAGES.read(json.dumps(body | more).encode()).ask for more in ({}, options)]
+    assert sent[0] == sent[1]
+    assert [one.content for one in sent[0].messages] == ["q", "", "", "", "so?"]
+    assert sent[0].messages[1].tool_calls == (ToolCall("look", "{}", "call_0"),)
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}", "namespace": None}
+    items = [{"role": "user", "content": "q"}, {"type": "reasoning", "summary": None}, call]
+    answered = [*items, {"type": "function_call_output", "call_id": "c", "output": None}]
+    assert len(RESPONSES.read(json.dumps({"input": answered}).encode()).ask.messages) == 3
+    bare = {"id": None, "function": {"name": "look", "arguments": None}}
+    chat = [{"role": "assistant", "tool_calls": [bare]}, {"role": "user", "content": "q"}]
+    options = {"stream_options": {"include_usage": None}}
+    found = CHAT.read(json.dumps({"messages": chat, **options}).encode()).ask.messages
+    assert found[0].tool_calls == (ToolCall("look", "{}", ""),) and found[1] == USER
+
+
+def test_no_text_of_anthropics_clients_is_lost() -> None:
+    """A billing header takes nothing along that stands behind it; a document of text is its text."""
+    asked = MESSAGES.asked([USER], system=f"{messages.BILLING} cc=1\nbe brief")
+    assert asked.ask.messages[0] == Message("system", "be brief")
+    assert "a billing header" in asked.unheeded
+    sources = [
+        {"type": "text", "media_type": "text/plain", "data": "one"},
+        {"type": "content", "content": "two"},
+        {"type": "content", "content": [{"type": "text", "text": "three"}, {"type": "image"}]},
+        {"type": "base64", "data": "JVBE"},
+    ]
+    said = [{"role": "user", "content": [{"type": "document", "source": one} for one in sources]}]
+    (read,) = MESSAGES.read(json.dumps({"messages": said}).encode()).ask.messages
+    assert read.content == f"one\ntwo\nthree\n{exchange.PICTURE}\n{exchange.PICTURE}"
+    found = {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"error_code": "x"}}
+    own = [{"type": "server_tool_use", "id": "a", "name": "n"}, found, {"type": "text", "text": "hi"}]
+    turns = [{"role": "assistant", "content": own}, {"role": "user", "content": "q"}]
+    assert MESSAGES.read(json.dumps({"messages": turns}).encode()).ask.messages[0].content == "hi"
+
+
+def test_a_free_form_text_that_is_none_is_written_as_the_model_wrote_it() -> None:
+    tools = [{"type": "custom", "name": "patch"}]
+    asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
+    made = Message("assistant", "", (ToolCall("patch", '{"input": 5}', "call_0"),))
+    (item,) = asked.whole([reply(made)], [[]])["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", '{"input": 5}')
 
 
 def test_a_text_to_stop_at_is_named() -> None:

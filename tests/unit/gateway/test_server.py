@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -45,7 +46,7 @@ class FakeHost:
     def lose(self, reply: AgentReply) -> None:
         self.lost.append(reply)
 
-    def count(self, ask: AgentRequest) -> int:
+    async def count(self, ask: AgentRequest) -> int:
         return len(ask.messages[0].content)
 
     async def answer(
@@ -232,6 +233,28 @@ async def test_strangers_keep_nobody_away(gateway: Gateway, monkeypatch: pytest.
         writer.close()
 
 
+def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop accepts a hundred connections before it calls `connection_lost` of the first."""
+    monkeypatch.setattr(connections, "STRANGERS", 3)
+    aborted: list[int] = []
+
+    class Opened(asyncio.Transport):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def abort(self) -> None:
+            aborted.append(self.number)
+
+    async def main() -> None:
+        bounded = connections.Connections(lambda: Mock())
+        for number in range(8):
+            bounded().connection_made(Opened(number))
+
+    asyncio.run(main())
+    assert aborted == [0, 1, 2, 3, 4]
+
+
 @every_dialect
 @served
 async def test_a_stream_is_server_sent_events(gateway: Gateway, dialect: Dialect) -> None:
@@ -345,3 +368,20 @@ async def test_ignored_parameters_are_told_once(gateway: Gateway, caplog: pytest
         for _ in range(3):
             await ask(endpoint, "q", temperature=0.5)
     assert [record.message.count("temperature") for record in caplog.records] == [2]
+
+
+@served
+async def test_names_that_agents_choose_do_not_fill_the_log(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "LOGGED", 3)
+    async with gateway.admit(FakeHost()) as endpoint:
+        for number in range(3):
+            body = {
+                "messages": [{"role": "user", "content": "q"}],
+                f"{number}\n{'x' * 200}": 1,
+                f"b{number}": 1,
+            }
+            assert (await fetch(endpoint, "/messages", json=body))[0] == 200
+    assert len(caplog.records) == 3
+    assert all("\n" not in one.message and len(one.message) < 200 for one in caplog.records)
