@@ -69,9 +69,8 @@ def _out(options: argparse.Namespace) -> Path:
 
 def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yields one row per sample, in their order."""
-    from asyncrl.conversation.turns import trained
     from asyncrl.episodes.parts import EpisodeParts
-    from asyncrl.episodes.recorded import evaluated, reward_input, turns_of
+    from asyncrl.episodes.recorded import evaluated, judged_turns, reward_input
     from asyncrl.store.reader import RunReader
 
     parts = EpisodeParts(read_config(run_dir))
@@ -80,9 +79,8 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     def entry(one: Judged, sample: Sample) -> Sequence[Any]:
         if one.result is None or one.stats is None:
             return None, None, None, "failed", 0
-        count, end = one.stats.turns + one.stats.untrained_turns, one.result.end
-        turns = trained(turns_of(list(reader.frames(one.which.uid, count))))
-        given = reward_input(parts, sample, turns, end)
+        end = one.result.end
+        given = reward_input(parts, sample, judged_turns(reader, one), end)
         messages = msgspec.json.encode([message.openai() for message in given.messages])
         return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens
 

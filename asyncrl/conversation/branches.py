@@ -10,12 +10,13 @@ extending, a template that rewrites. A turn whose client left before it was deli
 when it comes again. No awaits and no clocks; requests of one agent may overlap.
 
 Side requests (titles, commit messages) are answered like others, but none of their turns is trained: they
-have limits of their own, and the episode's answer, end and conversation are those of the last trained turn.
+have rows and limits of their own, so that the conversation goes on where it was when they were asked, and the
+episode's answer, end and conversation are those of the last trained turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ class TokenRow(msgspec.Struct, frozen=True):
     """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. (The
     message of a turn that ended at a text has that text, too, as its ids do; the agent got what is before.)
     `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn.
-    `untrained`: a side request began it."""
+    `untrained`: it is of side requests."""
 
     request: AgentRequest
     session: int
@@ -93,10 +94,7 @@ class Branches:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation that the last trained turn belongs to, up to that turn."""
-        row = self.rows[self._last.row]
-        later = sum(turn.row == self._last.row for turn in self.turns[self._last.index + 1 :])
-        own = [at for at, message in enumerate(row.messages) if message.role == "assistant"]
-        return row.messages[: own[-1 - later] + 1]
+        return self.rows[self._last.row].messages
 
     @property
     def calls(self) -> int:
@@ -209,11 +207,10 @@ class Branches:
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
         message = self._said(place.request, turn, whole=True)
         messages, ids = (*place.messages, message), place.ids + turn.ids
-        side = place.untrained if place.row is None else self.rows[row].untrained
         known = 0 if place.row is None else len(self.rows[row].messages)
         self.folded += self._folded(place.messages[known:], place.row is None)
         self.rows[row : row + 1] = [
-            TokenRow(place.request, place.session, messages, ids, turn, untrained=side)
+            TokenRow(place.request, place.session, messages, ids, turn, untrained=place.untrained)
         ]
         self.turns.append(turn)
         if (form := place.request.form) != AnswerForm():
@@ -308,10 +305,10 @@ class Branches:
         """The place of an answer to a prompt without a template: it continues the longest free row that it
         begins with. A text never does with the end of a turn: no text has that token."""
         chat, row, size = self._rules.chat, None, 0
-        for number, known in enumerate(self.rows):
+        for number, known in self._free(request):
             shown: Any = known.ids if isinstance(prompt, tuple) else chat.decode(known.ids)
             ended = isinstance(prompt, str) and known.ids[-1] in chat.stop_ids
-            fits = known.request.prompt is not None and not known.busy and not ended
+            fits = known.request.prompt is not None and not ended
             if fits and len(shown) > size and prompt[: len(shown)] == shown:
                 row, size = number, len(shown)
         if row is None and (refusal := self._too_many_rows(pending, self._untrained(request))):
@@ -365,10 +362,16 @@ class Branches:
         """The free row that the request extends: the longest, and of equal ones the first."""
         fit = [
             number
-            for number, row in enumerate(self.rows)
-            if not row.busy and row.request.tools == request.tools and self._extends(row, request.messages)
+            for number, row in self._free(request)
+            if row.request.tools == request.tools and self._extends(row, request.messages)
         ]
         return max(fit, key=lambda number: len(self.rows[number].messages), default=None)
+
+    def _free(self, request: AgentRequest) -> Iterator[tuple[int, TokenRow]]:
+        """The rows, with their numbers, that a request may extend: a side request none that is trained."""
+        side = self._untrained(request)
+        rows = enumerate(self.rows)
+        return ((number, row) for number, row in rows if not row.busy and row.untrained == side)
 
     def _extends(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
         new = messages[len(row.messages) :]

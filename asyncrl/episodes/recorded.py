@@ -69,6 +69,13 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
     return samples, found
 
 
+def judged_turns(reader: RunReader, one: Judged) -> tuple[Turn, ...]:
+    """The trained turns of an episode of an evaluation that did not fail."""
+    assert one.stats is not None
+    count = one.stats.turns + one.stats.untrained_turns
+    return trained(turns_of(list(reader.frames(one.which.uid, count))))
+
+
 async def regrade(
     parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
 ) -> EpisodeResult:

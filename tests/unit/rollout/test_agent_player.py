@@ -123,9 +123,9 @@ def side_bench(agent: Any = titled, **options: Any) -> tuple[AgentBench, list[Re
 
 
 def test_a_side_request_is_answered_and_recorded_and_has_no_part_in_the_result() -> None:
-    bench, seen = side_bench(limits={"max_turns": 2, "max_rows": 1})
+    bench, seen = side_bench(limits={"max_turns": 2, "max_rows": 2})
     end = bench.finished()
-    assert bench.rows == ["a title?42", "q42sure?42commit message?fix"]
+    assert bench.rows == ["a title?42", "q42sure?42", "q42sure?42commit message?fix"]
     assert [turn.untrained for turn in bench.turns] == [True, False, False, True]
     assert (end.stats.turns, end.stats.untrained_turns, end.stats.rows) == (2, 2, 1)
     assert (end.result.end, end.result.turn_rewards, end.result.tokens) == (EpisodeEnd.DONE, (0.0, 1.0), 6)
@@ -136,17 +136,21 @@ def test_a_side_request_is_answered_and_recorded_and_has_no_part_in_the_result()
     assert read(only) == "q42sure?42"
 
 
-def test_a_side_request_in_a_trained_row_is_context_of_what_follows() -> None:
+@pytest.mark.parametrize(
+    ("goes_on", "rows"), [(False, ["q42sure?42"]), (True, ["q42", "q42message?fixsure?42"])]
+)
+def test_a_side_request_leaves_the_trained_row_as_it_was(goes_on: bool, rows: list[str]) -> None:
+    """A request that goes on from the answer to it begins a row, with that as context."""
+
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         first = await message(endpoint, "q")
         second = await message(endpoint, "q", first, "message?", model="small")
-        await message(endpoint, "q", first, "message?", second, "sure?")
+        await message(endpoint, "q", first, *(("message?", second) if goes_on else ()), "sure?")
 
-    bench, _ = side_bench(agent)
-    assert bench.finished().stats.rows == 1
-    first, second = trained(bench.turns)
-    assert (read(first.ids), read(second.context), read(second.ids)) == ("42", "message?fixsure?", "42")
-    assert (second.index, second.row) == (1, 0)
+    bench, _ = side_bench(agent, limits={"max_rows": len(rows)})
+    end = bench.finished()
+    assert (end.result.end, end.stats.rows) == (EpisodeEnd.DONE, len(rows))
+    assert [read(row) for row in rows_of(trained(bench.turns))] == rows
 
 
 def test_side_requests_have_limits_of_their_own() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from asyncrl.buffer.payloads import decode_turn
 from asyncrl.data import samples_path
-from asyncrl.episodes.recorded import evaluated, kept_turns
+from asyncrl.episodes.recorded import evaluated, judged_turns, kept_turns
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, Judged
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
@@ -52,6 +53,21 @@ def test_turns_that_cannot_be_read_are_missing_with_the_reason(tmp_path: Path, d
     with closing(RunReader.open(run_dir)) as reader:
         turns, why = kept_turns(reader, reader.episode("0.0"))
     assert turns == [] and ("recorded turns cannot be read" if damage == "a frame" else "segment") in why
+
+
+def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_path: Path) -> None:
+    which = HeldOut.of("val0/sampled/1")
+    title, turn = (decode_turn(turn_payload(number)) for number in range(2))
+    title, turn = msgspec.structs.replace(title, untrained=True), msgspec.structs.replace(turn, row=1)
+    store = RunStore(tmp_path)
+    for one in (title, turn):
+        store.put_frame(which.uid, one.index, "generated", msgspec.msgpack.encode(one))
+    store.commit()
+    store.close()
+    with closing(RunReader.open(tmp_path)) as reader:
+        judged = Judged(which, "a", RESULT, EpisodeStats(1, untrained_turns=1))
+        (read,) = judged_turns(reader, judged)
+    assert (read.ids, read.index, read.row) == (turn.ids, 0, 0)
 
 
 def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left_out(tmp_path: Path) -> None:
