@@ -151,10 +151,12 @@ class Coordinator:
         until, bulk = time.monotonic() + LAST_SECONDS, Poller(self.bulk)
         while (now := time.monotonic()) < until and self.files.expected(now):
             bulk.wait(TICK)
-            while (received := self.bulk.receive()) is not None:
-                if isinstance(received[1], WrittenBytes):
-                    self.files.written(*received, now)
+            self._drain(self.bulk, self._on_last_words, now)
             self.state.outbox.flush()
+
+    def _on_last_words(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
+        if isinstance(message, WrittenBytes):
+            self.files.written(peer, message, frames, now)
 
     def turn(self, now: float) -> None:
         """Runs one turn of the loop; an error undoes it and ends the run."""

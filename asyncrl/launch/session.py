@@ -168,7 +168,7 @@ class Session:
                 self._view.note(f"{message.reason}: replacing it")
                 self._supervisor.kill_role(message.role, message.incarnation)
             case RunEnd():
-                self._end = message
+                self._end, self._supervisor.over = message, True
             case Welcome() | Stop():
                 pass
             case _:

@@ -82,7 +82,8 @@ class SupervisedUnit:
 
 class Supervisor:
     """Call `tick` often; it returns the RunOutcome once. `stopping`: the run is being ended, so nothing is
-    restarted, but for a coordinator that was about to be."""
+    restarted, but for a coordinator that was about to be. `over`: its coordinator has ended the run and takes
+    last words, so how the others end is no matter."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Supervisor:
         on_restart: Callable[[str], None] = log.warning,
     ) -> None:
         self.units = [SupervisedUnit(unit) for unit in units]
-        self.stopping = False
+        self.stopping = self.over = False
         self.step = 0  # of the run, as last reported
         self._spawn, self._run_dir, self._restarts = spawn, run_dir, restarts
         self._rendezvous, self._on_restart = rendezvous, on_restart
@@ -143,6 +144,7 @@ class Supervisor:
         """New processes for a unit; ranks of one start share incarnation and rendezvous."""
         started = incarnation_of(self._launch, next(self._starts))
         unit.incarnation = self._launch if unit.plan.role == COORDINATOR else started
+        self.over = self.over and unit.plan.role != COORDINATOR
         rendezvous = self._rendezvous(unit.plan, unit.incarnation)
         unit.handles = [
             self._spawn(ProcessSpec(place, unit.incarnation, rendezvous)) for place in unit.plan.places
@@ -160,6 +162,8 @@ class Supervisor:
 
     def _died(self, unit: SupervisedUnit, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
         """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
+        if self.over and unit.plan.role != COORDINATOR:
+            return None
         for handle in unit.alive:
             handle.kill()
         how, said = describe_exit(code), log_tail(log_path(self._run_dir, dead.name), 1) if code > 0 else ""
@@ -191,7 +195,8 @@ class Supervisor:
     def _retry(self, unit: SupervisedUnit, now: float) -> None:
         """Start again once the back-off is over and all processes of the last start have ended."""
         assert unit.retry_at is not None
-        wanted = not self.stopping or unit.plan.role == COORDINATOR  # a stop needs the coordinator
+        ending = self.stopping or self.over
+        wanted = not ending or unit.plan.role == COORDINATOR  # a stop needs the coordinator
         if now >= unit.retry_at and not unit.alive and wanted:
             self._start(unit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -25,7 +26,16 @@ from asyncrl.store.schema import SupersededError
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.addresses import incarnation_of
-from asyncrl.wire.messages.shared import Loaded, ObserverHello, Replace, Status, Stop, Welcome, WireMessage
+from asyncrl.wire.messages.shared import (
+    Loaded,
+    ObserverHello,
+    Replace,
+    Status,
+    Stop,
+    Welcome,
+    WireMessage,
+    WrittenBytes,
+)
 from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Published, TrainerHello
 from asyncrl.wire.messages.worker import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode, introduce
@@ -192,6 +202,23 @@ def test_what_takes_long_leaves_the_next_messages_to_the_next_turn(
         assert setup.coordinator.control.socket.poll(10_000)
         setup.turn()
         assert len(setup.coordinator.observers) == turns
+
+
+def test_a_peer_that_writes_without_end_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.coordinator.loop.LAST_SECONDS", 0.02)
+    setup = LoopSetup(tmp_path)
+    coordinator, begin = setup.coordinator, time.monotonic()
+
+    def more() -> tuple[bytes, WrittenBytes, list[bytes]]:
+        assert time.monotonic() < begin + 5, "it takes what comes for ever"
+        return OTHER, WrittenBytes("logs/rollout-1.log", 0), []
+
+    monkeypatch.setattr(coordinator.bulk, "receive", more)
+    coordinator.files.written(*more(), begin)
+    coordinator._take_last_words()
+    setup.close()
 
 
 def test_the_loop_does_not_wait_while_there_is_work_left(

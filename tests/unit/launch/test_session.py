@@ -128,6 +128,27 @@ def test_what_the_coordinator_tells_is_shown_and_its_end_is_the_end(play: Play) 
     assert play.tracked == [1]
 
 
+def test_a_role_that_crashes_while_the_coordinator_takes_last_words_changes_nothing(play: Play) -> None:
+    polls, looked = list[int](), threading.Event()
+
+    def polled() -> None:
+        polls.extend([1] * (play.processes["rollout-0"].code is not None))
+        if len(polls) > 10:
+            looked.set()
+
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, RunEnd("completed"))
+        play.hub.send(peer, StepReport(1, {}))
+        assert play._stepped.wait(DEADLINE)
+        play.processes["rollout-0"].code = -11
+        assert looked.wait(DEADLINE)
+        play.processes["coordinator-0"].code = 0
+
+    play.polled = polled
+    assert play.run(part) == RunOutcome(0)
+
+
 def test_a_failed_run_gives_the_coordinators_reason(play: Play) -> None:
     def part() -> None:
         peer, _ = play.hear(ObserverHello)

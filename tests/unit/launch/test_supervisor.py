@@ -214,6 +214,27 @@ def test_nobody_is_restarted_while_stopping(world: World) -> None:
     assert ending is not None and ending.code == 1 and "while stopping" in ending.error
 
 
+def test_how_others_end_is_no_matter_once_the_run_is_over(tmp_path: Path) -> None:
+    world = World(tmp_path, restarts=0)
+    world.supervisor.over = True  # the coordinator takes last words
+    world.newest("rollout-0").code, world.newest("rollout-1").code = -11, 0
+    world.newest("trainer-1").code = 70
+    for now in (0.0, LEAVE_SECONDS + 1.0):
+        assert world.supervisor.tick(now) is None and len(world.started) == 5 and not world.notes
+    assert not world.newest("trainer-0").killed, "it ends by itself"
+    world.newest("coordinator-0").code = 0
+    outcome = world.supervisor.tick(7.0)
+    assert outcome is not None and outcome.code == 0
+
+
+def test_a_coordinator_that_is_killed_as_it_takes_last_words_needs_the_others_again(world: World) -> None:
+    world.supervisor.over = True
+    world.newest("coordinator-0").code, world.newest("rollout-0").code = -9, 1
+    for now in (0.0, 1.0, 2.0, 3.0):
+        world.supervisor.tick(now)
+    assert len(world.started) == 7 and world.newest("rollout-0").code is None
+
+
 def test_a_coordinator_that_was_about_to_be_restarted_is_so_for_a_stop(world: World) -> None:
     dead = world.newest("coordinator-0")
     dead.code = 70
