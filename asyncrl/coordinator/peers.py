@@ -17,7 +17,16 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.observe.files import bound_log, read_start
 from asyncrl.store.reader import RunReader
 from asyncrl.wire.addresses import incarnation_of, is_older, launch_of
-from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Replace, Stop, WrittenBytes, WrittenTaken
+from asyncrl.wire.messages.shared import (
+    PIECE,
+    Enrol,
+    Enrolled,
+    Invite,
+    Replace,
+    Stop,
+    WrittenBytes,
+    WrittenTaken,
+)
 from asyncrl.wire.sockets import TOKEN, Gate, role_of
 
 
@@ -211,13 +220,14 @@ class WrittenFiles:
         name, start, have, _ = self._senders.get(peer, ("", 0, 0, now))
         if name != message.name or message.offset < start:  # a log that was cut is shorter
             have = message.offset
-        path, data = self._state.run_dir / message.name, b"".join(frames)
+        path, data = self._state.run_dir / message.name, b"".join(frames)[:PIECE]
         try:
             if new := data[have - message.offset :]:
                 path.parent.mkdir(exist_ok=True)
                 with path.open("ab") as written:
                     written.write(new)
-                bound_log(path)
+                if kind == "logs":
+                    bound_log(path)
         except OSError as error:
             log.error("%s: not written (%s)", path, error)
             return

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from msgspec.structs import replace
@@ -93,16 +94,28 @@ class JoinedProcess:
                 time.sleep(LOOK)
                 code = self.role.poll()
                 if shows:
-                    sys.stdout.buffer.write(log.read())
-                    sys.stdout.flush()
+                    shows = shown(log)
                 if time.monotonic() > sent_at + SEND_EVERY:
                     self._files.send()
                     sent_at = time.monotonic()
         if sent := self._files.send(last=True):
-            (self._own / "config.yaml").unlink()
+            (self._own / "config.yaml").unlink(missing_ok=True)
         self._files.link.close()
         release(self._claim, self._own.parent)
         return code, "" if sent else f"{socket.gethostname()}:{self._own.parent}"
+
+
+def shown(log: BinaryIO) -> bool:
+    """Write what is new in a log to standard output; False if that is closed: the role goes on without."""
+    if log.tell() > os.fstat(log.fileno()).st_size:  # a long log was cut
+        log.seek(0, os.SEEK_END)
+    try:
+        sys.stdout.buffer.write(log.read())
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at exit, too
+        return False
+    return True
 
 
 class SentFiles:
@@ -169,14 +182,25 @@ class SentFiles:
 def claim(parent: Path, name: str, host: str) -> int:
     """Make the directory of a launch on this machine, and lock it for as long as this process lives; remove
     those beside it of this machine that no process has locked. Return the lock. Raises OSError."""
-    parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(parent, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_SH)
+    while (lock := locked(parent)) is None:
+        pass
     for other in parent.parent.glob(f"*-{host}"):
         with suppress(OSError):  # another process has just removed it
             if other != parent:
                 release(os.open(other, os.O_RDONLY), other / name, over=True)
     return lock
+
+
+def locked(parent: Path) -> int | None:
+    """Make a directory and lock it; None where the last process of before has just removed it."""
+    with suppress(FileNotFoundError):
+        parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(parent, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if parent.exists() and os.path.samestat(os.fstat(lock), parent.stat()):
+            return lock
+        os.close(lock)
+    return None
 
 
 def release(lock: int, run_dir: Path, over: bool = False) -> None:

@@ -166,7 +166,9 @@ def test_a_long_log_is_cut_at_both_ends_of_the_line(home: Home, monkeypatch: pyt
     monkeypatch.setattr(files, "LOG_END", 10)
     sender = home.sender()
     home.write("logs/rollout-1.log", b"a" * 5000)
+    home.write("timeline/rollout-1.jsonl", b"{}\n" * 1000)
     assert home.during(sender.send) and len(home.read("logs/rollout-1.log")) < 100
+    assert home.read("timeline/rollout-1.jsonl") == b"{}\n" * 1000, "a timeline stays whole"
     files.bound_log(home.there / "logs/rollout-1.log")
     home.write("logs/rollout-1.log", b"goes on")
     home.during(sender.send)
@@ -190,6 +192,13 @@ def test_names_that_are_no_files_of_the_sender_are_left_out(name: str, home: Hom
     sender.link.close()
 
 
+def test_no_message_adds_more_than_a_piece(home: Home) -> None:
+    sender = home.sender()
+    sender.link.send(WrittenBytes("logs/rollout-1.log", 0), (b"x" * PIECE, b"y"))
+    assert home.during(sender.send) and home.read("logs/rollout-1.log") == b"x" * PIECE
+    sender.link.close()
+
+
 def test_what_a_killed_launch_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
     cache = weights_directory("shm", tmp_path / "killed-here/run", "run", needed_bytes=0)
     for directory in (tmp_path / "killed-here/run", tmp_path / "killed-there/run", cache):
@@ -205,6 +214,23 @@ def test_what_a_killed_launch_has_left_is_removed_by_the_next_one(tmp_path: Path
     assert cache.exists() and run_dir.parent.exists(), "another process uses them"
     release(again, run_dir)
     assert not cache.exists() and not run_dir.parent.exists()
+
+
+def test_a_directory_that_the_last_process_of_before_removes_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, real, waited = tmp_path / "launch-here", fcntl.flock, list[int]()
+
+    def removed_meanwhile(lock: int, how: int) -> None:
+        if not waited:
+            parent.rmdir()
+        waited.append(lock)
+        real(lock, how)
+
+    monkeypatch.setattr(joined.fcntl, "flock", removed_meanwhile)
+    lock = claim(parent, "run", "here")
+    assert os.path.samestat(os.fstat(lock), parent.stat()), "else another one removes it under this process"
+    os.close(lock)
 
 
 def test_last_words_and_the_exit_code_of_a_crash_come_home(home: Home) -> None:
@@ -226,6 +252,30 @@ def test_without_a_coordinator_last_words_are_kept_and_it_is_said_where(
     descriptor = os.open(log.parents[2], os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
+
+
+def test_a_closed_terminal_does_not_end_the_role(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait(shows=True))
+    assert (code, kept) == (CRASHED, "") and b"rollout-1 crashed" in home.read("logs/rollout-1.log")
+
+
+def test_a_log_that_was_cut_is_shown_from_its_new_end(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"a" * 100)
+    with path.open("rb") as log, path.open("ab") as role:
+        assert joined.shown(log)
+        os.truncate(path, 10)
+        assert joined.shown(log)
+        role.write(b"goes on")
+        role.flush()
+        assert joined.shown(log)
+    assert capfdbinary.readouterr().out == b"a" * 100 + b"goes on"
 
 
 def test_a_machine_without_the_launchers_directory_is_refused(home: Home) -> None:
