@@ -347,7 +347,7 @@ class TrainerHandler:
             return plan("end") if batches.over and not batch.planned else None
         if not uids:
             return plan("step", plan_hash=batch.plan_hash)
-        episodes = (batches.taken[uid] for uid in uids if uid not in batch.lost)
+        episodes = map(batches.taken.__getitem__, uids)  # the lost ones, too: ranks deal the others as before
         warmth = state.config.rollout.temperature
         return plan(
             "work", tuple(PlannedTrajectory.of(e, batches.baselines[e.group], warmth) for e in episodes)

@@ -9,15 +9,19 @@ import ctypes
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
 
 from asyncrl.config import Packing
+from asyncrl.errors import lacks_memory, one_line
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.model import Critic, Policy, Reference
+from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.scores import Selected
+from asyncrl.wire.messages.trainer import GaveUp
 
 log = logging.getLogger(__name__)
 
@@ -91,3 +95,14 @@ def trim_heap() -> None:
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def given_up(error: Exception, trainer_epoch: int, rank: int, learner: Learner) -> GaveUp:
+    """Tells that the batch is given up because of a spike, or of too little memory in a micro-batch. Any
+    other error is raised again: outside a micro-batch a smaller one would not help."""
+    message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
+    if isinstance(error, SpikeError):
+        return message("spike", str(error))
+    if lacks_memory(error) and any(learner.size):
+        return message("memory", f"out of memory ({one_line(error)})", *learner.size)
+    raise error

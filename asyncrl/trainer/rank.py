@@ -19,16 +19,17 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from torch.distributed import DistNetworkError
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import DeadlineError, GaveUpError, lacks_memory, one_line
+from asyncrl.errors import DeadlineError, GaveUpError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.learner import Learner, Work
-from asyncrl.trainer.memory import trim_heap, try_largest
+from asyncrl.trainer.memory import given_up, trim_heap, try_largest
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
@@ -40,7 +41,6 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    GaveUp,
     PayloadRequest,
     PlannedTrajectory,
     PlanRequest,
@@ -219,19 +219,28 @@ class TrainerRank:
     def _told(self, link: Link, request: WireMessage, name: str, patient: bool = False) -> Any:
         """The coordinator's answer to rank 0, on all ranks."""
         if not self.first:
-            word = self._await(f"rank 0, which waits for {name}", self.words.heard)
+            word = self._await(f"rank 0, which waits for {name}", self.words.heard, patient)
             return msgspec.msgpack.decode(word, type=WorkPlan | Committed)
         answer, _ = self._ask(link, request, name, patient)
         self.words.tell(msgspec.msgpack.encode(answer))
         return answer
 
-    def _await(self, name: str, found: Callable[[], Any]) -> Any:
-        """Wait for other ranks, with beats. It has no limit: rank 0's waits have theirs, and a rank that is
-        silent or gone ends all of them."""
-        while (value := found()) is None:
-            self.waiting = name
-            self.publishing.check()
-            self._idle(WORD_POLL)
+    def _await(self, name: str, found: Callable[[], Any], patient: bool = False) -> Any:
+        """Wait for other ranks, with beats. A patient wait is rank 0's for data; any other raises
+        DeadlineError after the run's limit for progress, which is longer than their waits. A rank 0 that is
+        gone may have been stopped, and this rank's stop be on its way."""
+        limit = progress_limit(self.config)
+        deadline = time.monotonic() + limit
+        try:
+            while (value := found()) is None:
+                if time.monotonic() > deadline and not patient:
+                    raise DeadlineError(f"waited {limit:g} s for {name}")
+                self.waiting = name
+                self.publishing.check()
+                self._idle(WORD_POLL)
+        except DistNetworkError:
+            self._idle(RESEND_EVERY)
+            raise
         self.waiting = ""
         self._beat_if_due(time.monotonic())
         return value
@@ -325,17 +334,8 @@ class TrainerRank:
         return TrainerBeat(self.rank, watch.busy_s, watch.idle_s, waiting, self.work, saving.place.written)
 
     def report(self, error: Exception) -> str:
-        """Tell the coordinator that this rank gives up the batch, because of a spike or of too little memory
-        in a micro-batch. Returns why, and what happens now. Any other error is raised again: outside a
-        micro-batch a smaller one would not help."""
-        step, size = self.learner.step + 1, self.learner.size
-        if isinstance(error, SpikeError):
-            message = GaveUp(self.trainer_epoch, self.rank, step, "spike", str(error))
-        elif lacks_memory(error) and any(size):
-            detail = f"out of memory ({one_line(error)})"
-            message = GaveUp(self.trainer_epoch, self.rank, step, "memory", detail, *size)
-        else:
-            raise error
+        """Tell the coordinator that this rank gives up the batch. Returns why, and what happens now."""
+        message = given_up(error, self.trainer_epoch, self.rank, self.learner)
         try:
             self._ask(self.control, message, "the coordinator's answer to a batch that was given up")
         except Stopped as stop:

@@ -74,10 +74,10 @@ def recorded(config: RunConfig, reader: RunReader, step: int, share: Share) -> I
     """The parts of the plan of batch `step` (0-based), as a single rank has its `share` of them."""
     plan = reader.plan(step)
     for part in plan.micros:
-        episodes = [reader.episode(uid) for uid in part if uid not in plan.lost]
+        episodes = map(reader.episode, part)
         temperature = config.rollout.temperature
         planned = [PlannedTrajectory.of(e, reader.baseline(e.group), temperature) for e in episodes]
-        ordered = [*chain(*share(planned))]
+        ordered = [p for p in chain(*share(planned)) if p.uid not in plan.lost]
         frames = [frame for p in ordered for frame in list(reader.frames(p.uid, p.frames))[::2]]
         if not all(frames):
             raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")

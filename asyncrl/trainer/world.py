@@ -11,6 +11,7 @@ add up to that of the sum of their equal losses.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -158,16 +159,21 @@ class World:
 
 class Words:
     """What rank 0 tells the other ranks, one word after another, and their meetings. A rank that waits here
-    is in no collective, whose time would run out. Like collectives, it asks nobody for a key."""
+    is in no collective, whose time would run out. Like collectives, it asks nobody for a key; it listens on
+    the address of the rendezvous only. DistNetworkError: rank 0 is gone."""
 
     def __init__(self, world: World) -> None:
         self._size, self._told, self._meetings = world.size, 0, 0
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if world.size > 1:
-            open_store = partial(TCPStore, urlsplit(world.rendezvous).hostname or "127.0.0.1")
-            own = open_store(0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
-            port = world.gather(own.port if own else 0, int)[0]
-            self._store = own or open_store(port, is_master=False, wait_for_workers=False)
+            host = urlsplit(world.rendezvous).hostname or "127.0.0.1"
+            open_store = partial(TCPStore, host, wait_for_workers=False)
+            listener = _listener(host) if world.rank == 0 else None
+            port = world.gather(listener.getsockname()[1] if listener else 0, int)[0]
+            own: dict[str, Any] = (
+                {"is_master": True, "master_listen_fd": listener.detach()} if listener else {}
+            )
+            self._store = open_store(port, **own)
 
     def tell(self, word: bytes) -> None:
         """On rank 0. The word before the last is forgotten: there was a meeting since."""
@@ -191,6 +197,17 @@ class Words:
     def all_arrived(self) -> bool:
         """All ranks are, or were, at the meeting of this one."""
         return self._store.add("arrived", 0) >= self._meetings * self._size
+
+
+def _listener(host: str) -> socket.socket:
+    """A socket on this machine's address of that name alone, and a free port."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"trainer rank 0 cannot listen on {host}, the address of its node: {error}"
+        ) from error
 
 
 def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeout_s: float = 600.0) -> World:

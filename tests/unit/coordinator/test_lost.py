@@ -232,6 +232,7 @@ def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, r
     again = build(tmp_path)
     trainer = Training(again, "b")
     assert trainer.payloads(trainer.plan(0)) == ["0.0"]
+    assert len(trainer.plan(0).trajectories) == 2  # the others are dealt as if it were there
     again.persist()
     assert trainer.train(first) == ["0.0", "0.1"] and again.buffer.flow().trained == 2
     audit(again)

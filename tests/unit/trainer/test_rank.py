@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 from asyncrl.config import CheckpointConfig, parse
 from asyncrl.errors import ConfigError, DeadlineError, GaveUpError, lacks_memory
+from asyncrl.runtime.liveness import progress_limit
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer import rank as module
@@ -197,6 +199,29 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     plan, work = rank._take(0)
     assert (plan.kind, work, [*looks]) == ("step", [], [])
     assert "the other ranks' payloads" in [m.waiting for m in rank.control.sent if isinstance(m, TrainerBeat)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_wait_for_other_ranks_has_an_end(rank: TrainerRank, clock: SimpleNamespace, stops: bool) -> None:
+    """Rank 0 may have gone because of a stop that this rank is still to hear of."""
+
+    def advance(seconds: float) -> None:
+        clock.now += max(seconds, 1.0)
+
+    def gone() -> None:
+        raise DistNetworkError("closed")
+
+    stop = [(Stop("over"), [])] if stops else []
+    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
+    rank.control.receive = lambda timeout: stop.pop() if stop and clock.now > 100 else None  # type: ignore[method-assign]
+    with pytest.raises(Stopped if stops else DistNetworkError):
+        rank._await("rank 0", gone)
+    limit = progress_limit(rank.config)
+    with pytest.raises(DeadlineError, match=f"waited {limit:g} s for rank 0"):
+        rank._await("rank 0", lambda: None)
+    begun = clock.now
+    assert rank._await("rank 0", lambda: clock.now > begun + 2 * limit or None, patient=True)
 
 
 class FailingDisk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
 from asyncrl.trainer.retrain import recorded, start_of
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.unit.store.test_retention import Coordinator
 
 
@@ -37,6 +39,29 @@ def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_byte
         for step in (0, last + 1):
             with pytest.raises(ConfigError, match=f"step {step} cannot be replayed: {said}"):
                 start_of(reader, place, step)
+
+
+def test_a_lost_episode_keeps_its_place_when_a_plan_is_dealt_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, dealt = Coordinator(tmp_path, 1 << 30, Random(1)), list[str]()
+    while not run.buffer.committed:
+        run.play()
+    config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 1})
+    with closing(RunReader.open(tmp_path)) as reader:
+        plan = reader.plan(0)
+        lost = plan.micros[0][0]
+        plan.lost.add(lost)
+
+        def share(planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
+            dealt.extend(p.uid for p in planned)
+            return [[*planned]]
+
+        monkeypatch.setattr(reader, "plan", lambda step: plan)
+        monkeypatch.setattr("asyncrl.trainer.retrain.with_turns", lambda planned, frames: planned)
+        found = [p.uid for part in recorded(config, reader, 0, share) for p in part]  # type: ignore[attr-defined]
+    assert dealt == plan.planned and lost not in found and sorted(found) == sorted(plan.uids)
+    run.store.close()
 
 
 @pytest.mark.parametrize("table", ["plans", "groups", "frames"])

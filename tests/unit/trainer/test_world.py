@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +38,31 @@ def test_words_are_heard_in_order_and_forgotten_after_the_next_meeting(world: Wo
         other.arrive()
         assert first.all_arrived and other.all_arrived
     assert first._store.num_keys() == 3  # two words and the count
+
+
+def listening(world: World, folder: Path) -> list[str]:
+    """Addresses of the sockets that rank 0's words opened."""
+    before = listeners()
+    words = ranks.Words(world)
+    if world.rank == 0:
+        words.tell(b"word")
+    while world.rank and words.heard() is None:
+        pass
+    world.gather(0, int)
+    return sorted(listeners() - before)
+
+
+def listeners() -> set[str]:
+    """Of this process: local addresses as the kernel writes them, with the port."""
+    own = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line.split() for line in chain(*tables)]
+    return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
+
+
+def test_words_are_told_on_the_address_of_the_rendezvous_only(tmp_path: Path) -> None:
+    (address,) = run_ranks(2, listening, tmp_path)
+    assert address.startswith("0100007F:"), "127.0.0.1: a file is a rendezvous on one machine"
 
 
 def tally(rank: int) -> MetricSums:
