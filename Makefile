@@ -51,7 +51,7 @@ harnesses: .harnesses/fetched  ## Claude Code and Codex, as npm has them: for te
 
 smollm2: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters: for tests and the demo
 
-quick: $(VENV)/dev  ## what to run while editing: a minute
+quick: $(VENV)/dev  ## what to run while editing: a minute and a half
 	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long and not full" -x -q $(PARALLEL) $(ARGS)
 
 long: $(VENV)/dev smollm2 sglang-cpu  ## what is too long for every change, hours: learning, faults, three seeds, memory

@@ -54,8 +54,9 @@ class RolloutConfig(Section, frozen=True):
     `module:class` or `file.py:class`, or one with options, e.g. `{gymnasium: {id: FrozenLake-v1}}`; empty:
     such a turn is the answer."""
     agent: Plugin = ""
-    """A program that leads the episode through an OpenAI-compatible endpoint: `module:function` or
-    `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is asked turn by turn."""
+    """A program that leads the episode through an endpoint with OpenAI's and Anthropic's APIs:
+    `module:function` or `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is
+    asked turn by turn."""
     untrained_agents: list[str] = []
     """Requests of an agent whose turns are not trained (titles, commit messages): names of their `model`,
     globs among them, or `module:function`, `file.py:function` of a request. They have limits of their own, as

@@ -1,4 +1,4 @@
-"""Agents that lead an episode themselves, through an OpenAI-compatible endpoint."""
+"""Lets agents lead an episode themselves, through an endpoint that speaks OpenAI's and Anthropic's APIs."""
 
 from asyncrl.gateway.agents import Agent, Command, agents, load_agent, load_untrained, result_of
 from asyncrl.gateway.server import Endpoint, Gateway, Host

@@ -1,5 +1,5 @@
-"""Engines and losses that take as long as they are told, for plan_error.py and elastic.py. The import
-registers the losses."""
+"""Engines and losses that take as long as they are told, for plan_error.py. The import registers
+the losses."""
 
 from __future__ import annotations
 
