@@ -34,6 +34,7 @@ from asyncrl.conversation.requests import (
     common,
     limit_reached,
     row_is_full,
+    short,
 )
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
 from asyncrl.conversation.watch import before
@@ -41,7 +42,6 @@ from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
 ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
-LONG = 16_384  # characters that take some 5 ms to tokenise
 
 
 class TokenRow(msgspec.Struct, frozen=True):
@@ -270,22 +270,27 @@ class Branches:
     def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
         """The tokenising that `find` would do, where it takes long: call it, in any thread, before `find`."""
         chat, row = self._rules.chat, self._extended(request)
-        key: tuple[Any, Any]
-        render: Callable[[Any, Any], tuple[int, ...] | None]
-        if row is None:
-            messages, shown = self._known(request)
-            new, before, render = messages[shown:], 0, chat.prompt_ids
-            key, size = (chat.fold(messages, True), request.tools), sum(map(len, request.tools))
-        else:
-            old, render, size = self.rows[row], chat.delta_ids, 0
-            new, before = request.messages[len(old.messages) :], len(old.ids)
-            key = chat.fold(new, False), old.ids[-1]
-        too_long = self._too_long(new, before, size) is not None
-        short = size + sum(map(characters_of, new)) < LONG
-        if too_long or short or request.prompt is not None or key in self._rendered:
+        jobs: list[tuple[Any, Callable[..., tuple[int, ...] | None]]] = []
+        if request.prompt is not None:
             return None
-        self._rendered.clear()  # of requests that were given up
-        return lambda: self._rendered.update({key: render(*key)})
+        if row is not None:
+            old = self.rows[row]
+            new = request.messages[len(old.messages) :]
+            key = chat.fold(new, False), old.ids[-1]
+            if self._too_long(new, len(old.ids)) or (short(new) and chat.delta_ids(*key) is not None):
+                return None
+            jobs.append((key, chat.delta_ids))
+        messages, shown = self._known(request)
+        size = sum(map(len, request.tools))
+        prompt_key = chat.fold(messages, True), request.tools
+        if row is not None or not (self._too_long(messages[shown:], 0, size) or short(messages, size)):
+            jobs.append((prompt_key, chat.prompt_ids))
+        if not jobs or any(self._rendered.get(key) for key, _ in jobs):
+            return None
+        self._rendered.clear()  # of requests before
+
+        # The prompt is needed where the template rewrites the row.
+        return lambda: any(self._rendered.setdefault(key, make(*key)) for key, make in jobs)
 
     def _folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
         """The number of system messages that the template does not get as such."""
@@ -370,8 +375,7 @@ class Branches:
     def _free(self, request: AgentRequest) -> Iterator[tuple[int, TokenRow]]:
         """The rows, with their numbers, that a request may extend: a side request none that is trained."""
         side = self._untrained(request)
-        rows = enumerate(self.rows)
-        return ((number, row) for number, row in rows if not row.busy and row.untrained == side)
+        return ((at, row) for at, row in enumerate(self.rows) if not row.busy and row.untrained == side)
 
     def _extends(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
         new = messages[len(row.messages) :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -11,6 +11,7 @@ from asyncrl.conversation.forms import AnswerForm
 from asyncrl.types import EpisodeEnd, Message
 
 CHARACTERS = 16  # of a token, at most, on average: more text than that is too long whatever its tokens are
+LONG = 16_384  # characters that take some 5 ms to tokenise
 
 
 class AgentRequest(msgspec.Struct, frozen=True):
@@ -88,6 +89,11 @@ def characters_of(message: Message) -> int:
     texts = [message.content, message.reasoning, message.name, message.tool_call_id]
     texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
     return CHARACTERS + sum(map(len, texts))
+
+
+def short(messages: Sequence[Message], characters: int = 0) -> bool:
+    """True for messages, and so many characters more, that may be tokenised on the event loop."""
+    return characters + sum(map(characters_of, messages)) < LONG
 
 
 def common(ours: tuple[Message, ...], theirs: tuple[Message, ...]) -> int:

@@ -100,6 +100,55 @@ def test_a_template_that_rewrites_begins_a_row() -> None:
     assert placed(branches, USER, said, Message("tool", "7")).row == 0
 
 
+class CountingChat(FakeChat):
+    def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
+        super().__init__(rewrites)
+        self.rendered: list[str] = []
+
+    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
+        self.rendered.append("prompt")
+        return super().prompt_ids(messages, tools)
+
+    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
+        found = super().delta_ids(messages, after)
+        self.rendered += ["delta"] * (found is not None)
+        return found
+
+
+LENGTHY = Message("user", "x" * 100)
+PRERENDERED: dict[str, tuple[tuple[str, ...], Message, Message, list[str]]] = {
+    "a first prompt": ((), LENGTHY, AGAIN, ["prompt"]),
+    "news": ((), USER, LENGTHY, ["delta"]),
+    "short news after which the template rewrites": (("user",), LENGTHY, AGAIN, ["prompt"]),
+    "long news after which the template rewrites": (("user",), USER, LENGTHY, ["prompt"]),
+}
+
+
+@pytest.mark.parametrize(("rewrites", "first", "news", "rendered"), PRERENDERED.values(), ids=PRERENDERED)
+def test_what_is_rendered_before_is_not_rendered_again(
+    rewrites: tuple[str, ...],
+    first: Message,
+    news: Message,
+    rendered: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever asks for it: a count before the request, and each of its answers."""
+    monkeypatch.setattr("asyncrl.conversation.requests.LONG", 100)
+    branches = Branches(rules(chat=(chat := CountingChat(rewrites)), max_tokens=4096))
+    request = AgentRequest((first,))
+    if rendered == ["delta"] or rewrites:
+        said = say(branches, "42", first)
+        request = AgentRequest((first, said, news))
+    chat.rendered.clear()
+    render = branches.rendering(request)
+    assert render is not None and chat.rendered == []
+    render()
+    assert branches.rendering(request) is None
+    assert branches.count(request) > 100
+    found = branches.find(request, 1 if rendered == ["delta"] else 3)
+    assert isinstance(found, list) and chat.rendered == rendered
+
+
 def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:
     branches = Branches(rules())
     said = say(branches, call("a", '{"x":   1}'), USER, tools=TOOLS)
