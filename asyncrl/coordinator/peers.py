@@ -200,6 +200,7 @@ class EnrolmentHandler:
 
 
 SENDER_SECONDS = 10.0  # of silence, after which nothing more is expected of who sends files
+MOST_SENDERS = 4096  # that are known: a process that is killed does not say that it was its last
 
 
 class WrittenFiles:
@@ -231,10 +232,12 @@ class WrittenFiles:
         except OSError as error:
             log.error("%s: not written (%s)", path, error)
             return
-        self._senders[peer] = message.name, message.offset, (have := have + len(new)), now
-        if message.last:
-            del self._senders[peer]
-        self._state.outbox.to_bulk(peer, WrittenTaken(message.name, have))
+        self._senders.pop(peer, None)
+        if not message.last:
+            self._senders[peer] = message.name, message.offset, have + len(new), now
+        if len(self._senders) > MOST_SENDERS:
+            del self._senders[next(iter(self._senders))]  # silent for the longest time
+        self._state.outbox.to_bulk(peer, WrittenTaken(message.name, have + len(new)))
 
     def expected(self, now: float) -> bool:
         """True while somebody has more to send."""

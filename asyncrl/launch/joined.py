@@ -77,7 +77,8 @@ class JoinedProcess:
         try:
             self._claim = claim(parent, name, host)
             own.mkdir(parents=True, exist_ok=True)
-            (run_dir / "started").write_text(ticket.started)
+            (own / "started").write_text(ticket.started)
+            (own / "started").replace(run_dir / "started")  # other processes of the launch may read it now
             (own / "config.yaml").write_bytes(msgspec.yaml.encode(config))
         except OSError as error:
             raise ConfigError(f"run_dir: on {host} it cannot be written to ({one_line(error)})") from None
@@ -171,7 +172,8 @@ class SentFiles:
             if answer and answer[0].name == name and answer[0].size >= offset:
                 self._sent[name] = answer[0].size
                 with suppress(OSError):
-                    self._note.write_bytes(msgspec.json.encode(self._sent))
+                    self._note.with_suffix(".tmp").write_bytes(msgspec.json.encode(self._sent))
+                    self._note.with_suffix(".tmp").replace(self._note)
                 return True
         return False
 

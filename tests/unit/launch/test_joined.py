@@ -136,6 +136,51 @@ def test_what_an_answer_was_lost_for_is_not_added_twice(home: Home, monkeypatch:
     sender.link.close()
 
 
+def test_a_full_disk_here_does_not_make_it_forget_what_it_sent(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = home.sender()
+    home.write("logs/rollout-1.log", b"once")
+    assert home.during(sender.send)
+
+    def full(path: Path, content: bytes) -> int:
+        path.open("wb").close()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        assert home.during(sender.send)
+    sender.link.close()
+    again = home.sender()
+    assert home.during(again.send) and home.read("logs/rollout-1.log") == b"once"
+    again.link.close()
+
+
+def test_who_was_silent_for_the_longest_time_is_forgotten_where_many_send(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.coordinator.peers.MOST_SENDERS", 2)
+    for peer, now in (
+        (b"rollout/0/a", 0.0),
+        (b"rollout/1/b", 1.0),
+        (b"rollout/0/a", 2.0),
+        (b"rollout/2/c", 3.0),
+    ):
+        home.files.written(peer, WrittenBytes("logs/rollout-1.log", 0), [], now)
+    assert list(home.files._senders) == [b"rollout/0/a", b"rollout/0/c"]
+
+
+def test_the_day_of_the_run_is_never_half_written_for_others(home: Home) -> None:
+    first = JoinedProcess(home.ticket())
+    started = next((home.there / "elsewhere").iterdir()) / "t/started"
+    with started.open() as read:
+        second = JoinedProcess(home.ticket(index=2))
+        assert read.read() == started.read_text() == "2026-11-24 00ff"
+        assert not os.path.samestat(os.fstat(read.fileno()), started.stat())
+    for one in (first, second):
+        home.during(one.wait)
+
+
 def test_without_a_coordinator_files_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "SEND_SECONDS", 0.2)
     sender = home.sender()
