@@ -312,6 +312,8 @@ class Branches:
         chat, row, size = self._rules.chat, None, 0
         for number, known in self._free(request):
             shown: Any = known.ids if isinstance(prompt, tuple) else chat.decode(known.ids)
+            if isinstance(prompt, str) and not prompt.startswith(shown):  # its beginning is the tokenizer's
+                shown = shown.removeprefix(chat.decode(chat.text_ids("", True)))
             ended = isinstance(prompt, str) and known.ids[-1] in chat.stop_ids
             fits = known.request.prompt is not None and not ended
             if fits and len(shown) > size and prompt[: len(shown)] == shown:

@@ -18,7 +18,7 @@ from asyncrl.rewards import RewardInput
 from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
 from asyncrl.wire.messages.worker import Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
-from tests.fakes.chat import encode
+from tests.fakes.chat import FakeChat, encode
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.episodes import read
 from tests.fakes.loop import settle
@@ -219,6 +219,22 @@ def test_a_text_that_goes_on_continues_its_row(with_ids: bool) -> None:
     bench = AgentBench(agent, lambda prompt: "upon<think>")
     assert bench.finished().stats.rows == 2
     assert bench.rows == ["once up and upon<think>", "twice upon<think>"]
+
+
+def test_a_text_continues_its_row_behind_the_token_that_begins_texts() -> None:
+    """Llama's and Gemma's tokenizers put one there, which the client's text does not have."""
+
+    class Beginning(FakeChat):
+        def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
+            return encode(f"^{text}" if beginning else text)
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        assert await completed(endpoint, "once ", stop="p") == "u"
+        await completed(endpoint, "once up and ")
+
+    bench = AgentBench(agent, lambda prompt: "upon", chat=Beginning())
+    assert bench.finished().stats.rows == 1
+    assert bench.rows == ["^once up and upon"]
 
 
 def test_ids_that_no_tokenizer_has_are_refused() -> None:
