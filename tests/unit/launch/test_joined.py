@@ -167,7 +167,7 @@ def test_who_was_silent_for_the_longest_time_is_forgotten_where_many_send(
         (b"rollout/2/c", 3.0),
     ):
         home.files.written(peer, WrittenBytes("logs/rollout-1.log", 0), [], now)
-    assert list(home.files._senders) == [b"rollout/0/a", b"rollout/0/c"]
+    assert list(home.files._senders) == [b"rollout/0/a", b"rollout/2/c"]
 
 
 def test_the_day_of_the_run_is_never_half_written_for_others(home: Home) -> None:
