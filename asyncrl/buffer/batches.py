@@ -60,13 +60,17 @@ class Baseline(msgspec.Struct, frozen=True):
 class Batch(msgspec.Struct):
     """The plan of one optimizer batch. `micros`: the uids of each part, which the ranks deal and cut into
     micro-batches. `closed`: no more come. `lost`: those whose payload could not be read, as far as no
-    commit says that they were trained nevertheless. They keep their places, so that others keep theirs."""
+    commit says that they were trained nevertheless. They keep their places, so that others keep theirs.
+    `ranks`, `budget`: among how many it was dealt, and cut into micro-batches of how many tokens, when it was
+    last handed out."""
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
     groups: set[int] = set()
     closed: bool = False
     lost: set[str] = set()
+    ranks: int = 1
+    budget: int = 0
 
     @property
     def planned(self) -> list[str]:
@@ -116,8 +120,9 @@ class Batches:
         self.baselines = dict(baselines)
         self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
 
-    def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
-        """Uids of the next part for so many ranks; [] when the batch is complete; None: the caller must wait.
+    def plan(self, step: int, micro: int, ranks: int, budget: int = 0) -> list[str] | None:
+        """Uids of the next part for so many ranks, which cut it by `budget` (0: `micro_tokens`); [] when the
+        batch is complete; None: the caller must wait.
 
         The caller refuses a `step` greater than `committed`.
         """
@@ -125,10 +130,14 @@ class Batches:
         if batch is None:
             batch = self.batches[step] = Batch(step)
         if micro < len(batch.micros):
-            return batch.micros[micro]
-        if batch.closed:
-            return []
-        return self._extend(batch, ranks)
+            uids: list[str] | None = batch.micros[micro]
+        else:
+            uids = [] if batch.closed else self._extend(batch, ranks)
+        how = (ranks, budget or self.micro_tokens)
+        if uids and how != (batch.ranks, batch.budget):
+            batch.ranks, batch.budget = how
+            self._dirty.add(step)
+        return uids
 
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add what is ready, once it is enough or nothing more can enter the batch. Late

@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
         config = recompose(Path(place), options.overrides)
     rows = {int(row["training/step"]): row for row in read_rows(run_dir) if "timing_s/step" in row}
     before, now, steps = dict[str, float](), dict[str, float](), list[int]()
-    for step, now in _replayed(config, run_dir, options.step):
+    had = at(launches, options.step).config["trainer"]["micro_batch_tokens"]
+    budget = config.trainer.micro_batch_tokens
+    for step, now in _replayed(config, run_dir, options.step, 0 if budget == had else budget):
         if not before:
             print(f"{'step':>6} " + " ".join(f"{title:>24}" for title in TITLES))
         before = rows.get(step, {})
@@ -65,9 +67,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int, dict[str, float]]]:
+def _replayed(
+    config: RunConfig, run_dir: Path, step: int, budget: int
+) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) of the steps up to this one."""
-    from asyncrl.coordinator.failures import MicroBudget
     from asyncrl.launch.models import resolve_models
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader
@@ -75,6 +78,5 @@ def _replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int
 
     trainer = msgspec.structs.replace(config.trainer, ranks=1, replicas=1, sequence_parallel=1)
     with closing(RunReader.open(run_dir)) as reader:
-        budget = MicroBudget.stored(reader, trainer.micro_batch_tokens).tokens
         alone = resolve_models(msgspec.structs.replace(config, trainer=trainer))
         yield from retrain(alone, reader, checkpoints_of(config, run_dir), step, budget)

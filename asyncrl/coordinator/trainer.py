@@ -341,7 +341,8 @@ class TrainerHandler:
             return plan("end")
         if step == batches.committed and state.versions.lacks_probe(PolicyVersion(state.trainer_epoch, step)):
             return plan("probe")  # ranks that repeat steps score none
-        uids = batches.plan(step, request.micro, self.ranks.size // state.config.trainer.sequence_parallel)
+        ranks = self.ranks.size // state.config.trainer.sequence_parallel
+        uids = batches.plan(step, request.micro, ranks, state.micro_budget.tokens)
         batch = batches.batches[step]
         if uids is None:
             return plan("end") if batches.over and not batch.planned else None

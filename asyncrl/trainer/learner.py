@@ -222,9 +222,13 @@ class Learner:
 
     def share(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
         """This rank's part of a plan, in parts of about a micro-batch."""
-        ranks, hidden = self.world.data_ranks, self.policy.lm.config.get_text_config().hidden_size
-        index = self.world.rank * ranks // self.world.size
-        return dealt(planned, self.packing, self.budget, hidden, ranks)[index]
+        ranks = self.world.data_ranks
+        return self.deal(planned, ranks)[self.world.rank * ranks // self.world.size]
+
+    def deal(self, planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
+        """The shares of so many ranks."""
+        hidden = self.policy.lm.config.get_text_config().hidden_size
+        return dealt(planned, self.packing, self.budget, hidden, ranks)
 
     def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Cut this rank's examples under the token budget, padded to the same count on all ranks."""

@@ -11,7 +11,7 @@ from itertools import chain, count
 import torch
 
 from asyncrl.algorithms.recipe import Recipe
-from asyncrl.buffer.batches import Baseline
+from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig
 from asyncrl.conversation.turns import trained
@@ -26,26 +26,29 @@ from asyncrl.trainer.learner import Learner, Work
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
-Share = Callable[[Sequence[PlannedTrajectory]], list[list[PlannedTrajectory]]]
+Deal = Callable[[Sequence[PlannedTrajectory], int], list[list[list[PlannedTrajectory]]]]  # by rank
 INITIAL = 0  # the step of the policy that a run begins with
 
 
 def retrain(
-    config: RunConfig, reader: RunReader, place: Checkpoints, step: int, budget: int
+    config: RunConfig, reader: RunReader, place: Checkpoints, step: int, budget: int = 0
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are counted from
-    1. `budget`: tokens of a micro-batch. On one CPU rank, with the run's configuration, the same as the
-    run's to the last bit. ConfigError says which steps can be repeated, StoreError what cannot be read."""
+    1. `budget`: tokens of a micro-batch; 0: as recorded. On one CPU rank, with the run's configuration, the
+    same as the run's to the last bit. ConfigError says which steps can be repeated, StoreError what cannot
+    be read."""
     first = start_of(reader, place, step)
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     try:
         learner = Learner(config, world.join(0, 1, device=config.model.device))
-        learner.budget, learner.on_spike = budget, "skip"  # the batch is looked at, not left out
+        learner.on_spike = "skip"  # the batch is looked at, not left out
         if first > INITIAL:
             checkpoint.load(place, first, learner)
         for number in range(first, step):
-            for work in recorded(config, reader, number, learner.share):
+            plan = reader.plan(number)
+            learner.budget = budget or plan.budget
+            for work in recorded(config, reader, plan, learner.deal):
                 learner.accumulate(work)
             yield number + 1, learner.finish()
     finally:
@@ -70,18 +73,18 @@ def start_of(reader: RunReader, place: Checkpoints, step: int) -> int:
     )
 
 
-def recorded(config: RunConfig, reader: RunReader, step: int, share: Share) -> Iterator[Work]:
-    """The parts of the plan of batch `step` (0-based), as a single rank has its `share` of them."""
-    plan = reader.plan(step)
+def recorded(config: RunConfig, reader: RunReader, plan: Batch, deal: Deal) -> Iterator[Work]:
+    """The parts of the plan as its ranks had them, one rank's after another's."""
     for part in plan.micros:
         episodes = map(reader.episode, part)
         temperature = config.rollout.temperature
         planned = [PlannedTrajectory.of(e, reader.baseline(e.group), temperature) for e in episodes]
-        ordered = [p for p in chain(*share(planned)) if p.uid not in plan.lost]
-        frames = [frame for p in ordered for frame in list(reader.frames(p.uid, p.frames))[::2]]
-        if not all(frames):
-            raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
-        yield with_turns(ordered, frames)
+        for share in deal(planned, plan.ranks):
+            ordered = [p for p in chain(*share) if p.uid not in plan.lost]
+            frames = [frame for p in ordered for frame in list(reader.frames(p.uid, p.frames))[::2]]
+            if not all(frames):
+                raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
+            yield with_turns(ordered, frames)
 
 
 def credited(

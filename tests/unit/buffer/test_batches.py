@@ -136,6 +136,21 @@ def test_a_restarted_trainer_is_given_the_same_plans() -> None:
     assert not batches.batches and not batches.taken
 
 
+def test_a_plan_is_stored_with_the_ranks_and_the_budget_that_it_was_last_handed_out_for() -> None:
+    """Also where it was committed before: who trains it again deals and cuts it so."""
+    buffer, batches = make()
+    admit(buffer, 2)
+    for uid in ("0.0", "0.1", "1.0", "1.1"):
+        land(buffer, uid)
+    train(batches, 0)
+    batches.changes()
+    stored = []
+    for ranks, budget in ((2, 100), (2, 100), (2, 50)):
+        batches.plan(0, 0, ranks, budget)
+        stored.append([(batch.ranks, batch.budget) for batch in batches.changes()])
+    assert stored == [[(2, 100)], [], [(2, 50)]]
+
+
 def land_groups(buffer: ReplayBuffer, groups: int, prompt: int, *tokens: int) -> None:
     first = buffer.next_group
     admit(buffer, groups)

@@ -30,7 +30,9 @@ def test_a_step_is_replayed_with_the_keys_of_its_launch(
     (tmp_path / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(later))
     seen: list[RunConfig] = []
 
-    def replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int, dict[str, float]]]:
+    def replayed(
+        config: RunConfig, run_dir: Path, step: int, budget: int
+    ) -> Iterator[tuple[int, dict[str, float]]]:
         seen.append(config)
         return ((number, {}) for number in range(step - 1, step + 1))
 

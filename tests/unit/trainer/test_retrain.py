@@ -53,13 +53,12 @@ def test_a_lost_episode_keeps_its_place_when_a_plan_is_dealt_again(
         lost = plan.micros[0][0]
         plan.lost.add(lost)
 
-        def share(planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
+        def deal(planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
             dealt.extend(p.uid for p in planned)
-            return [[*planned]]
+            return [[[*planned]]]
 
-        monkeypatch.setattr(reader, "plan", lambda step: plan)
         monkeypatch.setattr("asyncrl.trainer.retrain.with_turns", lambda planned, frames: planned)
-        found = [p.uid for part in recorded(config, reader, 0, share) for p in part]  # type: ignore[attr-defined]
+        found = [p.uid for part in recorded(config, reader, plan, deal) for p in part]  # type: ignore[attr-defined]
     assert dealt == plan.planned and lost not in found and sorted(found) == sorted(plan.uids)
     run.store.close()
 
@@ -73,5 +72,5 @@ def test_what_the_run_forgets_meanwhile_is_said(tmp_path: Path, table: str) -> N
     with closing(RunReader.open(tmp_path)) as reader:
         run.store._db.execute(f"DELETE FROM {table}")
         with pytest.raises(StoreError, match=r"store\.keep_bytes"):
-            next(recorded(config, reader, 0, lambda planned: [[*planned]]))
+            next(recorded(config, reader, reader.plan(0), lambda planned, ranks: [[[*planned]]]))
     run.store.close()
