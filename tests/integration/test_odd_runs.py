@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.process import LOG_BYTES
+from asyncrl.observe.files import LOG_BYTES
 from asyncrl.tools import load_tools
 from tests.integration.runs import Run
 
