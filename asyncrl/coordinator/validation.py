@@ -133,8 +133,9 @@ class Validation:
             self._hold(start.ref)
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
-            self.workers.cancel(self.episodes.end("the weights are gone"))  # where one was cut short
-            self._keep(None)
+            if start.step:  # where one was cut short; the model's own weights are published again
+                self.workers.cancel(self.episodes.end("the weights are gone"))
+                self._keep(None)
             return False
         before, step = self._stored(), start.step
         uids = [uid for row in range(self._count) for uid in self._episodes(step, row)]
