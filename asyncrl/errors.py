@@ -65,7 +65,7 @@ class DeadlineError(AsyncrlError):
 
 
 class Failure:
-    """What `recorded` caught: empty until something failed."""
+    """Holds what `recorded` caught: empty until something failed."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -94,12 +94,12 @@ def recorded() -> Iterator[Failure]:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether it passes when space is freed: a full disk, or a quota."""
+    """True if it passes when space is freed: a full disk, or a quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: BaseException) -> str:
-    """What a model or a log reads of an error: its text if it was raised on purpose, else `one_line`."""
+    """Say what a model or a log reads of an error: its text if it was raised on purpose, else `one_line`."""
     return str(error) if isinstance(error, AsyncrlError) else one_line(error)
 
 
@@ -149,7 +149,7 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether there was too little memory, of a GPU or of the machine: the error says so, or the one that it
+    """True if there was too little memory, of a GPU or of the machine: the error says so, or the one that it
     was raised from. A ConfigError from such an error is advice for a person. torch's error by its name."""
     told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
     if told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
-    """How a plugin is called, and what errors tell the user to write. It takes the parameters `given`, by
+    """Say how a plugin is called, and what errors tell the user to write. It takes the parameters `given`, by
     position or `by_name`; `awaited`: it must be async. A class is called as it stands if it `makes` what is
     wanted; else an instance of it is."""
 
@@ -209,7 +209,7 @@ def bound(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any
 
 
 def built(factory: Callable[[], Any], where: str) -> Any:
-    """What a factory makes. Any error of its becomes a ConfigError that begins with `where`."""
+    """Make it by a factory. Any error of its becomes a ConfigError that begins with `where`."""
     try:
         return factory()
     except ConfigError as error:

@@ -57,7 +57,7 @@ def passes(error: Exception) -> bool:
 def remembered(
     config: PreTrainedConfig, purpose: str, check: Callable[[PreTrainedModel], dict[str, str]]
 ) -> dict[str, str] | None:
-    """What `check` finds on the copy, by the name of a check; None where no copy can be made. It is kept in
+    """Run `check` on the copy: findings by name; None where no copy can be made. They are kept in
     the user's cache, for this purpose, architecture, and these versions of code. Processes may race."""
     found: dict[str, str]
     try:
@@ -87,7 +87,7 @@ def remembered(
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Those of torch, transformers, and the code here that computes with models."""
+    """Return those of torch, transformers, and the code here that computes with models."""
     root = Path(__file__).parent
     files = [Path(__file__), *sorted(root.glob("trainer/*.py")), *sorted(root.glob("engines/**/*.py"))]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -177,7 +177,7 @@ def _small(name: str, value: Any, fewer: int, narrower: int, reach: int) -> Any:
 
 
 def _kinds(config: PreTrainedConfig) -> set[Any]:
-    """How layers differ: in modules, their sizes and settings, and in what the configuration lists."""
+    """Say how layers differ: in modules, their sizes and settings, and in what the configuration lists."""
     with torch.device("meta"):
         model = _model(config)
     text = config.get_text_config()

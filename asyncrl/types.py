@@ -99,7 +99,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
 
     def openai(self) -> dict[str, Any]:
-        """As OpenAI's JSON."""
+        """Write it as OpenAI's JSON."""
         return {
             "id": self.id,
             "type": "function",
@@ -132,7 +132,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolReply(msgspec.Struct, frozen=True):
-    """What a tool call gave back. `error` names the failure, and its place in users' code; the content is
+    """Holds what a call gave back. `error` names the failure, and its place in users' code; the content is
     what the model reads, the `reward` falls on the turn that made the call. `refused`: nothing was run, the
     call itself was wrong."""
 
@@ -145,7 +145,7 @@ class ToolReply(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What an environment, or a simulated user, replies to a turn of the model. The `reward` falls on that
+    """Holds what an environment, or a simulated user, says to a turn of the model. The `reward` falls on that
     turn; `done`: the episode is over, and the messages are not used."""
 
     messages: tuple[Message, ...] = ()
@@ -202,14 +202,14 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.tokens
 
     def until(self, end: int) -> Routes | None:
-        """Those of the tokens before `end`; None: of none."""
+        """Return those of the tokens before `end`; None: of none."""
         tokens = min(self.tokens, end - self.start)
         each = len(self.data) // self.tokens
         return Routes(self.start, tokens, self.data[: tokens * each]) if tokens > 0 else None
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What an engine returns for one request. Spans are relative to `ids`. `routes`: where they were asked
+    """An engine returns it for one request. Spans are relative to `ids`. `routes`: where they were asked
     for."""
 
     ids: tuple[int, ...]
@@ -258,7 +258,7 @@ MAX_REWARD = 1e6  # what is larger is an error: with it, gradients are not finit
 
 
 class RewardResult(msgspec.Struct, frozen=True):
-    """What a reward function returns for one episode. All numbers are finite.
+    """A reward function returns it for one episode. All numbers are finite.
 
     `score` falls on the last turn, `turns` (empty, or one number per turn) on theirs. `components`: named
     parts, for advantages that weigh them. `shaping`: what `algorithm.shaping` adds to the last turn. `notes`:
@@ -275,7 +275,7 @@ class RewardResult(msgspec.Struct, frozen=True):
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
-    """What an episode earned, and how it ended. It travels unchanged inside other structs: from the episode
+    """Say what an episode earned, how it ended. It travels unchanged inside other structs: from the episode
     to the worker's last record, into the buffer and the store, and as a part of the baseline to the trainer.
 
     `reward` is all of it; `turn_rewards`: the part of each turn; they sum to it (empty: all of it is
@@ -320,12 +320,12 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def judged(self) -> float:
-        """What `validation.success` is compared with: the component `acc`, as in verl, or else the score."""
+        """Return what `validation.success` judges: the component `acc`, as in verl, or else the score."""
         return self.components.get("acc", self.score)
 
     @property
     def problem(self) -> str:
-        """What makes it unusable: the first number that is not finite or beyond MAX_REWARD. '' if none is."""
+        """Name what makes it unusable: a number that is not finite or beyond MAX_REWARD; '' if none is."""
         numbers = {"the reward": self.reward, "its shaping": self.shaping}
         numbers |= {f"the reward of turn {turn}": value for turn, value in enumerate(self.turn_rewards)}
         numbers |= {f"component {name!r} of the reward": value for name, value in self.components.items()}

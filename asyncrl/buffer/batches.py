@@ -187,7 +187,7 @@ class Batches:
         return self._tokens(pool) >= least
 
     def _tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
-        """What ranks compute, about: the prompt of a group once, where its members share it."""
+        """Estimate what ranks compute: the prompt of a group once, where its members share it."""
         tokens = sum(episode.tokens for episode in episodes)
         if self.packing == "tree":
             prompts = {episode.group: episode.stats.prompt for episode in episodes}

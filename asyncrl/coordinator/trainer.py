@@ -177,7 +177,7 @@ class TrainerHandler:
             self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
 
     def _best(self) -> int:
-        """Of the best so far and the newest `checkpoint.keep`, which are there; others are deleted."""
+        """Name the best so far and the newest `checkpoint.keep`, which are there; others are deleted."""
         if not self.state.config.checkpoint.best:
             return -1
         newest = self.state.store.read.checkpoints()[-self.state.config.checkpoint.keep :]
@@ -282,7 +282,7 @@ class TrainerHandler:
 
     @property
     def forgetting(self) -> bool:
-        """What checkpoints cover is not all forgotten yet."""
+        """True while not all that checkpoints cover is forgotten."""
         return self._covers_more or self.state.store.pruning
 
     @property
@@ -296,7 +296,7 @@ class TrainerHandler:
         self.stopping, self.finished = True, self.checkpoint_step >= committed or not committed
 
     def unsaved(self, why: str) -> str:
-        """What a stop without a checkpoint means."""
+        """Say what a stop without a checkpoint means."""
         step, saved = self.state.batches.committed, self.checkpoint_step
         waits = (rank.beat.waiting for rank in self.ranks.peers if rank.beat)
         why = "; ".join(filter(None, (why, *waits)))

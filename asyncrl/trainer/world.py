@@ -158,7 +158,7 @@ class World:
 
 
 class Words:
-    """What rank 0 tells the other ranks, one word after another, and their meetings. A rank that waits here
+    """Hold what rank 0 tells the others, one word after another, and their meetings. A rank that waits here
     is in no collective, whose time would run out. Like collectives, it asks nobody for a key; it listens on
     the address of the rendezvous only. DistNetworkError: rank 0 is gone."""
 

@@ -23,11 +23,11 @@ TASK = "write fizz.py, run it, show it"
 
 async def run(program: Path, *words: str, home: Path, **environment: str) -> None:
     """Run it in a directory and a home of its own. AssertionError, with what it said, if it fails."""
-    work = home / "work"
-    work.mkdir(parents=True)
+    place = home / "place"
+    place.mkdir(parents=True)
     made = await asyncio.create_subprocess_exec(
         *(program, *words),
-        cwd=work,
+        cwd=place,
         env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -119,7 +119,7 @@ def test_a_task_of_four_turns_is_one_row(lead: Any, shell: Any, tmp_path: Path) 
     (row,) = bench.rows
     assert row.endswith("all done") and "RUN\n42" in row
     assert all("".join(map(chr, turn.ids[:-1])) in row for turn in bench.turns)
-    assert (tmp_path / "home/work/fizz.py").read_text() == "print(6 * 7)\n"
+    assert (tmp_path / "home/place/fizz.py").read_text() == "print(6 * 7)\n"
 
 
 @pytest.mark.parametrize(
