@@ -1,4 +1,4 @@
-"""Bounds on the connections of a listener, so that strangers cannot keep agents away.
+"""Bounds on the connections of all listeners together, so that strangers cannot keep agents away.
 
 A connection is a stranger's until a request on it has shown a known key. Of strangers the newest are served:
 the oldest is closed when there are too many, and each after HEADER_SECONDS.
@@ -17,24 +17,35 @@ KNOWN = 4096
 
 
 class Connections:
-    """Makes the protocols of a listener's connections: `make` makes one without bounds."""
+    """Makes the protocols of connections: `make` makes one without bounds."""
 
     def __init__(self, make: Callable[[], web.RequestHandler]) -> None:
         self._make = make
         self._strangers: dict[asyncio.BaseProtocol, _Bounded] = {}  # the oldest first
-        self._known: set[asyncio.BaseProtocol] = set()
+        self._known: dict[asyncio.BaseProtocol, _Bounded] = {}
 
-    def __call__(self) -> asyncio.Protocol:
-        return _Bounded(self, self._make())
+    def of(self, episode: object = None) -> Callable[[], asyncio.Protocol]:
+        """The factory of a listener's protocols. `episode`: the only one that it serves; None: all."""
+        return lambda: _Bounded(self, self._make(), episode)
 
-    def trust(self, request: web.Request) -> None:
-        """The request's connection has shown a known key. It is closed if there are too many of them."""
-        stranger = self._strangers.pop(request.protocol, None)
-        if stranger is not None:
-            stranger.timer.cancel()
-            self._known.add(request.protocol)
+    def trust(self, request: web.Request, episode: object) -> bool:
+        """The request's connection has shown the key of this episode. False if it is a connection of another
+        one's listener. It is closed if there are too many of them."""
+        one = self._known.get(request.protocol) or self._strangers.get(request.protocol)
+        if one is None or one.episode not in (None, episode):
+            return False
+        if self._strangers.pop(request.protocol, None):
+            one.timer.cancel()
+            self._known[request.protocol] = one
             if len(self._known) > KNOWN:
-                stranger.transport.abort()
+                one.transport.abort()
+        return True
+
+    def end(self, episode: object) -> None:
+        """Close the connections of the episode's own listeners."""
+        for one in (*self._strangers.values(), *self._known.values()):
+            if one.episode is episode:
+                one.transport.abort()
 
     def opened(self, one: _Bounded) -> None:
         if len(self._strangers) >= STRANGERS:
@@ -43,7 +54,7 @@ class Connections:
 
     def closed(self, one: _Bounded) -> None:
         self._strangers.pop(one.inner, None)
-        self._known.discard(one.inner)
+        self._known.pop(one.inner, None)
 
 
 class _Bounded(asyncio.Protocol):
@@ -52,8 +63,8 @@ class _Bounded(asyncio.Protocol):
     transport: asyncio.Transport
     timer: asyncio.TimerHandle
 
-    def __init__(self, all_of_them: Connections, inner: web.RequestHandler) -> None:
-        self._all, self.inner = all_of_them, inner
+    def __init__(self, all_of_them: Connections, inner: web.RequestHandler, episode: object) -> None:
+        self._all, self.inner, self.episode = all_of_them, inner, episode
         self.data_received, self.eof_received = inner.data_received, inner.eof_received  # type: ignore[method-assign]
         self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing  # type: ignore[method-assign]
 

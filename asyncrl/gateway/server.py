@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest, Refusal
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.gateway import completions, exchange, messages, responses, text_completions
 from asyncrl.gateway.connections import Connections
 from asyncrl.gateway.exchange import AgentReply, ApiDialect, ApiError, Event, Exchange, Listener
@@ -57,6 +59,19 @@ class Endpoint(msgspec.Struct, frozen=True):
     def anthropic_url(self) -> str:
         return self.base_url.removesuffix("/v1")
 
+    async def through(self, listener: socket.socket) -> Endpoint:
+        """Serve the episode on this listening socket, too, and return the endpoint with its address; in any
+        event loop. The socket, which may be of another network namespace, is the gateway's from now on: it
+        and its connections are closed when the episode is over. AsyncrlError if that is so already."""
+        gateway = _gateways.get(self.api_key)
+        if gateway is None:
+            raise AsyncrlError("the episode of this endpoint is over, or another process runs it")
+        served = asyncio.run_coroutine_threadsafe(gateway.listen(self.api_key, listener), gateway.loop)
+        return replace(self, base_url=await asyncio.wrap_future(served))
+
+
+_gateways: dict[str, Gateway] = {}  # by the keys of episodes that run in this process
+
 
 class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
@@ -81,6 +96,7 @@ Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
 class _Admitted:
     host: Host
     running: set[Answering] = field(default_factory=set)
+    listeners: list[asyncio.Server] = field(default_factory=list)  # its own
 
 
 class _Events:
@@ -138,11 +154,10 @@ class Gateway:
         """Listen on a free port."""
         await self._runner.setup()
         assert self._runner.server is not None
-        self._connections = Connections(self._runner.server)
+        self.loop, self._connections = asyncio.get_running_loop(), Connections(self._runner.server)
         self._bodies = asyncio.Semaphore(BODIES)
-        self._listener = await asyncio.get_running_loop().create_server(self._connections, "127.0.0.1", 0)
-        host, port = self._listener.sockets[0].getsockname()
-        self._url = f"http://{host}:{port}/v1"
+        self._listener = await self.loop.create_server(self._connections.of(), "127.0.0.1", 0)
+        self._url = _url(self._listener.sockets[0])
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -153,14 +168,28 @@ class Gateway:
     async def admit(self, host: Host) -> AsyncIterator[Endpoint]:
         """The agent is served while the body runs. Requests under way at its end are cancelled."""
         key, admitted = secrets.token_urlsafe(32), _Admitted(host)
-        self._admitted[key] = admitted
+        self._admitted[key], _gateways[key] = admitted, self
         try:
             yield Endpoint(self._url, key)
         finally:
-            del self._admitted[key]
+            del self._admitted[key], _gateways[key]
+            for listener in admitted.listeners:
+                listener.close()
+            self._connections.end(admitted)
             for task in admitted.running:
                 task.cancel()
             await asyncio.gather(*admitted.running, return_exceptions=True)
+
+    async def listen(self, key: str, listener: socket.socket) -> str:
+        """See `Endpoint.through`; in the gateway's loop. Returns the URL."""
+        admitted = self._admitted.get(key)
+        if admitted is None:
+            raise AsyncrlError("the episode of this endpoint is over")
+        own = socket.socket(fileno=listener.detach())  # nobody else can close it
+        server = await self.loop.create_server(self._connections.of(admitted), sock=own, start_serving=False)
+        admitted.listeners.append(server)
+        await server.start_serving()
+        return _url(own)
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -245,9 +274,8 @@ class Gateway:
         if scheme.lower() != "bearer":
             key = request.headers.get("x-api-key", "")
         admitted = self._admitted.get(key.strip())
-        if admitted is None:
+        if admitted is None or not self._connections.trust(request, admitted):
             raise ApiError(401, "this API key names no running episode", "invalid_api_key")
-        self._connections.trust(request)
         return admitted
 
     def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
@@ -255,6 +283,11 @@ class Gateway:
         for name in sorted(unheeded.keys() - self._logged)[: LOGGED - len(self._logged)]:
             self._logged.add(name)
             log.warning("agents set %s, which %s", " ".join(name.split())[:100], unheeded[name])
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{host}:{port}/v1"
 
 
 async def _outcome(task: Answering) -> Sequence[AgentReply]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable
 from typing import Any
-from unittest.mock import Mock
 
 import aiohttp
 import pytest
 
-from asyncrl.conversation.requests import AgentRequest, Refusal
+from asyncrl.conversation.requests import Refusal
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.gateway import Endpoint, Gateway, connections, server
-from asyncrl.gateway.exchange import AgentReply, Listener
-from asyncrl.types import EpisodeEnd, Message, StopReason, Turn, VersionSpan
+from asyncrl.gateway import Endpoint, Gateway, server
+from asyncrl.gateway.exchange import AgentReply
+from asyncrl.types import EpisodeEnd, Message
 from tests.fakes.agents import ask
 from tests.fakes.dialects import DIALECTS, Dialect, events_of
+from tests.fakes.hosts import FakeHost, fetch, served
 
 USER = Message("user", "q")
 
@@ -28,84 +26,6 @@ every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALEC
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read bodies of 1,000 bytes at most."""
     monkeypatch.setattr(server, "MAX_BODY", 1000)
-
-
-class FakeHost:
-    """Answers with `found`, when the gate is open; an exception is raised. It first streams `streamed` (None:
-    it has not even a place for the request); when it is cancelled, it goes on until it is cancelled again
-    if it is `slow`."""
-
-    def __init__(self, found: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
-        self.found, self.streamed, self.slow = found, streamed, slow
-        self.asked: list[AgentRequest] = []
-        self.lost: list[AgentReply] = []
-        self.entered, self.gate = asyncio.Event(), asyncio.Event()
-        self.gate.set()
-        self.cancelled, self.ended = asyncio.Event(), False
-
-    def lose(self, reply: AgentReply) -> None:
-        self.lost.append(reply)
-
-    async def count(self, ask: AgentRequest) -> int:
-        return len(ask.messages[0].content)
-
-    async def answer(
-        self, ask: AgentRequest, count: int, listener: Listener | None
-    ) -> list[AgentReply] | Refusal:
-        self.asked.append(ask)
-        self.entered.set()
-        if listener is not None and self.streamed is not None:
-            listener.begun(1)
-            listener.delta(0, "", self.streamed)
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            if self.slow:
-                await asyncio.Event().wait()
-            raise
-        finally:
-            self.ended = True
-        if isinstance(self.found, Exception):
-            raise self.found
-        if isinstance(self.found, Refusal):
-            return self.found
-        turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
-        return [AgentReply(Message("assistant", self.found), turn, 1)] * count
-
-
-def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Give the test a gateway, for at most 30 s."""
-
-    def run(**given: Any) -> None:
-        async def main() -> None:
-            gateway = Gateway(lambda ids: "".join(map(chr, ids)))
-            await gateway.start()
-            try:
-                async with asyncio.timeout(30):
-                    await test(gateway, **given)
-            finally:
-                await gateway.close()
-
-        asyncio.run(main())
-
-    given = list(inspect.signature(test).parameters.values())[1:]
-    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
-    return run
-
-
-async def fetch(
-    endpoint: Endpoint, path: str, key: str | None = None, method: str = "GET", **options: Any
-) -> tuple[int, Any]:
-    """(status, body), of which JSON is decoded. POST with `json` or `data`."""
-    headers = {"Authorization": f"Bearer {endpoint.api_key if key is None else key}"}
-    method = "POST" if options else method
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.request(method, endpoint.base_url + path, **options) as answer,
-    ):
-        is_json = answer.content_type == "application/json"
-        return answer.status, await (answer.json() if is_json else answer.text())
 
 
 @served
@@ -207,52 +127,6 @@ async def test_what_claude_code_asks_beside_messages(gateway: Gateway) -> None:
             async with session.post(f"{url}/v1/messages/count_tokens", json=body) as answer:
                 error = (await answer.json())["error"]
                 assert (answer.status, error["type"]) == (401, "authentication_error")
-
-
-@served
-async def test_strangers_keep_nobody_away(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest of too many is closed, and each that shows no key in time; who has one stays."""
-    monkeypatch.setattr(connections, "STRANGERS", 20)
-    async with gateway.admit(FakeHost()) as endpoint, aiohttp.ClientSession() as session:
-        where = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
-        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-        async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
-            assert answer.status == 200
-        known = list(session.connector._conns)  # type: ignore[union-attr]
-        opened = [await asyncio.open_connection(*where) for _ in range(50)]
-        assert await opened[0][0].read() == b""  # closed
-        async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
-            assert answer.status == 200
-        assert list(session.connector._conns) == known  # type: ignore[union-attr]
-        for _, writer in opened:
-            writer.close()
-        monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
-        reader, writer = await asyncio.open_connection(*where)
-        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost:")
-        assert await reader.read() == b""
-        writer.close()
-
-
-def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop accepts a hundred connections before it calls `connection_lost` of the first."""
-    monkeypatch.setattr(connections, "STRANGERS", 3)
-    aborted: list[int] = []
-
-    class Opened(asyncio.Transport):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.number = number
-
-        def abort(self) -> None:
-            aborted.append(self.number)
-
-    async def main() -> None:
-        bounded = connections.Connections(lambda: Mock())
-        for number in range(8):
-            bounded().connection_made(Opened(number))
-
-    asyncio.run(main())
-    assert aborted == [0, 1, 2, 3, 4]
 
 
 @every_dialect

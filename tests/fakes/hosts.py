@@ -1,0 +1,93 @@
+"""A gateway for a test, an episode that answers as the test says, and requests of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from asyncrl.conversation.requests import AgentRequest, Refusal
+from asyncrl.gateway import Endpoint, Gateway
+from asyncrl.gateway.exchange import AgentReply, Listener
+from asyncrl.types import Message, StopReason, Turn, VersionSpan
+
+
+class FakeHost:
+    """Answers with `found`, when the gate is open; an exception is raised. It first streams `streamed` (None:
+    it has not even a place for the request); when it is cancelled, it goes on until it is cancelled again
+    if it is `slow`."""
+
+    def __init__(self, found: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
+        self.found, self.streamed, self.slow = found, streamed, slow
+        self.asked: list[AgentRequest] = []
+        self.lost: list[AgentReply] = []
+        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+        self.cancelled, self.ended = asyncio.Event(), False
+
+    def lose(self, reply: AgentReply) -> None:
+        self.lost.append(reply)
+
+    async def count(self, ask: AgentRequest) -> int:
+        return len(ask.messages[0].content)
+
+    async def answer(
+        self, ask: AgentRequest, count: int, listener: Listener | None
+    ) -> list[AgentReply] | Refusal:
+        self.asked.append(ask)
+        self.entered.set()
+        if listener is not None and self.streamed is not None:
+            listener.begun(1)
+            listener.delta(0, "", self.streamed)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            if self.slow:
+                await asyncio.Event().wait()
+            raise
+        finally:
+            self.ended = True
+        if isinstance(self.found, Exception):
+            raise self.found
+        if isinstance(self.found, Refusal):
+            return self.found
+        turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
+        return [AgentReply(Message("assistant", self.found), turn, 1)] * count
+
+
+def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Give the test a gateway, for at most 30 s."""
+
+    def run(**given: Any) -> None:
+        async def main() -> None:
+            gateway = Gateway(lambda ids: "".join(map(chr, ids)))
+            await gateway.start()
+            try:
+                async with asyncio.timeout(30):
+                    await test(gateway, **given)
+            finally:
+                await gateway.close()
+
+        asyncio.run(main())
+
+    given = list(inspect.signature(test).parameters.values())[1:]
+    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    return run
+
+
+async def fetch(
+    endpoint: Endpoint, path: str, key: str | None = None, method: str = "GET", **options: Any
+) -> tuple[int, Any]:
+    """(status, body), of which JSON is decoded. POST with `json` or `data`."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key if key is None else key}"}
+    method = "POST" if options else method
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.request(method, endpoint.base_url + path, **options) as answer,
+    ):
+        is_json = answer.content_type == "application/json"
+        return answer.status, await (answer.json() if is_json else answer.text())

@@ -1,0 +1,163 @@
+"""The gateway's listeners: strangers are bounded, and an episode can have one of its own, in its sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import pickle
+import socket
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
+
+import aiohttp
+import pytest
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.gateway import Endpoint, Gateway, connections
+from asyncrl.isolation.calls import LoopThread
+from tests.fakes.agents import ask, message
+from tests.fakes.hosts import FakeHost, served
+
+
+@served
+async def test_strangers_keep_nobody_away(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of too many is closed, and each that shows no key in time; who has one stays."""
+    monkeypatch.setattr(connections, "STRANGERS", 20)
+    async with gateway.admit(FakeHost()) as endpoint, aiohttp.ClientSession() as session:
+        where = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
+            assert answer.status == 200
+        known = list(session.connector._conns)  # type: ignore[union-attr]
+        opened = [await asyncio.open_connection(*where) for _ in range(50)]
+        assert await opened[0][0].read() == b""  # closed
+        async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
+            assert answer.status == 200
+        assert list(session.connector._conns) == known  # type: ignore[union-attr]
+        for _, writer in opened:
+            writer.close()
+        monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
+        reader, writer = await asyncio.open_connection(*where)
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost:")
+        assert await reader.read() == b""
+        writer.close()
+
+
+def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop accepts a hundred connections before it calls `connection_lost` of the first."""
+    monkeypatch.setattr(connections, "STRANGERS", 3)
+    aborted: list[int] = []
+
+    class Opened(asyncio.Transport):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def abort(self) -> None:
+            aborted.append(self.number)
+
+    async def main() -> None:
+        bounded = connections.Connections(lambda: Mock()).of()
+        for number in range(8):
+            bounded().connection_made(Opened(number))
+
+    asyncio.run(main())
+    assert aborted == [0, 1, 2, 3, 4]
+
+
+CLONE_NEWNET = 0x40000000
+SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41
+
+
+def listening() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+async def elsewhere(work: Callable[[socket.socket], Any]) -> None:
+    """Call it in a thread, with a listening socket of a network namespace of that thread alone; without the
+    right to make one, of this."""
+
+    def inside() -> None:
+        if ctypes.CDLL(None).unshare(CLONE_NEWNET) == 0:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sH14x", b"lo", UP_AND_RUNNING))
+        work(listening())
+
+    with ThreadPoolExecutor(1) as thread:
+        await asyncio.get_running_loop().run_in_executor(thread, inside)
+
+
+@served
+async def test_an_episode_has_a_listener_of_its_own_in_another_namespace(gateway: Gateway) -> None:
+    said: list[Any] = []
+
+    def agent(listener: socket.socket) -> None:
+        async def main() -> None:  # in a loop of this thread
+            inner = await endpoint.through(listener)
+            assert inner.base_url != endpoint.base_url
+            said.append(pickle.loads(pickle.dumps(inner)))
+            assert (await message(inner, "q"))["content"] == "42"
+            said.append(await ask(Endpoint(inner.base_url, other.api_key), "q"))
+
+        asyncio.run(main())
+
+    async with gateway.admit(FakeHost()) as endpoint, gateway.admit(FakeHost()) as other:
+        await elsewhere(agent)
+        inner, (status, body) = said
+        assert inner == Endpoint(inner.base_url, endpoint.api_key)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")  # of another episode
+        assert (await ask(other, "q"))[0] == 200
+
+
+@served
+async def test_own_listeners_end_with_the_episode(gateway: Gateway) -> None:
+    """Also those that were asked for in the agents' loop, and while a request is under way."""
+    host, agents = FakeHost(), LoopThread("agents")
+    async with gateway.admit(FakeHost()) as other, gateway.admit(host) as endpoint:
+        kept, left = listening(), listening()
+
+        async def agent() -> list[Endpoint]:
+            return [await endpoint.through(kept), await endpoint.through(left)]
+
+        first, second = await agents.call(agent)
+        assert first.base_url != second.base_url
+        idle = await asyncio.open_connection(*second.base_url[7:-3].split(":"))
+        for one in (endpoint, first, second):
+            assert (await ask(one, "q"))[0] == 200
+        host.entered.clear()
+        host.gate.clear()
+        asking = asyncio.create_task(ask(first, "q"))
+        await host.entered.wait()
+        kept.close()  # it is the gateway's
+        assert (await ask(other, "q"))[0] == 200
+    assert host.cancelled.is_set()
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await asking
+    assert await idle[0].read() == b""
+    idle[1].close()
+    for one in (first, second):
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await ask(one, "q")
+    with pytest.raises(AsyncrlError, match="is over"):
+        await endpoint.through(listening())
+    agents.close()
+
+
+@served
+async def test_strangers_are_bounded_on_all_listeners_together(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "STRANGERS", 4)
+    async with gateway.admit(FakeHost()) as endpoint:
+        inner = await endpoint.through(listening())
+        where = [one.base_url[7:-3].split(":") for one in (endpoint, inner)]
+        opened = [await asyncio.open_connection(*where[number % 2]) for number in range(10)]
+        for reader, _ in opened[:6]:
+            assert await reader.read() == b""
+        assert (await ask(inner, "q"))[0] == 200
+        for _, writer in opened:
+            writer.close()
