@@ -57,6 +57,9 @@ class RolloutConfig(Section, frozen=True):
     """A program that leads the episode through an endpoint with OpenAI's and Anthropic's APIs:
     `module:function` or `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is
     asked turn by turn."""
+    agent_address: Text = "127.0.0.1"
+    """Address of its own, or name of one, on which each worker listens for agents on other machines, without
+    encryption: one of a private network."""
     untrained_agents: list[str] = []
     """Requests of an agent whose turns are not trained (titles, commit messages): names of their `model`,
     globs among them, or `module:function`, `file.py:function` of a request. They have limits of their own, as

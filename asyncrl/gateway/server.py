@@ -1,4 +1,4 @@
-"""The endpoint: one HTTP server per worker, on 127.0.0.1, for the agents of the episodes that it runs.
+"""The endpoint: one HTTP server per worker, for the agents of the episodes that it runs.
 
     agent program ──key, request──► Exchange ──► Host ──AgentReply | Refusal──► JSON, or a stream of events
 
@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Protocol
 
 import msgspec
@@ -32,7 +33,7 @@ log = logging.getLogger("asyncrl.gateway")
 
 MAX_BODY = 16 << 20  # bytes of a request
 READ_SECONDS = 60.0  # for a request to arrive
-BODIES = 32  # of requests that are read at once
+BODIES = 4  # of an episode's requests that are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server does
 LOGGED = 200  # names of parameters, which agents choose
 BEAT_SECONDS = 8.0  # in which a stream says something
@@ -97,6 +98,7 @@ class _Admitted:
     host: Host
     running: set[Answering] = field(default_factory=set)
     listeners: list[asyncio.Server] = field(default_factory=list)  # its own
+    bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BODIES))
 
 
 class _Events:
@@ -131,10 +133,10 @@ class _Events:
 
 
 class Gateway:
-    """`decode` gives the text of ids, for clients that ask for log-probs."""
+    """`decode` gives the text of ids, for clients that ask for log-probs. `address`: of this machine."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], address: str = "127.0.0.1") -> None:
+        self._decode, self._address = decode, address
         self._admitted: dict[str, _Admitted] = {}  # by key
         self._logged: set[str] = set()  # unheeded parameters that were logged
         self._url = ""
@@ -151,12 +153,19 @@ class Gateway:
         )
 
     async def start(self) -> None:
-        """Listen on a free port."""
+        """Listen on a free port of the address. ConfigError where that is none of this machine."""
         await self._runner.setup()
         assert self._runner.server is not None
         self.loop, self._connections = asyncio.get_running_loop(), Connections(self._runner.server)
-        self._bodies = asyncio.Semaphore(BODIES)
-        self._listener = await self.loop.create_server(self._connections.of(), "127.0.0.1", 0)
+        where = f"rollout.agent_address is {self._address!r}"
+        try:
+            found = (await self.loop.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM))[0][4][0]
+            if ip_address(found).is_unspecified:
+                raise ConfigError(f"{where}, to which no agent can connect; give an address of this machine")
+            self._listener = await self.loop.create_server(self._connections.of(), str(found), 0)
+        except OSError as error:
+            wrong = f"{where}: {error.strerror or error}; give an address of this machine, or the name of one"
+            raise ConfigError(wrong) from error
         self._url = _url(self._listener.sockets[0])
 
     async def close(self) -> None:
@@ -203,12 +212,12 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)
-        asked = messages.read(await self._body(request))
+        asked = messages.read(await _body(request, admitted))
         return _json({"input_tokens": await admitted.host.count(asked.ask)})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
-        asked = dialect.read(await self._body(request))
+        asked = dialect.read(await _body(request, admitted))
         self._log_unheeded(asked.unheeded)
         events = _Events(asked) if asked.request.stream else None
         task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events))
@@ -227,11 +236,6 @@ class Gateway:
                 for reply in _finished(task):
                     admitted.host.lose(reply)
             raise
-
-    async def _body(self, request: web.Request) -> bytes:
-        """TimeoutError when it does not arrive. So many are read at once that they fit the memory."""
-        async with asyncio.timeout(READ_SECONDS), self._bodies:
-            return await request.read()
 
     async def _stream(
         self, request: web.Request, dialect: ApiDialect, asked: Exchange, task: Answering, events: _Events
@@ -285,9 +289,15 @@ class Gateway:
             log.warning("agents set %s, which %s", " ".join(name.split())[:100], unheeded[name])
 
 
+async def _body(request: web.Request, admitted: _Admitted) -> bytes:
+    """TimeoutError when it does not arrive. An episode's slow bodies keep only its own waiting."""
+    async with asyncio.timeout(READ_SECONDS), admitted.bodies:
+        return await request.read()
+
+
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}/v1"
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
 async def _outcome(task: Answering) -> Sequence[AgentReply]:

@@ -130,7 +130,7 @@ class RolloutWorker:
         context = EpisodeContext(
             parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
         )
-        gateway = Gateway(parts.rules.chat.decode)
+        gateway = Gateway(parts.rules.chat.decode, config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
         self.runner = EpisodeRunner(context, self._player)
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import aiohttp
 import pytest
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway import Endpoint, Gateway, connections
 from asyncrl.isolation.calls import LoopThread
 from tests.fakes.agents import ask, message
@@ -67,6 +67,39 @@ def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.
 
     asyncio.run(main())
     assert aborted == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("0.0.0.0", "to which no agent can connect"),
+        ("::", "to which no agent can connect"),
+        ("192.0.2.1", "assign requested address; give an address of this machine"),
+        ("no such name", "give an address of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_listened_on_is_named(address: str, why: str) -> None:
+    async def main() -> None:
+        gateway = Gateway(str, address)
+        try:
+            await gateway.start()
+        finally:
+            await gateway.close()
+
+    with pytest.raises(ConfigError, match=rf"^rollout\.agent_address is '{address}'.*{why}"):
+        asyncio.run(main())
+
+
+def test_agents_get_the_address_that_is_named() -> None:
+    async def main() -> None:
+        gateway = Gateway(str, "127.0.0.2")
+        await gateway.start()
+        async with gateway.admit(FakeHost()) as endpoint:
+            assert endpoint.base_url.startswith("http://127.0.0.2:")
+            assert (await message(endpoint, "q"))["content"] == "42"
+        await gateway.close()
+
+    asyncio.run(main())
 
 
 CLONE_NEWNET = 0x40000000
