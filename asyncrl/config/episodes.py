@@ -58,8 +58,8 @@ class RolloutConfig(Section, frozen=True):
     `module:function` or `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is
     asked turn by turn."""
     agent_address: Text = "127.0.0.1"
-    """Address of its own, or name of one, on which each worker listens for agents on other machines, without
-    encryption: one of a private network."""
+    """Address on which each worker listens for agents, or a name that each machine has for one of its own.
+    Other addresses than 127.0.0.1 are for private networks: nothing is encrypted."""
     untrained_agents: list[str] = []
     """Requests of an agent whose turns are not trained (titles, commit messages): names of their `model`,
     globs among them, or `module:function`, `file.py:function` of a request. They have limits of their own, as

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -26,8 +26,8 @@ from asyncrl.gateway.exchange import (
     calls_of,
     new_id,
     openai_error,
-    own_id,
     read_body,
+    stops_of,
     text_of,
     tool_call,
     unheeded,
@@ -101,23 +101,16 @@ def read(body: bytes) -> ChatExchange:
 DIALECT = ApiDialect(read, openai_error)
 
 
-def _messages(sent: Sequence[ChatMessage]) -> Iterator[Message]:
-    """Replies to tool calls get the name of the tool, which some templates write, from the call."""
-    names: dict[str, str] = {}
-    for one in sent:
-        calls = one.tool_calls or ()
-        names |= {call.id: call.function.name for call in calls if call.id}
-        answers = one.tool_call_id or ""
-        yield Message(
-            role="system" if one.role == "developer" else one.role,
-            content=text_of(one.content),
-            tool_calls=tuple(
-                tool_call(call.function.name, call.function.arguments or "", call.id or "") for call in calls
-            ),
-            tool_call_id=own_id(answers),
-            name=names.get(answers, one.name or ""),
-            reasoning=one.reasoning_content or "",
-        )
+def _message(sent: ChatMessage) -> Message:
+    calls = [(call.function, call.id or "") for call in sent.tool_calls or ()]
+    return Message(
+        sent.role,
+        text_of(sent.content),
+        tuple(tool_call(function.name, function.arguments or "", wire_id) for function, wire_id in calls),
+        sent.tool_call_id or "",
+        sent.name or "",
+        sent.reasoning_content or "",
+    )
 
 
 @dataclass
@@ -129,51 +122,36 @@ class ChatExchange:
 
     def __post_init__(self) -> None:
         sent = self.request
-        stops = (sent.stop,) if isinstance(sent.stop, str) else sent.stop or ()
         limits = [most for most in (sent.max_tokens, sent.max_completion_tokens) if most is not None]
-        most, messages = min(limits, default=None), _messages(sent.messages)
         self.ask = agent_request(
-            messages,
+            map(_message, sent.messages),
             sent.tools or (),
             model=sent.model,
             choice=sent.tool_choice,
-            most=most,
+            most=min(limits, default=None),
             once=sent.parallel_tool_calls is False,
             form=sent.response_format,
-            stops=stops,
+            stops=stops_of(sent.stop),
         )
         self.count, self.logprobs = sent.n or 1, bool(sent.logprobs)
-        self._head, self._streamed = (
-            head("chat.completion.chunk"),
-            [StreamedText() for _ in range(self.count)],
-        )
+        self._head = head("chat.completion.chunk")
+        self._streamed = [StreamedText(("reasoning_content", "content")) for _ in range(self.count)]
 
     @property
     def unheeded(self) -> dict[str, str]:
         return unheeded(self.request, self.ask.form)
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", **_content(reply), "refusal": None},
-                "finish_reason": finish_of(reply),
-                "logprobs": _logprobs(reply, text) if self.logprobs else None,
-            }
-            for index, (reply, text) in enumerate(zip(replies, texts, strict=True))
-        ]
-        return {**head("chat.completion"), "choices": choices, "usage": usage_of(replies)}
+        logprobs = _logprobs if self.logprobs else None
+        return {**head("chat.completion"), **answers(replies, texts, _content, logprobs)}
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         for index in range(self.count):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        self._streamed[index].reasoning += reasoning
-        self._streamed[index].content += content
-        for key, text in (("reasoning_content", reasoning), ("content", content)):
-            if text:
-                yield self._delta(index, {key: text})
+        for key, text in self._streamed[index].add(reasoning, content):
+            yield self._delta(index, {key: text})
 
     def ping(self) -> Iterator[Event]:
         return iter(())
@@ -200,6 +178,25 @@ def head(kind: str, prefix: str = "chatcmpl") -> dict[str, Any]:
     return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": MODEL}
 
 
+def answers(
+    replies: Sequence[AgentReply],
+    texts: Sequence[Sequence[str]],
+    content: Callable[[AgentReply], dict[str, Any]],
+    logprobs: Callable[[AgentReply, Sequence[str]], Any] | None,
+) -> dict[str, Any]:
+    """The choices of a whole answer, with their own fields by `content`, and its usage."""
+    choices = [
+        {
+            "index": index,
+            **content(reply),
+            "finish_reason": finish_of(reply),
+            "logprobs": logprobs and logprobs(reply, text),
+        }
+        for index, (reply, text) in enumerate(zip(replies, texts, strict=True))
+    ]
+    return {"choices": choices, "usage": usage_of(replies)}
+
+
 def _content(reply: AgentReply) -> dict[str, Any]:
     message = reply.message
     found: dict[str, Any] = {"content": message.content or (None if message.tool_calls else "")}
@@ -207,7 +204,7 @@ def _content(reply: AgentReply) -> dict[str, Any]:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [call.openai() for call in calls_of(reply)]
-    return found
+    return {"message": {"role": "assistant", **found, "refusal": None}}
 
 
 def finish_of(reply: AgentReply) -> str:

@@ -113,10 +113,18 @@ class ApiDialect:
 
 @dataclass
 class StreamedText:
-    """Keeps what was streamed to a client of an answer that grows."""
+    """Keeps what was streamed to a client of an answer that grows. `kinds`: the names that its reasoning and
+    its content have there."""
 
+    kinds: tuple[str, str]
     reasoning: str = ""
     content: str = ""
+
+    def add(self, reasoning: str, content: str) -> list[tuple[str, str]]:
+        """Keep what is streamed now, and return it with its kinds."""
+        self.reasoning += reasoning
+        self.content += content
+        return [(kind, text) for kind, text in zip(self.kinds, (reasoning, content), strict=True) if text]
 
     def rest(self, message: Message) -> tuple[str, str]:
         """Return what was not streamed yet of the whole reasoning and content. Content that turns out to be
@@ -133,6 +141,7 @@ def _after(streamed: str, whole: str) -> str:
 class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str = ""
+    refusal: str = ""
 
 
 Limit = Annotated[int, Meta(ge=1)]
@@ -195,10 +204,10 @@ def agent_request(
     form: AnswerFormat | None = None,
     stops: Sequence[str] = (),
 ) -> AgentRequest:
-    """The request as the episode sees it; `most`: tokens, `form`: of the answer, `once`: at most one call.
-    ApiError for a tool that is none, for a choice of one that is not there, and for a conversation that ends
-    with the model's own words."""
-    said = tuple(messages)
+    """The request as the episode sees it, of messages with the client's ids; `most`: tokens, `form`: of the
+    answer, `once`: at most one call. ApiError for a tool that is none, for a choice of one that is not there,
+    and for a conversation that ends with the model's own words."""
+    said = tuple(_own(messages))
     if said and said[-1].role == "assistant":
         raise ApiError(
             400, "the last message is the model's: a text that it began is not continued; let a user's follow"
@@ -206,6 +215,18 @@ def agent_request(
     schemas = () if choice == "none" else tuple(map(_tool, tools))
     wanted = _form(choice, once, form, schemas)
     return AgentRequest(said, schemas, most, tuple(stops), model or MODEL, wanted)
+
+
+def _own(messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages with roles and ids as templates know them. Replies to calls get the name of the tool,
+    which some templates write, from the call."""
+    names: dict[str, str] = {}
+    for one in messages:
+        names |= {call.id: call.name for call in one.tool_calls if call.id}
+        calls = tuple(replace(call, id=own_id(call.id)) for call in one.tool_calls)
+        role = "system" if one.role == "developer" else one.role
+        name = names.get(one.tool_call_id, one.name)
+        yield replace(one, role=role, tool_calls=calls, tool_call_id=own_id(one.tool_call_id), name=name)
 
 
 def unheeded(request: Any, form: AnswerForm) -> dict[str, str]:
@@ -248,9 +269,11 @@ def text_of(content: str | list[ContentPart] | None) -> str:
     """The text of a message, with a note where there is a picture. ApiError for other content."""
     if content is None or isinstance(content, str):
         return content or ""
-    if other := [part.type for part in content if not part.type.endswith(("text", "image", "image_url"))]:
+    known = ("text", "refusal", "image", "image_url")
+    if other := [part.type for part in content if not part.type.endswith(known)]:
         raise ApiError(400, f"content of type {other[0]!r} is not supported; send text")
-    return "".join(part.text if part.type.endswith("text") else PICTURE for part in content)
+    pictures = ("image", "image_url")
+    return "".join(PICTURE if part.type.endswith(pictures) else part.text or part.refusal for part in content)
 
 
 def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
@@ -261,7 +284,7 @@ def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
         found = None
     if not isinstance(found, dict):
         raise ApiError(400, f"the arguments of a call of {name!r} are no JSON object")
-    return ToolCall(name, arguments or "{}", own_id(wire_id))
+    return ToolCall(name, arguments or "{}", wire_id)
 
 
 def own_id(wire_id: str) -> str:
@@ -278,6 +301,10 @@ def model(name: str = MODEL) -> dict[str, Any]:
 def new_id(prefix: str) -> str:
     """An id that no other answer of this process has."""
     return f"{prefix}-{next(_ids)}"
+
+
+def stops_of(stop: str | Sequence[str] | None) -> Sequence[str]:
+    return (stop,) if isinstance(stop, str) else stop or ()
 
 
 def calls_of(reply: AgentReply) -> list[ToolCall]:

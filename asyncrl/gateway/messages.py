@@ -35,7 +35,6 @@ from asyncrl.gateway.exchange import (
     agent_request,
     calls_of,
     new_id,
-    own_id,
     read_body,
     tool_call,
     unheeded,
@@ -59,7 +58,8 @@ PICTURES = ("image", "document")  # types of blocks that a model of text cannot 
 
 
 class ContentBlock(msgspec.Struct, frozen=True):
-    """One block of a message, of any type. `source`: of a document."""
+    """One block of a message, of any type. `source`: of a document, or of a `search_result`, as `title` is;
+    `tool_name`: of a `tool_reference`."""
 
     type: str
     text: str | None = None
@@ -71,6 +71,8 @@ class ContentBlock(msgspec.Struct, frozen=True):
     content: Content = None
     is_error: bool | None = None
     source: Any = None
+    title: str | None = None
+    tool_name: str = ""
 
 
 Content = str | list[ContentBlock] | dict[str, Any] | None  # an object: a result of a tool that is not ours
@@ -161,6 +163,11 @@ def _text(blocks: Sequence[ContentBlock]) -> str:
             texts.append(_document(block.source))
         elif block.type == "text":
             texts.append(block.text or "")
+        elif block.type == "tool_reference":
+            texts.append(block.tool_name)
+        elif block.type == "search_result":
+            found = block.title or "", str(block.source or ""), _text(_blocks(block.content))
+            texts.append("\n".join(found))
         else:
             raise ApiError(400, f"a block of type {block.type!r} is not supported here; send text")
     return "\n".join(texts)
@@ -174,22 +181,16 @@ def _document(source: Any) -> str:
         case {"type": "content", "content": str(text)}:
             return text
         case {"type": "content", "content": list(blocks)}:
-            return "\n".join(block["text"] if _is_text(block) else PICTURE for block in blocks)
+            texts = [block.get("text") if isinstance(block, dict) else None for block in blocks]
+            return "\n".join(text if isinstance(text, str) else PICTURE for text in texts)
     return PICTURE
 
 
-def _is_text(block: Any) -> bool:
-    return isinstance(block, dict) and isinstance(block.get("text"), str)
-
-
 def _turns(said: Sequence[Said]) -> Iterator[Message]:
-    """Replies to tool calls get the name of the tool, which some templates write, from the call."""
-    names: dict[str, str] = {}
     for one in said:
         blocks = _blocks(one.content)
         if one.role == "assistant":
             calls = [block for block in blocks if block.type == "tool_use"]
-            names |= {block.id: block.name for block in calls}
             yield Message(
                 "assistant",
                 "".join(block.text or "" for block in blocks if block.type == "text"),
@@ -199,9 +200,9 @@ def _turns(said: Sequence[Said]) -> Iterator[Message]:
             continue
         for block in blocks:
             if block.type == "tool_result":
-                text, answers = _text(_blocks(block.content)), block.tool_use_id
+                text = _text(_blocks(block.content))
                 text = f"Error: {text}" if block.is_error and not text.startswith("Error") else text
-                yield Message("tool", text, tool_call_id=own_id(answers), name=names.get(answers, ""))
+                yield Message("tool", text, tool_call_id=block.tool_use_id)
         if rest := [block for block in blocks if block.type != "tool_result"]:
             yield Message(one.role, _text(rest))
 
@@ -232,7 +233,7 @@ class MessagesExchange:
             stops=sent.stop_sequences or (),
             once=bool(choice.disable_parallel_tool_use),
         )
-        self._id, self._streamed = new_id("msg"), StreamedText()
+        self._id, self._streamed = new_id("msg"), StreamedText(("thinking", "text"))
         self._open = ""  # the kind of the newest block: thinking, text
         self._at = -1  # the number of the newest block
 
@@ -269,12 +270,9 @@ class MessagesExchange:
         yield _event("message_start", message=self._message(prompt_tokens))
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        self._streamed.reasoning += reasoning
-        self._streamed.content += content
-        for kind, text in (("thinking", reasoning), ("text", content)):
-            if text:
-                yield from self._begun(kind)
-                yield self._delta(f"{kind}_delta", **{kind: text})
+        for kind, text in self._streamed.add(reasoning, content):
+            yield from self._begun(kind)
+            yield self._delta(f"{kind}_delta", **{kind: text})
 
     def ping(self) -> Iterator[Event]:
         yield _event("ping")

@@ -3,9 +3,7 @@ default): the same turns as by chat completions, read from items and written as 
 
     reasoning, message, function_call ... (one turn of the model) , function_call_output ... (its replies)
 
-Nothing is stored: `previous_response_id`, conversations and references to items are refused. Tools that
-OpenAI would run are left out. To the model all tools are functions: those of a namespace have its name in
-front of theirs, and a free-form tool has its text as the one argument.
+Nothing is stored: `previous_response_id`, conversations and references to items are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -37,18 +35,16 @@ from asyncrl.gateway.exchange import (
     calls_of,
     new_id,
     openai_error,
-    own_id,
     read_body,
     text_of,
     tool_call,
     unheeded,
 )
+from asyncrl.gateway.wire_tools import TEXT, WireTool, known_as, wire_tools
 from asyncrl.types import Message, StopReason, ToolCall
 
-FUNCTION = ("name", "description", "parameters", "strict")  # parts of a function
-TEXT = "input"  # the argument of a free-form tool
-FREE_FORM = {"type": "object", "properties": {TEXT: {"type": "string"}}, "required": [TEXT]}
 TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
+NOTHING = ("error", "incomplete_details", "previous_response_id", "temperature", "top_p", "usage")  # to say
 
 Text = str | list[ContentPart] | None
 
@@ -108,58 +104,12 @@ def read(body: bytes) -> ResponsesExchange:
 DIALECT = ApiDialect(read, openai_error)
 
 
-class WireTool(NamedTuple):
-    """A tool as the client knows it, and `function`, its schema for the model."""
-
-    function: dict[str, Any]
-    name: str
-    namespace: str = ""
-    free_form: bool = False
-
-    def call(self, arguments: str) -> dict[str, Any]:
-        """The parts of a call's item that depend on the tool."""
-        if not self.free_form:
-            space = {"namespace": self.namespace} if self.namespace else {}
-            return {"type": "function_call", "name": self.name, **space, "arguments": arguments}
-        text = json.loads(arguments).get(TEXT)
-        text = text if isinstance(text, str) else arguments
-        return {"type": "custom_tool_call", "name": self.name, "input": text}
-
-
-def _wire_tools(given: Any, namespace: str = "") -> Iterator[WireTool]:
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
-        raise ApiError(400, f"the tools of the namespace {namespace!r} are no list of objects")
-    for tool in given:
-        name = str(tool.get("name", ""))
-        match tool.get("type"):
-            case "function":
-                kept: dict[str, Any] = {
-                    key: tool[key] for key in ("description", "parameters", "strict") if key in tool
-                }
-                yield WireTool({"name": _known_as(name, namespace), **kept}, name, namespace)
-            case "custom":
-                said = f"{tool.get('description', '')}{_grammar(tool.get('format'))}".strip()
-                function = {"name": name, "description": said, "parameters": FREE_FORM}
-                yield WireTool(function, name, free_form=True)
-            case "namespace":
-                yield from _wire_tools(tool.get("tools") or [], name)
-
-
-def _grammar(form: Any) -> str:
-    """The form of a free-form tool's text, in words: a grammar would change what the model samples."""
-    rules = form.get("definition") if isinstance(form, dict) else None
-    return f"\nThe text has this form:\n{rules}" if rules else ""
-
-
-def _known_as(name: str, namespace: str) -> str:
-    return f"{namespace}__{name}" if namespace else name
-
-
 def _messages(items: Sequence[Item]) -> Iterator[Message]:
     """Items of the model that follow each other are one message, in the order of `Exchange`'s items."""
-    names: dict[str, str] = {}
     own: Message | None = None  # the model's message so far
     for item in items:
+        if item.type == "web_search_call":
+            continue  # of a tool that is not ours: what it found is in the texts
         begins = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
         called = item.type in ("function_call", "custom_tool_call")
         if own is not None and not (called or (begins and _continues(own, item))):
@@ -173,16 +123,13 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
             case "function_call" | "custom_tool_call":
                 free_form = item.type == "custom_tool_call"
                 arguments = json.dumps({TEXT: item.input}) if free_form else item.arguments
-                names[item.call_id] = _known_as(item.name, item.namespace or "")
-                call = tool_call(names[item.call_id], arguments, item.call_id)
+                call = tool_call(known_as(item.name, item.namespace or ""), arguments, item.call_id)
                 own = own or Message("assistant")
                 own = replace(own, tool_calls=(*own.tool_calls, call))
             case "function_call_output" | "custom_tool_call_output":
-                name = names.get(item.call_id, "")
-                yield Message("tool", text_of(item.output), tool_call_id=own_id(item.call_id), name=name)
+                yield Message("tool", text_of(item.output), tool_call_id=item.call_id)
             case "message" if item.role:
-                role = "system" if item.role == "developer" else item.role
-                yield Message(role, text_of(item.content))
+                yield Message(item.role, text_of(item.content))
             case _:
                 raise ApiError(400, f"an item of type {item.type!r} is not supported, or has no role")
     if own is not None:
@@ -211,8 +158,10 @@ class ResponsesExchange:
         items = [Item(role="user", content=sent.input)] if isinstance(sent.input, str) else sent.input
         first = [Item(role="system", content=sent.instructions)] if sent.instructions else []
         self._format = sent.text.format if sent.text is not None else None
-        tools = list(_wire_tools(sent.tools or []))
+        tools = list(wire_tools(sent.tools or []))
         self._tools = {tool.function["name"]: tool for tool in tools}
+        if twice := [tool for tool in tools if self._tools[tool.function["name"]] != tool]:
+            raise ApiError(400, f"two tools are {twice[0].function['name']!r} to the model; rename one")
         self.ask = agent_request(
             _messages((*first, *items)),
             [{"type": "function", "function": tool.function} for tool in tools],
@@ -223,7 +172,7 @@ class ResponsesExchange:
             form=self._format,
         )
         self._id, self._created = new_id("resp"), int(time.time())
-        self._streamed = StreamedText()
+        self._streamed = StreamedText(("reasoning", "message"))
         self._open: list[str] = []  # the kinds of the items begun: reasoning, message
         self._events = 0
 
@@ -270,12 +219,9 @@ class ResponsesExchange:
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        self._streamed.reasoning += reasoning
-        self._streamed.content += content
-        for kind, text in (("reasoning", reasoning), ("message", content)):
-            if text:
-                yield from self._begun(kind)
-                yield self._text(kind, "delta", delta=text)
+        for kind, text in self._streamed.add(reasoning, content):
+            yield from self._begun(kind)
+            yield self._text(kind, "delta", delta=text)
 
     def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
         """Stream what was not streamed yet, the ends of the items, one item per call, the end."""
@@ -352,27 +298,22 @@ class ResponsesExchange:
     def _response(self, status: str) -> dict[str, Any]:
         request = self.request
         return {
+            **dict.fromkeys(NOTHING),
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "error": None,
-            "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": {},
             "model": MODEL,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
             "store": False,
-            "temperature": None,
             "text": {"format": self._format or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "top_p": None,
             "truncation": "disabled",
-            "usage": None,
         }
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest
-from asyncrl.gateway.completions import MAX_CHOICES, MAX_STOPS, Stop, StreamOptions, finish_of, head, usage_of
+from asyncrl.gateway.completions import MAX_CHOICES, MAX_STOPS, Stop, StreamOptions, answers, head
 from asyncrl.gateway.exchange import (
     AgentReply,
     ApiDialect,
@@ -26,6 +26,7 @@ from asyncrl.gateway.exchange import (
     agent_request,
     openai_error,
     read_body,
+    stops_of,
     unheeded,
 )
 from asyncrl.types import Message
@@ -50,16 +51,15 @@ class TextRequest(msgspec.Struct, frozen=True):
     seed: Any = None
 
 
-REFUSED = {
-    "echo": "the prompt is known to you",
-    "suffix": "a text is only continued",
-    "best_of": "use n",
-}
+REFUSED = {"echo": "the prompt is known to you", "suffix": "a text is only continued"}
 
 
 def read(body: bytes) -> TextExchange:
     """ApiError for an invalid request, or an unsupported option."""
-    return TextExchange(read_body(body, TextRequest, REFUSED))
+    request = read_body(body, TextRequest, REFUSED)
+    if request.best_of not in (None, request.n or 1):
+        raise ApiError(400, "not supported: best_of: use n", "unsupported_parameter")
+    return TextExchange(request)
 
 
 DIALECT = ApiDialect(read, openai_error)
@@ -86,7 +86,7 @@ class TextExchange:
 
     def __post_init__(self) -> None:
         sent, prompt = self.request, _prompt(self.request.prompt)
-        stops = (sent.stop,) if isinstance(sent.stop, str) else sent.stop or ()
+        stops = stops_of(sent.stop)
         said = [Message("user", prompt if isinstance(prompt, str) else "")]
         ask = agent_request(said, (), model=sent.model, choice=None, most=sent.max_tokens, stops=stops)
         self.ask = replace(ask, prompt=prompt)
@@ -98,16 +98,11 @@ class TextExchange:
         return unheeded(self.request, self.ask.form)
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "text": reply.message.content,
-                "finish_reason": finish_of(reply),
-                "logprobs": _logprobs(reply, text) if self.logprobs else None,
-            }
-            for index, (reply, text) in enumerate(zip(replies, texts, strict=True))
-        ]
-        return {**self._head, "choices": choices, "usage": usage_of(replies)}
+        logprobs = _logprobs if self.logprobs else None
+        return {
+            **self._head,
+            **answers(replies, texts, lambda reply: {"text": reply.message.content}, logprobs),
+        }
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         choices = [{"index": index, "text": "", "finish_reason": None} for index in range(self.count)]

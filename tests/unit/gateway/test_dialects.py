@@ -135,6 +135,10 @@ NOT_THERE = {"tools": [FUNCTION], "tool_choice": {"type": "function", "function"
 NAMELESS = {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": "look"}}
 NO_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}
 OWN_CALL = {"type": "function_call", "name": "look", "arguments": "{"}
+TWINS = [
+    {"type": "function", "name": "mail__look"},
+    {"type": "namespace", "name": "mail", "tools": [FUNCTION | LOOK]},
+]
 REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("chat", "no messages"): ({"messages": []}, "length >= 1"),
     ("chat", "no role"): ({"messages": [{"content": "q"}]}, "role"),
@@ -158,6 +162,7 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("messages", "an empty text to stop at"): ({"stop_sequences": [""]}, "stop_sequences"),
     ("messages", "too many texts to stop at"): ({"stop_sequences": ["a"] * 33}, "stop_sequences"),
     ("responses", "a namespace of no tools"): ({"tools": [{"type": "namespace", "tools": [1]}]}, "no list"),
+    ("responses", "two tools of one name"): ({"tools": TWINS}, "two tools are 'mail__look' to the model"),
     ("responses", "nothing"): ({"input": []}, "length >= 1"),
     ("responses", "what was not kept"): ({"previous_response_id": "resp-1"}, "send the whole input"),
     ("responses", "a conversation"): ({"conversation": "c"}, "send the whole input"),
@@ -266,18 +271,22 @@ def test_several_answers_have_their_numbers() -> None:
 def test_tools_of_responses_that_are_no_functions() -> None:
     """Those of a namespace and free-form ones are functions to the model; others are left out, and told."""
     patch = {"type": "custom", "name": "patch", "description": "Edit.", "format": {"definition": "start: x"}}
-    space = {"type": "namespace", "name": "mail", "tools": [{"type": "function", **LOOK}]}
+    space = {"type": "namespace", "name": "mail", "tools": [{"type": "function", **LOOK}, patch]}
     tools = [space, patch, {"type": "web_search"}]
     asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
     names = [json.loads(tool)["function"]["name"] for tool in asked.ask.tools]
-    assert names == ["mail__look", "patch"] and "start: x" in asked.ask.tools[1]
+    assert names == ["mail__look", "mail__patch", "patch"] and "start: x" in asked.ask.tools[2]
     assert asked.unheeded == {"a tool of type 'web_search'": "is left out"}
-    made = (ToolCall("mail__look", "{}", "call_0"), ToolCall("patch", '{"input": "a\\nb"}', "call_1"))
+    text = '{"input": "a\\nb"}'
+    names = [*(("mail__look", "{}"), ("patch", text)), ("mail__patch", text)]
+    made = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
     answer = reply(Message("assistant", "", made))
     output = asked.whole([answer], [[]])["output"]
     wanted = {"type": "function_call", "name": "look", "namespace": "mail", "arguments": "{}"}
     assert output[0].items() >= wanted.items()
-    assert output[1].items() >= {"type": "custom_tool_call", "name": "patch", "input": "a\nb"}.items()
+    wanted = {"type": "custom_tool_call", "name": "patch", "input": "a\nb"}
+    assert output[1].items() >= wanted.items() and "namespace" not in output[1]
+    assert output[2].items() >= (wanted | {"namespace": "mail"}).items()
     streamed = [*asked.begin(5), *asked.end([answer], [[]])]
     done = [data["item"] for kind, data in streamed if kind == "response.output_item.done"]
     assert [one["call_id"] for one in done] == [one["call_id"] for one in output]
@@ -373,6 +382,32 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
     own = [{"type": "server_tool_use", "id": "a", "name": "n"}, found, {"type": "text", "text": "hi"}]
     turns = [{"role": "assistant", "content": own}, {"role": "user", "content": "q"}]
     assert MESSAGES.read(json.dumps({"messages": turns}).encode()).ask.messages[0].content == "hi"
+
+
+def test_what_does_no_harm_is_read_or_left_out() -> None:
+    """Clients that were with another model before bring such things along."""
+    found = {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "c"}]}
+    result = {"type": "tool_result", "content": [{"type": "tool_reference", "tool_name": "look"}, found]}
+    turns = [{"role": "user", "content": [result, found]}]
+    read = MESSAGES.read(json.dumps({"messages": turns}).encode()).ask.messages
+    assert [one.content for one in read] == ["look\nT\nS\nc", "T\nS\nc"]
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    for asked in (
+        CHAT.read(json.dumps({"messages": [refusal, BRIEF]}).encode()),
+        RESPONSES.read(json.dumps({"input": [{"type": "web_search_call"}, refusal, BRIEF]}).encode()),
+    ):
+        assert asked.ask.messages == (Message("assistant", "no"), Message("system", "be brief"))
+    thought, call = (
+        {"type": "reasoning", "summary": []},
+        {"type": "web_search_call", "id": "ws", "action": {}},
+    )
+    items = [thought, call, {"role": "assistant", "content": "so"}, {"role": "user", "content": "q"}]
+    assert len(RESPONSES.read(json.dumps({"input": items}).encode()).ask.messages) == 2  # one turn
+    for fine in ({"best_of": 1, "echo": False}, {"n": 2, "best_of": 2}):
+        assert text_completions.read(json.dumps({"prompt": "a", **fine}).encode()).ask.prompt == "a"
+    for more in ({"best_of": 2}, {"echo": True}):
+        with pytest.raises(ApiError, match="not supported"):
+            text_completions.read(json.dumps({"prompt": "a", **more}).encode())
 
 
 def test_a_free_form_text_that_is_none_is_written_as_the_model_wrote_it() -> None:

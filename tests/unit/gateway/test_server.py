@@ -106,6 +106,28 @@ async def test_broken_requests_get_errors(
 
 
 @served
+async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway) -> None:
+    async with gateway.admit(FakeHost()) as slow, gateway.admit(FakeHost()) as endpoint:
+        arrived = asyncio.Semaphore(0)
+
+        async def body() -> Any:
+            yield b"{"
+            arrived.release()
+            await asyncio.Event().wait()
+
+        asking = [
+            asyncio.create_task(fetch(slow, "/messages", data=body())) for _ in range(server.BODIES + 40)
+        ]
+        for _ in asking:
+            await arrived.acquire()
+        assert (await ask(endpoint, "q"))[0] == 200
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert (await ask(slow, "q"))[0] == 200
+
+
+@served
 async def test_the_models_are_listed_for_guests(gateway: Gateway) -> None:
     async with gateway.admit(FakeHost()) as endpoint:
         _, found = await fetch(endpoint, "/models")
