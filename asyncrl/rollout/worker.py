@@ -161,13 +161,13 @@ class RolloutWorker:
     async def serve(self) -> int:
         """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""
         loop, endpoints = asyncio.get_running_loop(), self._endpoints
+        if self.agents is not None:
+            await self.agents.gateway.start()  # first: where it cannot, nothing is to be closed
         self._control = AsyncLink(endpoints.control, ToWorkerControl, self._name, endpoints.keys)
         self._bulk = AsyncLink(endpoints.bulk, ToWorkerBulk, self._name, endpoints.keys)
         self._ending: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
         self.contact = Contact(launch.lease, launch.start_timeout, loop.time())
-        if self.agents is not None:
-            await self.agents.gateway.start()
         services = [asyncio.create_task(service) for service in self._services()]
         try:
             waited: list[asyncio.Future[Any]] = [self._ending, *services]
