@@ -3,12 +3,16 @@
 sandbox = new_sandbox(SandboxLimits(memory=256), require=frozenset())    # jail.py
 await sandbox.start()
 result = await sandbox.run("cell", "x = 6 * 7\\nx", seconds=5)    # prints 42; x is there for the next cell
+program = Program(["node", "app.js"], {"PATH": "/usr/bin"}, "work")
+await sandbox.execute(program, streams=(stdin, stdout, stderr), seconds=3600)    # descriptors of pipes
 await sandbox.close()
 """
 
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -35,6 +39,7 @@ class RunEnding(enum.StrEnum):
     FAILED = "failed"  # an exception, or an exit status that is not 0
     LATE = "late"  # its time ran out, and it was ended
     DIED = "died"  # the interpreter of the cells ended, or broke
+    OVER = "over"  # all memory together was over `resident`, and everything was killed
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,16 @@ class RunResult:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Program:
+    """A program as it is executed. `environment`: all of its variables. `directory`: made if it is missing;
+    relative to the sandbox's own."""
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str = "."
+
+
 class Sandbox(Protocol):
     """Calls on one sandbox run one after the other. Nothing runs in it between two calls."""
 
@@ -61,6 +76,15 @@ class Sandbox(Protocol):
     async def run(self, kind: RunKind, source: str, seconds: float, stdin: str = "") -> RunResult:
         """Whatever the code does is a result. A run that is cancelled ends the sandbox; the next one starts
         it again, and reports what is lost. ValueError for a source that is too long."""
+
+    async def execute(
+        self, program: Program, streams: tuple[int, int, int], seconds: float = math.inf
+    ) -> RunResult:
+        """Run a program that lives as long as it likes. Its standard streams are `streams`, descriptors (of
+        pipes, say) that are closed here as soon as it has them: their readers see its output live, and the
+        end when all of its processes have closed it; `output` of the result is empty. It finds no processes
+        of earlier calls and leaves none, but finds and leaves files. Exit status 127 and a line on its
+        standard error: it cannot be run. ValueError for a NUL in a text, or more than 1 MiB of them."""
 
     async def write_file(self, path: str, data: bytes) -> None:
         """`path`: absolute, or in the directory of the code. SandboxError when it cannot be written."""

@@ -10,7 +10,10 @@ a user namespace around them.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import struct
+from _socket import AF_INET, SOCK_DGRAM, SOCK_STREAM, socket  # the module socket is slow to import
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +29,8 @@ READ_ONLY, NO_SUID, NO_DEVICES = 1, 2, 4  # of mount_setattr
 SYS_MOUNT_SETATTR = 442
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPABILITY_VERSION = 0x20080522
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+BACKLOG = 128
 MEMORY_FILES = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 OWN_USERS = 0x70000000
@@ -40,20 +45,22 @@ memory of /dev/zero is not counted against any limit."""
 
 class ConfinementPlan(NamedTuple):
     """`shown`: paths that the code may read. `fallback`: the directory to create as its home where there
-    can be no new root. `number`: the guard's process id outside all namespaces."""
+    can be no new root. `listen`: open a listening socket inside. `number`: the guard's process id outside all
+    namespaces."""
 
     limits: SandboxLimits
     shown: Sequence[str]
     fallback: str
+    listen: bool
     number: int
 
 
 class Confinement(NamedTuple):
     """The isolation that `confine` achieved. `home`: the code's directory. `holds`: the isolation in force
-    (words of frames.ISOLATION). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the
+    (words of frames.GIVEN). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the
     value for RLIMIT_NPROC, which counts all processes of a user. `files`: descriptor of a Landlock ruleset
-    for the code's processes, or -1 for none. `filtered`: seccomp works here. `notes`: what the kernel
-    refused."""
+    for the code's processes, or -1 for none. `filtered`: seccomp works here. `listener`: a socket in the
+    network namespace. `notes`: what the kernel refused."""
 
     home: str
     holds: frozenset[str]
@@ -61,6 +68,7 @@ class Confinement(NamedTuple):
     processes: int
     files: int
     filtered: bool
+    listener: socket | None
     notes: str
 
 
@@ -84,10 +92,13 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     attempt(lambda: unshare(NEWIPC | NEWUTS), notes)
     if attempt(lambda: unshare(NEWNET), notes):
         holds.add("network")
+    listener = open_listener() if plan.listen and "network" in holds else None
     uid = _user(plan, spaces)
     home = HOME
     if attempt(lambda: new_root(plan, uid), notes):
-        holds.add("files")
+        holds |= {"files", "root"}
+        if os.getpid() == 1 and os.path.exists("/proc/1/task/1"):
+            holds.add("resident")
     else:
         home = plan.fallback
         os.mkdir(home, 0o700)
@@ -110,7 +121,19 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     counted_apart = own or ("user" in spaces and kernel_version >= (5, 14))
     count = plan.limits.processes + OWN_PROCESSES + (0 if counted_apart else _tasks(os.getuid()))
     alone = own or "pid" in spaces
-    return Confinement(home, frozenset(holds), alone, count, files, filtered, "; ".join(notes))
+    if listener:
+        holds.add("listener")
+    return Confinement(home, frozenset(holds), alone, count, files, filtered, listener, "; ".join(notes))
+
+
+def open_listener() -> socket:
+    """Bring up the loopback interface of this network namespace, and listen on it."""
+    listener, any_socket = socket(AF_INET, SOCK_STREAM), socket(AF_INET, SOCK_DGRAM)
+    fcntl.ioctl(any_socket.fileno(), SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+    any_socket.close()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(BACKLOG)
+    return listener
 
 
 def new_root(plan: ConfinementPlan, uid: int) -> None:
@@ -120,7 +143,7 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
     mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     try:
         _fill(plan.shown, uid)
-        sizes = f"size={plan.limits.disk}m,nr_inodes=16k,mode=700,uid={uid},gid={uid}"
+        sizes = f"size={plan.limits.disk}m,nr_inodes={plan.limits.disk * 256},mode=700,uid={uid},gid={uid}"
         mount("tmpfs", NEW_ROOT + HOME, "tmpfs", MS_NOSUID | MS_NODEV, sizes)
         attempt(lambda: mount("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV), [])
         for name, source in DEVICES.items():

@@ -7,38 +7,44 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-DONE, FAILED, LATE, DIED = b"d", b"f", b"l", b"x"
+DONE, FAILED, LATE, DIED, OVER = b"d", b"f", b"l", b"x", b"o"
 
 REQUEST = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
 REPLY = struct.Struct("!ci?QI")  # ending, status, state lost, bytes left out, bytes of the output
-HELLO = struct.Struct("!BI")  # which isolations hold (bits, see ISOLATION), bytes of the notes
+HELLO = struct.Struct("!BI")  # what there is (bits, see GIVEN), bytes of the notes
 
 ISOLATION = ("network", "files", "processes", "orphans", "memory")
 """A sandbox can keep these from its code, in the order of their bits: any network but its own empty one;
 every file but those it was shown; more processes than allowed; processes that outlive it; memory that no
 limit counts, such as files without a directory, shared segments and file systems of its own."""
 
-LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000}
-"""Kinds of a request (cell, program, shell) and the bytes that a source may have: a cell is sent
+GIVEN = (*ISOLATION, "root", "resident", "listener")
+"""Beside these isolations: a root of its own, a measure of all memory, a socket that listens inside."""
+
+LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20}
+"""Kinds of a request (cell, program, shell, exec) and the bytes that a source may have: a cell is sent
 without waiting for its reader, a command is one argument."""
 
 
 class SandboxLimits(NamedTuple):
-    """Sizes are MiB. `memory`, `open_files` and `file` (the largest) are of one process; `disk` is of the
-    private directory, `processes` of all processes and threads together."""
+    """Sizes are MiB. `memory` (address space), `open_files` and `file` (the largest) are of one process;
+    `disk` is of the private directory, `processes` of all processes and threads together, `resident` of the
+    memory and files of all of them while an `execute` runs. A `memory` or `resident` of 0 is no limit."""
 
     memory: int = 512
     processes: int = 32
     open_files: int = 64
     file: int = 32
     disk: int = 64
+    resident: int = 0
     output: int = 16_384  # bytes of a reply
 
 
 class RunRequest(NamedTuple):
-    """`source` is UTF-8."""
+    """`source` is UTF-8. Of an exec: see `exec_source`; its streams have been sent before, as descriptors."""
 
     kind: bytes
     seconds: float
@@ -60,6 +66,21 @@ class RunReply(NamedTuple):
 
     def frame(self) -> bytes:
         return REPLY.pack(*self[:4], len(self.output)) + self.output
+
+
+def exec_source(words: Sequence[str], environment: Mapping[str, str], directory: str) -> bytes:
+    """ValueError for a text with a NUL."""
+    texts = (directory, str(len(words)), *words, *(f"{name}={value}" for name, value in environment.items()))
+    if any("\0" in text for text in texts):
+        raise ValueError("the words, the environment or the directory of a program hold a NUL")
+    return os.fsencode("\0".join(texts))
+
+
+def read_exec(source: bytes) -> tuple[str, list[str], dict[str, str]]:
+    """The directory, the words and the environment."""
+    directory, count, *texts = os.fsdecode(source).split("\0")
+    words, variables = texts[: int(count)], texts[int(count) :]
+    return directory, words, dict(text.split("=", 1) for text in variables)
 
 
 def read_request(fd: int) -> RunRequest:

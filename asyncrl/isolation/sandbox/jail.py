@@ -12,6 +12,7 @@ import base64
 import contextlib
 import functools
 import logging
+import math
 import os
 import secrets
 import shlex
@@ -33,6 +34,7 @@ from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.sandbox import emptying, frames
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,
+    Program,
     RunEnding,
     RunKind,
     RunResult,
@@ -40,6 +42,7 @@ from asyncrl.isolation.sandbox.base import (
     SandboxError,
     SandboxLimits,
 )
+from asyncrl.isolation.sandbox.confine import HOME
 from asyncrl.isolation.sandbox.warden import START
 
 log = logging.getLogger("asyncrl.sandbox")
@@ -60,6 +63,11 @@ ENDINGS = {
     frames.FAILED: RunEnding.FAILED,
     frames.LATE: RunEnding.LATE,
     frames.DIED: RunEnding.DIED,
+    frames.OVER: RunEnding.OVER,
+}
+MISSING = {
+    "resident": "no process namespace and /proc, to measure `resident` in",
+    "listener": "no network namespace to listen in",
 }
 ENVIRONMENT = {
     "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin")),
@@ -76,7 +84,9 @@ class Jail:
     """A `base.Sandbox` made of namespaces, Landlock, seccomp and resource limits (confine.py).
 
     `require`: isolation that must be in force (words of ISOLATION), else `start` raises SandboxError. `show`:
-    paths that the code may read, beside this Python and the system's programs.
+    paths that the code may read, beside this Python and the system's programs. `listen`: after `start`,
+    `listener` is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
+    caller's, who closes it. `home` is the code's directory, after `start`.
     """
 
     def __init__(
@@ -85,11 +95,14 @@ class Jail:
         *,
         require: Iterable[str] = ISOLATION,
         show: Iterable[str] = (),
+        listen: bool = False,
     ) -> None:
         self.limits = limits
         self.holds: frozenset[str] = frozenset()
-        self.notes = ""
+        self.notes = self.home = ""
+        self.listener: socket.socket | None = None
         self._require = frozenset(require)
+        self._listen = listen
         self._show = tuple(show)
         self._turn = asyncio.Lock()
         self._closed = False
@@ -98,6 +111,7 @@ class Jail:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
+        self._passage: socket.socket  # brings descriptors
 
     @property
     def pid(self) -> int | None:
@@ -126,11 +140,17 @@ class Jail:
             raise
 
     async def run(self, kind: RunKind, source: str, seconds: float, stdin: str = "") -> RunResult:
-        started = time.monotonic()
-        result = await self._ask(kind, source, seconds, stdin.encode(errors="replace"))
-        lost, emptied = self._lost or result.lost, self._emptied or result.emptied
-        self._lost = self._emptied = False
-        return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
+        return await self._report(_request(kind, source, seconds, stdin.encode(errors="replace")))
+
+    async def execute(
+        self, program: Program, streams: tuple[int, int, int], seconds: float = math.inf
+    ) -> RunResult:
+        ours = list(streams)
+        try:
+            source = frames.exec_source(program.words, program.environment, program.directory)
+            return await self._report(frames.RunRequest(b"e", seconds, source), ours)
+        finally:
+            _close(ours)
 
     async def write_file(self, path: str, data: bytes) -> None:
         name = shlex.quote(path)
@@ -143,17 +163,23 @@ class Jail:
         self._closed = True
         await self._end()
 
+    async def _report(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
+        started = time.monotonic()
+        result = await self._ask(request, streams)
+        lost, emptied = self._lost or result.lost, self._emptied or result.emptied
+        self._lost = self._emptied = False
+        return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
+
     async def _file(self, path: str, command: str, data: bytes = b"") -> str:
         """The shell's output. Files are read and written with the rights of the code."""
-        result = await self._ask("shell", command, FILE_SECONDS, data)
+        result = await self._ask(_request("shell", command, FILE_SECONDS, data))
         self._lost, self._emptied = self._lost or result.lost, self._emptied or result.emptied
         if result.ending != RunEnding.DONE or result.omitted:
             why = f"more than {self.limits.output} bytes" if result.omitted else result.output[-200:].strip()
             raise SandboxError(f"file {path!r} of the sandbox: {why or result.ending}")
         return result.output
 
-    async def _ask(self, kind: RunKind, source: str, seconds: float, stdin: bytes) -> RunResult:
-        request = frames.RunRequest(kind[0].encode(), seconds, source.encode(errors="replace"), stdin)
+    async def _ask(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         if len(request.source) > (most := frames.LARGEST[request.kind]):
             raise ValueError(f"the code has {len(request.source)} bytes; at most {most} can be run")
         async with self._turn:
@@ -162,8 +188,8 @@ class Jail:
             if self._process is None:
                 await self.start()
             try:
-                async with asyncio.timeout(seconds + LATE_SECONDS):
-                    return await self._exchange(request)
+                async with asyncio.timeout(request.seconds + LATE_SECONDS):
+                    return await self._exchange(request, streams)
             except (OSError, EOFError, SandboxError):
                 await self._end()
                 return RunResult(RunEnding.DIED, "", lost=True, emptied=True)
@@ -178,6 +204,7 @@ class Jail:
             return
         if self._writer is not None:
             self._writer.close()  # the warden reads the end, and goes
+        self._passage.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
             process.send_signal(number)
             with contextlib.suppress(TimeoutError):
@@ -191,26 +218,29 @@ class Jail:
 
     async def _connect(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        self._passage, their_passage = socket.socketpair()
+        with theirs, their_passage:
             try:
-                self._process = self._spawn(theirs.fileno())
+                self._process = self._spawn(theirs.fileno(), their_passage.fileno())
             except OSError:
                 ours.close()
+                self._passage.close()
                 raise
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
 
-    def _spawn(self, link: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, link: int, passage: int) -> subprocess.Popen[bytes]:
         self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
         arguments = (
             tuple(self.limits),
             _existing((*SYSTEM, *SETTINGS, sys.base_prefix, sys.prefix, *self._show)),
             self._fallback,
+            self._listen,
         )
         code = START.format(root=str(ROOT), arguments=arguments, path=sysconfig.get_path("purelib"))
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
             stdin=link,
-            stdout=subprocess.DEVNULL,
+            stdout=passage,
             stderr=subprocess.DEVNULL,
             env=ENVIRONMENT,
             cwd="/",
@@ -222,15 +252,25 @@ class Jail:
         if size > MAX_OUTPUT:
             raise SandboxError("the sandbox broke the protocol")
         self.notes = (await self._reader.readexactly(size)).decode("utf-8", "replace")
-        self.holds = frozenset(name for bit, name in enumerate(ISOLATION) if bits >> bit & 1)
-        if missing := sorted(self._require - self.holds):
+        given = frozenset(name for bit, name in enumerate(frames.GIVEN) if bits >> bit & 1)
+        self.holds = given & frozenset(ISOLATION)
+        self.home = HOME if "root" in given else self._fallback
+        wanted = {"resident": self.limits.resident, "listener": self._listen}
+        if missing := sorted((self._require | {name for name in wanted if wanted[name]}) - given):
+            lacks = ", ".join(MISSING.get(name, f"no isolation of {name}") for name in missing)
             raise SandboxError(
-                f"this machine gives the sandbox no isolation of {', '.join(missing)} ({self.notes}); allow "
-                f"namespaces (docs/sandbox.md), or require less"
+                f"this machine gives the sandbox {lacks} ({self.notes}); allow namespaces "
+                f"(docs/sandbox.md), or require less"
             )
+        if self._listen:
+            _, (found,), *_ = socket.recv_fds(self._passage, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            self.listener = socket.socket(fileno=found)
 
-    async def _exchange(self, request: frames.RunRequest) -> RunResult:
+    async def _exchange(self, request: frames.RunRequest, streams: list[int] | None) -> RunResult:
         assert self._writer is not None
+        if streams:
+            socket.send_fds(self._passage, [request.kind], streams)
+            _close(streams)
         self._writer.write(request.frame())
         await self._writer.drain()
         header = await self._reader.readexactly(frames.REPLY.size)
@@ -239,6 +279,16 @@ class Jail:
             raise SandboxError("the sandbox broke the protocol")
         output = (await self._reader.readexactly(size)).decode("utf-8", "replace")
         return RunResult(ENDINGS[ending], output, status, lost, omitted=omitted)
+
+
+def _request(kind: RunKind, source: str, seconds: float, stdin: bytes) -> frames.RunRequest:
+    return frames.RunRequest(kind[0].encode(), seconds, source.encode(errors="replace"), stdin)
+
+
+def _close(descriptors: list[int]) -> None:
+    for fd in set(descriptors):  # two of them may be one
+        os.close(fd)
+    descriptors.clear()
 
 
 def _existing(paths: Iterable[str]) -> list[str]:

@@ -6,7 +6,8 @@ outside (`main`) cleans up after it.
 
 Between two requests only the warden runs; all other processes are stopped. During a request it waits for
 output, the end of the process, the time limit and its owner. The owner sends nothing during a request, so
-a readable connection means that the owner has closed it.
+a readable connection means that the owner has closed it. The streams of an exec are the owner's: their
+descriptors come over fd 1.
 """
 
 from __future__ import annotations
@@ -19,15 +20,20 @@ import signal
 import struct
 import sys
 import time
-from _socket import socketpair  # the module socket is slow to import
-from collections.abc import Callable
+from _socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, SCM_RIGHTS, SOL_SOCKET, socket, socketpair
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from asyncrl.isolation.sandbox import confine, emptying, frames, interpreter, kernel
 from asyncrl.isolation.sandbox.confine import Confinement
 from asyncrl.isolation.sandbox.frames import RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from asyncrl.isolation.wrapper import CANNOT_RUN
 
 LINK = 0  # the connection to the owner
+PASSAGE = 1  # the one that brings the streams of an exec, and takes the listener to the owner
+LOOK_SECONDS = 0.25  # between two measurements of the memory
+SURE_SECONDS = 0.02  # until the second one: a process that is starting another counts twice for a moment
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
 PIPE = 65_536
 MAX_FILES = 256  # descriptors that this process may have open
@@ -60,7 +66,8 @@ class BoundedOutput:
 
 
 class WatchedProcess:
-    """A child and its output pipe. `control`: the socket that brings an interpreter its cells, or -1."""
+    """A child and its output pipe, or -1. `control`: the socket that brings an interpreter its cells, or
+    -1."""
 
     def __init__(self, pid: int, output: int, control: int) -> None:
         self.pid, self.control = pid, control
@@ -77,7 +84,7 @@ class WatchedProcess:
         until = time.monotonic() + seconds
         poll = select.poll()
         ends = {self._ended, self.control} - {-1}
-        for fd in (LINK, self._output, *ends):
+        for fd in {LINK, self._output, *ends} - {-1}:
             poll.register(fd, select.POLLIN)
         while (left := until - time.monotonic()) > 0:
             for fd, _ in poll.poll(left * 1000):
@@ -124,20 +131,26 @@ class Warden:
     def __init__(self, limits: SandboxLimits, confinement: Confinement) -> None:
         self._limits = limits
         self._confinement = confinement
+        self._passage = socket(fileno=PASSAGE)
         self._interpreter: WatchedProcess | None = None
         self._cells = 0  # cells run so far
         self._status: dict[int, int] = {}  # exit statuses of processes that ended during this request
 
     def serve(self) -> None:
         """Answer requests until the owner closes the connection, then end every process."""
-        bits = sum(1 << bit for bit, name in enumerate(frames.ISOLATION) if name in self._confinement.holds)
+        bits = sum(1 << bit for bit, name in enumerate(frames.GIVEN) if name in self._confinement.holds)
         notes = self._confinement.notes.encode()[:2000]
+        answers = {b"c": self._cell, b"e": self._execute}
         try:
+            if listener := self._confinement.listener:
+                number = struct.pack("i", listener.fileno())
+                self._passage.sendmsg([b"l"], [(SOL_SOCKET, SCM_RIGHTS, number)])
+                listener.close()
             frames.write_all(LINK, frames.HELLO.pack(bits, len(notes)) + notes)
             while True:
                 request = frames.read_request(LINK)
                 self._signal_all(signal.SIGCONT)
-                reply = self._cell(request) if request.kind == b"c" else self._program(request)
+                reply = answers.get(request.kind, self._program)(request)
                 self._signal_all(signal.SIGSTOP)  # no process runs between two requests
                 if self._interpreter_ended():
                     reply = reply._replace(lost=True)
@@ -195,13 +208,37 @@ class Warden:
         ending = frames.LATE if not in_time else frames.FAILED if status else frames.DONE
         return RunReply(ending, status, lost, *kept.join())
 
+    def _execute(self, request: RunRequest) -> RunReply:
+        """Run a program with the owner's streams to its end. It finds and leaves no process."""
+        _, ancillary, *_ = self._passage.recvmsg(1, CMSG_SPACE(12), MSG_CMSG_CLOEXEC)
+        lost = self._kill_all_and_forget()
+        pid = self._start(lambda: _run_exec(request.source), struct.unpack("3i", ancillary[0][2]))
+        process, nothing, over = WatchedProcess(pid, -1, -1), BoundedOutput(0), False
+        until = time.monotonic() + request.seconds
+        while not (ended := process.watch(nothing, min(LOOK_SECONDS, until - time.monotonic()))):
+            if (over := self._is_over()) or time.monotonic() >= until:
+                break
+        self._kill_all()
+        process.close()
+        status = self._status.pop(pid, 0)
+        failed = frames.FAILED if status else frames.DONE
+        return RunReply(frames.OVER if over else failed if ended else frames.LATE, status, lost, 0, b"")
+
+    def _is_over(self) -> bool:
+        """True when all processes and files hold more than `resident`, by two measurements."""
+        for pause in (SURE_SECONDS, 0):
+            files = os.statvfs(self._confinement.home)
+            held = kernel.resident() + (files.f_blocks - files.f_bfree) * files.f_frsize
+            if not 0 < self._limits.resident << 20 < held:
+                return False
+            time.sleep(pause)
+        return True
+
     def _fork_interpreter(self) -> WatchedProcess:
         ours, theirs = (end.detach() for end in socketpair())
         os.set_blocking(ours, False)
         nothing = os.open("/dev/null", os.O_RDONLY)
-        process = self._fork(lambda: interpreter.serve_cells(theirs), nothing, ours, theirs)
-        os.close(theirs)
-        return process
+        return self._fork(lambda: interpreter.serve_cells(theirs), nothing, ours, theirs)
 
     def _fork(
         self, body: Callable[[], object], stdin: int, control: int = -1, theirs: int = -1, cpu: int = 0
@@ -209,14 +246,19 @@ class Warden:
         """Start a process that runs `body`. `control`, `theirs`: its socket, the warden's end first."""
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
-        pid = os.fork()
-        if pid == 0:
-            self._become(body, stdin, output_write, theirs, cpu)
-        os.close(stdin)
-        os.close(output_write)
+        pid = self._start(body, (stdin, output_write, output_write), theirs, cpu)
         return WatchedProcess(pid, output_read, control)
 
-    def _become(self, body: Callable[[], object], stdin: int, output: int, keep: int, cpu: int) -> None:
+    def _start(self, body: Callable[[], object], streams: Sequence[int], keep: int = -1, cpu: int = 0) -> int:
+        """Its pid. The streams and the descriptor `keep` are left to it alone."""
+        pid = os.fork()
+        if pid == 0:
+            self._become(body, streams, keep, cpu)
+        for fd in {*streams, keep} - {-1}:
+            os.close(fd)
+        return pid
+
+    def _become(self, body: Callable[[], object], streams: Sequence[int], keep: int, cpu: int) -> None:
         """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit."""
         status = 1
         try:
@@ -225,7 +267,7 @@ class Warden:
                 kernel.restrict_files(self._confinement.files)
             if self._confinement.filtered:
                 kernel.refuse_calls(kernel.MEMFD.values())  # the warden needs it for its children's input
-            for fd, target in ((stdin, 0), (output, 1), (output, 2)):
+            for target, fd in enumerate(streams):
                 os.dup2(fd, target)
             os.closerange(3, keep)
             os.closerange(max(keep + 1, 3), MAX_FILES)
@@ -273,8 +315,9 @@ def set_limits(limits: SandboxLimits, count: int, cpu: int) -> None:
     """Limit the code. `count`: RLIMIT_NPROC. `cpu`: seconds of processor time, 0 for no limit."""
     if cpu:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+    if limits.memory:
+        resource.setrlimit(resource.RLIMIT_AS, (limits.memory << 20, limits.memory << 20))
     for kind, value in (
-        (resource.RLIMIT_AS, limits.memory << 20),
         (resource.RLIMIT_FSIZE, limits.file << 20),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_NPROC, count),
@@ -286,6 +329,22 @@ def set_limits(limits: SandboxLimits, count: int, cpu: int) -> None:
 def _run_shell(command: bytes) -> None:
     shell = next(path for path in SHELLS if os.path.exists(path))
     os.execv(shell, [shell, "-c", command.decode("utf-8", "replace")])
+
+
+def _run_exec(source: bytes) -> int:
+    """Become the program. It is the first that the kernel ends when the machine has no memory left."""
+    directory, words, environment = frames.read_exec(source)
+    try:
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+            signal.signal(number, signal.SIG_DFL)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        os.makedirs(directory, exist_ok=True)
+        os.chdir(directory)
+        os.execvpe(words[0], words, environment)
+    except OSError as error:
+        os.write(2, f"{words[0]} cannot be run: {error.strerror}\n".encode())
+    return CANNOT_RUN
 
 
 def _file(data: bytes) -> int:
@@ -305,9 +364,9 @@ from asyncrl.isolation.sandbox.warden import main
 main(*{arguments!r}, {path!r})"""
 
 
-def main(limits: tuple[int, ...], shown: list[str], fallback: str, packages: str) -> None:
+def main(limits: tuple[int, ...], shown: list[str], fallback: str, listen: bool, packages: str) -> None:
     """See confine.ConfinementPlan. `packages`: site-packages, which the code may import."""
-    plan = confine.ConfinementPlan(SandboxLimits(*limits), shown, fallback, os.getpid())
+    plan = confine.ConfinementPlan(SandboxLimits(*limits), shown, fallback, listen, os.getpid())
     notes: list[str] = []
     spaces = confine.new_process_namespace(notes)
     pid = os.fork()
@@ -333,7 +392,8 @@ def wait(warden: int, plan: confine.ConfinementPlan) -> None:
     signal.signal(signal.SIGTERM, lambda *_: kernel.kill(warden, signal.SIGKILL))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.close(0)  # the owner sees the end of the warden, not ours
+    for fd in (LINK, PASSAGE):
+        os.close(fd)  # the owner sees the end of the warden, not ours
     os.waitpid(warden, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kernel.end_all(alone=False)  # what a killed warden left, where there is no process namespace

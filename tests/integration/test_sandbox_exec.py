@@ -1,0 +1,408 @@
+"""Programs that a sandbox executes: their streams are pipes of the owner, they live as long as they like."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from asyncrl.isolation.sandbox.base import Program, RunEnding, RunResult, SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.jail import Jail
+from tests.integration.test_sandbox import KINDS
+
+LIMITS = SandboxLimits(memory=0, resident=100, disk=80, file=80)
+PATH = {"PATH": "/usr/bin:/bin"}
+
+
+class Execution:
+    """A program that runs, and the owner's ends of its pipes."""
+
+    def __init__(self, box: Jail, program: Program, seconds: float) -> None:
+        theirs, self.stdin = os.pipe()
+        out, to_out = os.pipe()
+        err, to_err = os.pipe()
+        self.stdout, self.stderr = os.fdopen(out, "rb"), os.fdopen(err, "rb")
+        self.result = asyncio.ensure_future(box.execute(program, (theirs, to_out, to_err), seconds))
+
+    def write(self, data: bytes) -> None:
+        os.write(self.stdin, data)
+
+    async def line(self) -> bytes:
+        return await asyncio.to_thread(self.stdout.readline)
+
+    async def end(self) -> tuple[RunResult, bytes, bytes]:
+        """Its result, output and errors, after the end of its input."""
+        self.close_input()
+        output, errors = await asyncio.gather(*map(_rest, (self.stdout, self.stderr)))
+        return await self.result, output, errors
+
+    def close_input(self) -> None:
+        if self.stdin >= 0:
+            os.close(self.stdin)
+        self.stdin = -1
+
+
+async def _rest(stream: IO[bytes]) -> bytes:
+    with stream:
+        return await asyncio.to_thread(stream.read)
+
+
+@asynccontextmanager
+async def jail(limits: SandboxLimits = LIMITS, listen: bool = False) -> AsyncIterator[Jail]:
+    box = Jail(limits, require=(), listen=listen)
+    try:
+        await box.start()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    async with asyncio.timeout(30):
+        yield box
+    await box.close()
+    if box.listener:
+        box.listener.close()
+
+
+def begin(box: Jail, words: Sequence[str], seconds: float = 20, **environment: str) -> Execution:
+    return Execution(box, Program(words, PATH | environment, "work/here"), seconds)
+
+
+async def run(box: Jail, *words: str, seconds: float = 20) -> tuple[RunResult, bytes, bytes]:
+    return await begin(box, words, seconds).end()
+
+
+async def python(box: Jail, code: str, seconds: float = 20) -> tuple[RunResult, bytes, bytes]:
+    return await run(box, sys.executable, "-I", "-S", "-c", code, seconds=seconds)
+
+
+# What it is for
+
+
+async def test_words_environment_directory_and_streams_arrive_as_they_were_given() -> None:
+    words = ["", "a b", "$(id)", "--flag", "it's", 'a "quote"', "two\nlines", "é", "\udcff"]
+    show = 'pwd; env | sort; cat; printf "<%s>" "$@" >&2; echo 1 > file; exit 3'
+    async with jail() as box:
+        running = begin(box, ["sh", "-c", show, "sh", *words], VALUE="a=b c")
+        running.write(b"in\n")
+        result, output, errors = await running.end()
+        assert (result.ending, result.status) == (RunEnding.FAILED, 3)
+        place = f"{box.home}/work/here"
+        assert output == f"{place}\nPATH=/usr/bin:/bin\nPWD={place}\nVALUE=a=b c\nin\n".encode()
+        assert errors == b"".join(b"<%s>" % os.fsencode(word) for word in words)
+        assert await box.read_file("work/here/file") == b"1\n"  # files stay, for the calls that follow
+        assert (await run(box, "cat", "file"))[:2][1] == b"1\n"
+        assert (await box.run("shell", "cat work/here/file", 5)).output == "1\n"
+
+
+async def test_output_is_read_while_it_runs_and_ends_when_the_program_closes_it() -> None:
+    async with jail() as box:
+        running = begin(box, ["sh", "-c", "echo up; read a; echo $a; exec >&-; read b; exit $b"], seconds=9e9)
+        assert await running.line() == b"up\n"
+        running.write(b"more\n")
+        assert [await running.line(), await running.line()] == [b"more\n", b""]
+        assert not running.result.done()
+        running.write(b"7\n")
+        assert (await running.end())[0].status == 7
+
+
+async def test_a_program_has_default_signals_no_limit_of_cpu_and_is_the_first_to_go_without_memory() -> None:
+    async with jail() as box:
+        look = "yes | head -1; ulimit -t; cat /proc/self/oom_score_adj; ulimit -v"
+        _, output, errors = await run(box, "sh", "-c", look)
+        assert (output, errors) == (b"y\nunlimited\n1000\nunlimited\n", b"")
+
+
+async def test_a_program_that_cannot_be_run_says_so() -> None:
+    async with jail() as box:
+        await box.write_file("work/here/plain", b"")
+        for words, why in {
+            ("absent",): b"absent cannot be run: No such file or directory\n",
+            ("./plain",): b"./plain cannot be run: Permission denied\n",
+            ("echo", "x" * (1 << 18)): b"echo cannot be run: Argument list too long\n",
+        }.items():
+            result, output, errors = await run(box, *words)
+            assert (result.ending, result.status, output, errors) == (RunEnding.FAILED, 127, b"", why)
+        nowhere = Execution(box, Program(["true"], PATH, "/usr/new"), 20)
+        assert (await nowhere.end())[2].startswith(b"true cannot be run: ")
+
+
+async def test_what_cannot_be_sent_is_refused_and_its_pipes_are_closed() -> None:
+    async with jail() as box:
+        for words, why in ((["a\0b"], "NUL"), (["x"] * (1 << 20), "at most 1048576")):
+            running = begin(box, words)
+            with pytest.raises(ValueError, match=why):
+                await running.result
+            assert running.stdout.read() + running.stderr.read() == b""  # nobody else has their other ends
+            running.close_input()
+        assert (await run(box, "true"))[0].ending == RunEnding.DONE
+
+
+# How it ends
+
+
+async def test_its_processes_end_with_it() -> None:
+    async with jail() as box:
+        await box.run("cell", "n = 7", 5)
+        result, output, _ = await run(box, "sh", "-c", "(setsid sleep 987 &); sleep 988 & echo started")
+        assert (result.ending, result.lost, output) == (RunEnding.DONE, True, b"started\n")
+        late, _, _ = await run(box, "sh", "-c", "trap '' TERM INT; setsid sleep 987 & sleep 987", seconds=0.3)
+        assert (late.ending, late.status) == (RunEnding.LATE, -9)
+        died, _, _ = await run(box, "sh", "-c", "kill -SEGV $$")
+        assert (died.ending, died.status) == (RunEnding.FAILED, -11)
+        assert (await box.run("shell", "cat /proc/*/cmdline | tr '\\0' ' '", 5)).output.count("sleep") == 0
+
+
+async def test_a_cancelled_one_ends_with_its_files() -> None:
+    async with jail() as box:
+        running = begin(box, ["sh", "-c", "touch file; echo up; setsid sleep 987 & sleep 987"])
+        assert await running.line() == b"up\n"
+        running.result.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running.end()
+        after = await box.run("shell", "ls", 5)
+        assert (after.output, after.lost, after.emptied) == ("", True, True)
+
+
+OWNER = """
+import asyncio, os
+from asyncrl.isolation.sandbox.jail import Jail
+from asyncrl.isolation.sandbox.base import Program
+async def main():
+    box = Jail(require=())
+    await box.start()
+    words = ["sh", "-c", "echo up; setsid sleep 987 & sleep 987"]
+    await box.execute(Program(words, dict(os.environ)), (0, 1, 2))
+asyncio.run(main())
+"""
+
+
+def test_its_processes_end_with_a_killed_owner() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    with owner.stdout:
+        assert owner.stdout.readline() == b"up\n"
+        owner.kill()
+        owner.wait(5)
+        assert select.select([owner.stdout], [], [], 5)[0] and owner.stdout.read() == b""
+
+
+# What it may use
+
+FILL = "held = []\nfor n in range({count}): held.append(b'x' * (1 << 20))\nprint('held', flush=True)\ninput()"
+TOGETHER = "import os\nfor _ in range(3): os.fork()\n" + FILL.format(count=20)
+WITHOUT_LEADER = f"""
+import _thread, ctypes
+_thread.start_new_thread(exec, ({FILL.format(count=150)!r}, {{}}))
+ctypes.CDLL(None).pthread_exit(None)
+"""
+FILES = "for n in range(75): open(f'{n}', 'wb').write(bytes(1 << 20))\n" + FILL.format(count=40)
+HOLDS = {
+    "one process": FILL.format(count=150),
+    "many together": TOGETHER,
+    "a process without its first thread": WITHOUT_LEADER,
+    "files and a process": FILES,
+}
+
+
+@pytest.mark.parametrize("code", HOLDS.values(), ids=HOLDS)
+async def test_memory_and_files_of_all_together_are_bounded(code: str) -> None:
+    async with jail() as box:
+        running = begin(box, [sys.executable, "-I", "-S", "-c", code])
+        result = await running.result  # its input stays open: it waits, or is ended
+        assert (result.ending, result.status) == (RunEnding.OVER, -9)
+        await running.end()
+        assert (await run(box, "true"))[0].ending == RunEnding.DONE
+
+
+async def test_less_than_the_bound_and_any_address_space_are_no_offence() -> None:
+    reserve = "import mmap\nmmap.mmap(-1, 129 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, 0)\n"
+    async with jail() as box:
+        running = begin(box, [sys.executable, "-I", "-S", "-c", reserve + FILL.format(count=60)])
+        assert await running.line() == b"held\n"
+        await asyncio.wait([running.result], timeout=0.8)  # three measurements
+        running.write(b"\n")
+        assert (await running.end())[0].ending == RunEnding.DONE
+
+
+# Who reaches whom
+
+ASK = """
+import socket, sys
+for line in sys.stdin:
+    try:
+        with socket.create_connection(("127.0.0.1", int(line)), 5) as link: print(link.recv(100), flush=True)
+    except OSError as error: print("no:", error, flush=True)
+"""
+TAKE_OVER = """
+import errno, fcntl, os, resource, socket, struct, sys
+port = int(sys.argv[1])
+def try_to(what, action):
+    try: action()
+    except OSError as error: print(what, errno.errorcode[error.errno], flush=True)
+    else: print(what, "done", flush=True)
+def bind(family, address, only6=1):
+    one = socket.socket(family)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT): one.setsockopt(socket.SOL_SOCKET, option, 1)
+    if family == socket.AF_INET6: one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only6)
+    one.bind((address, port))
+    one.listen()
+try_to("same", lambda: bind(socket.AF_INET, "127.0.0.1"))
+try_to("any", lambda: bind(socket.AF_INET, "0.0.0.0"))
+try_to("both", lambda: bind(socket.AF_INET6, "::", 0))
+down = struct.pack("16sh22x", b"lo", 0)
+try_to("down", lambda: fcntl.ioctl(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0x8914, down))
+try_to("netlink", lambda: socket.socket(16, 3, 4))
+held = []
+def flood():
+    while True:
+        held.append(socket.socket())
+        held[-1].setblocking(False)
+        held[-1].connect_ex(("127.0.0.1", port))
+try_to("flood", flood)
+os.kill(-1, 9)
+"""
+
+
+async def test_only_the_sandbox_reaches_its_listener() -> None:
+    async with jail(listen=True) as box, jail(listen=True) as other:
+        assert box.listener is not None
+        host, port = box.listener.getsockname()
+        assert host == "127.0.0.1"
+        inside = begin(box, [sys.executable, "-I", "-S", "-c", ASK])
+        outside = begin(other, [sys.executable, "-I", "-S", "-c", ASK])
+        for running in (inside, outside):
+            running.write(b"%d\n" % port)
+        link, _ = await asyncio.to_thread(box.listener.accept)
+        with link:
+            link.sendall(b"from the owner")
+        assert await inside.line() == b"b'from the owner'\n"
+        assert await outside.line() == b"no: [Errno 111] Connection refused\n"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, port), 5)
+        box.listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            box.listener.accept()
+        await inside.end()
+        await outside.end()
+
+
+async def test_nothing_inside_ends_or_takes_over_the_listener() -> None:
+    async with jail(listen=True) as box:
+        assert box.listener is not None
+        port = box.listener.getsockname()[1]
+        _, output, _ = await run(box, sys.executable, "-I", "-S", "-c", TAKE_OVER, str(port))
+        found = dict(line.split() for line in output.decode().splitlines())
+        assert found == {
+            "same": "EADDRINUSE",
+            "any": "EADDRINUSE",
+            "both": "EADDRINUSE",
+            "down": "EPERM",
+            "netlink": "EAFNOSUPPORT",
+            "flood": "EMFILE",
+        }
+        asking = begin(box, [sys.executable, "-I", "-S", "-c", ASK])
+        asking.write(b"%d\n" % port)
+
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"served")
+            writer.close()
+
+        async with await asyncio.start_server(serve, sock=box.listener):
+            assert await asking.line() == b"b'served'\n"
+        await asking.end()
+
+
+LOOK_AROUND = """
+import glob, os, sys
+open("secret", "w").write(sys.argv[1])
+print("ready", flush=True)
+others = sys.stdin.read().split()
+pids = [path for path in glob.glob("/proc/[0-9]*") if path != f"/proc/{os.getpid()}"] + others[1:]
+places = [others[0], "../" * 20 + others[0], "/proc/self/root" + others[0], "/sandbox/work/here/secret"]
+for pid in pids:
+    places += [f"{pid}/{name}" for name in ("environ", "cmdline", "mem", "root" + others[0], "cwd/secret")]
+    places += [f"{pid}/root/sandbox/work/here/secret", f"{pid}/root{others[0]}"]
+    places += glob.glob(f"{pid}/fd/*")
+for top in ("/tmp", "/dev", "/home", "/var", "/run", "/sandbox"):
+    places += [os.path.join(at, "secret") for at, _, names in os.walk(top) if "secret" in names]
+for place in places:
+    try: sys.stdout.buffer.write(open(os.open(place, os.O_NONBLOCK), "rb").read(4000))
+    except (OSError, TypeError): continue
+"""
+
+
+async def test_64_at_once_cannot_read_each_others_files_nor_the_users(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret of the user")
+    (tmp_path / "secret").chmod(0o644)
+
+    async def start(number: int) -> tuple[Jail, Execution]:
+        box = Jail(LIMITS, require=())
+        await box.start()
+        words = [sys.executable, "-I", "-S", "-c", LOOK_AROUND, f"secret of {number}."]
+        running = begin(box, words, 100, KEY=f"secret of {number}.")
+        assert await running.line() == b"ready\n"
+        return box, running
+
+    started = await asyncio.gather(*map(start, range(64)))
+    pids = [f"/proc/{box.pid}" for box, _ in started]
+    for _, running in started:
+        running.write("\n".join([str(tmp_path / "secret"), *pids]).encode())
+    ended = await asyncio.gather(*(running.end() for _, running in started))
+    for number, (result, output, errors) in enumerate(ended):
+        assert (result.ending, errors) == (RunEnding.DONE, b"")
+        secrets = {text.split(b".")[0] for text in output.split(b"secret of ")[1:]}
+        assert secrets == {b"%d" % number}
+    await asyncio.gather(*(box.close() for box, _ in started))
+
+
+# Machines that allow less
+
+TRY = """
+import asyncio
+from asyncrl.isolation.sandbox.jail import Jail, SandboxError, SandboxLimits
+from tests.integration.test_sandbox_exec import ASK, FILL, begin, run
+async def main():
+    async with Jail(SandboxLimits(memory=0), require=()) as box:
+        where = (await run(box, "sh", "-c", "setsid sleep 987 & pwd"))[1].decode().strip()
+        print(where == f"{box.home}/work/here" or where)
+    for options in ({"limits": SandboxLimits(memory=0, resident=60)}, {"listen": True}):
+        box = Jail(require=(), **options)
+        try: await box.start()
+        except SandboxError as error: print(str(error).partition(" (")[0])
+        else:
+            running = begin(box, ["python3", "-c", ASK if box.listener else FILL.format(count=90)])
+            if box.listener:
+                running.write(b"%d\\n" % box.listener.getsockname()[1])
+                (await asyncio.to_thread(box.listener.accept))[0].sendall(b"hello")
+                print(await running.line())
+                running.close_input()
+            print((await running.result).ending)
+        await box.close()
+asyncio.run(main())
+"""
+LACKS = "this machine gives the sandbox no "
+FEWER = {
+    "user": ["True", "over", "b\"b'hello'\\n\"", "done"],
+    "container": [
+        "True",
+        f"{LACKS}process namespace and /proc, to measure `resident` in",
+        f"{LACKS}network namespace to listen in",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_works_with_fewer_rights_or_says_what_is_missing(kind: str) -> None:
+    if subprocess.run([*KINDS[kind], "true"], capture_output=True).returncode != 0:
+        pytest.skip(f"this machine cannot play a {kind}")
+    command = [*KINDS[kind], sys.executable, "-c", TRY]
+    surroundings = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=surroundings)
+    assert done.stdout.splitlines() == FEWER[kind], done.stderr
