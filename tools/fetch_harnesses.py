@@ -1,9 +1,10 @@
 """Fetch coding agents for tests, as their packages ship them: `make harnesses`.
 
-    python tools/fetch_harnesses.py [--to .harnesses]
+    python tools/fetch_harnesses.py [--all] [--to .harnesses]
 
 Packages come through npm, as this machine has it configured, for Linux on x86-64; nothing of them is part of
-the repository. Each becomes a directory with the package's files.
+the repository. Each becomes a directory with the package's files. mini-swe-agent is a package of the tests'
+environment, so it is not fetched here.
 """
 
 from __future__ import annotations
@@ -31,21 +32,33 @@ PACKAGES = {  # each with the SHA-512 of its archive, as npm writes it
         "o05NyAOCDygSPRo1yinzxvkRSdmsZyBD9E7mbpmjRanSfM8lypqWtQgEo4XfNkwhuCR2aFu8mlGOsQGFXVbVww==",
     ),
 }
+OTHERS = {  # for `make full`
+    "opencode": (
+        "opencode-linux-x64@1.18.33",
+        "q/t/3p2CTxOT9y2kvjesb/LZab2+1eqlhhWA02Be6mjTtmYtNBcBsrI5yDo4Fw7ZSPBW2oyMIGMNRqiKQjiAWw==",
+    ),
+    "qwen_code": (  # a bundle, whose dependencies are optional
+        "@qwen-code/qwen-code@0.24.4",
+        "pmexy/Nj+BKd3Un1ogqGQE8V4GJn5B6N9PQOrU1GH+lMR29kn6Bgf6YdbZa8hNIoTmAKT1LTPK+P8TibZRPPVg==",
+    ),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--all", action="store_true", help="opencode and qwen-code, too")
     parser.add_argument("--to", type=Path, default=TARGET)
-    target: Path = parser.parse_args().to
+    arguments = parser.parse_args()
+    target: Path = arguments.to
     if (here := (sys.platform, platform.machine())) != ("linux", "x86_64"):
         sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(here)}")
     npm = shutil.which("npm")
     if npm is None:
         sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
     target.mkdir(parents=True, exist_ok=True)
-    for name, (package, digest) in PACKAGES.items():
+    for name, (package, digest) in (PACKAGES | (OTHERS if arguments.all else {})).items():
         with tempfile.TemporaryDirectory(dir=target) as scratch:
             archive = packed(npm, package, Path(scratch))
             found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
