@@ -45,7 +45,8 @@ def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
 
 
 def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """`config.yaml` of a directory with overrides. After this no OmegaConf object exists."""
+    """`config.yaml` of a directory with overrides. An agent that `agent/` has a file for brings that, as
+    defaults. After this no OmegaConf object exists."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -53,15 +54,17 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError
 
-    root = str(config_root())
+    root, given = str(config_root()), _keys_of(overrides)
     OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
     try:
         with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
             composed = hydra.compose("config", overrides)
+            if (base / "agent" / f"{(name := _agent(composed))}.yaml").is_file() and "agent" not in given:
+                composed = hydra.compose("config", [f"agent={name}", *overrides])
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(error, _keys_of(overrides)) from None
+        raise _explain(error, given) from None
     except MarkedYAMLError as error:
         mark, what = error.problem_mark, error.problem or error.context
         place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
@@ -76,6 +79,12 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
         if value == MISSING:
             raise MissingKeyError(key)
     return parse(_with_root(found, root))
+
+
+def _agent(composed: Any) -> str:
+    """The name in `rollout.agent`."""
+    agent = composed.rollout.agent
+    return agent if isinstance(agent, str) else next(iter(agent), "")
 
 
 def _keys_of(overrides: Iterable[str]) -> set[str]:

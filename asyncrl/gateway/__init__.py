@@ -1,6 +1,7 @@
 """Lets agents lead an episode themselves, through an endpoint that speaks OpenAI's and Anthropic's APIs."""
 
-from asyncrl.gateway.agents import Agent, Command, agents, load_agent, load_untrained, result_of
+from asyncrl.gateway.agents import Agent, agents, load_agent, load_untrained, result_of
+from asyncrl.gateway.programs import Command, Harness
 from asyncrl.gateway.server import Endpoint, Gateway, Host
 
 __all__ = [
@@ -8,6 +9,7 @@ __all__ = [
     "Command",
     "Endpoint",
     "Gateway",
+    "Harness",
     "Host",
     "agents",
     "load_agent",

@@ -4,89 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from asyncrl.gateway import Endpoint, server
-from asyncrl.types import EpisodeEnd, Sample
+from asyncrl.gateway import load_agent, server
+from asyncrl.types import EpisodeEnd, Message
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
 from tests.fakes.fetched import harness
 
-SECONDS = 50.0
 TASK = "write fizz.py, run it, show it"
-
-
-async def run(program: Path, *words: str, home: Path, **environment: str) -> None:
-    """Run it in a directory and a home of its own. AssertionError, with what it said, if it fails."""
-    place = home / "place"
-    place.mkdir(parents=True)
-    made = await asyncio.create_subprocess_exec(
-        *(program, *words),
-        cwd=place,
-        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        async with asyncio.timeout(SECONDS):
-            said, _ = await made.communicate()
-    finally:
-        if made.returncode is None:
-            made.kill()
-    assert made.returncode == 0, said.decode(errors="replace")[-2000:]
-
-
-async def claude_code(home: Path, endpoint: Endpoint, **environment: str) -> None:
-    words = ("-p", TASK, "--dangerously-skip-permissions", "--output-format", "json")
-    environment = {
-        "ANTHROPIC_BASE_URL": endpoint.anthropic_url,
-        "ANTHROPIC_API_KEY": endpoint.api_key,
-        "ANTHROPIC_MODEL": endpoint.model,
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "DISABLE_AUTOUPDATER": "1",
-        "IS_SANDBOX": "1",  # or it refuses to work for root
-        **environment,
-    }
-    await run(harness("claude_code/claude"), *words, home=home, **environment)
-
-
-async def codex(home: Path, endpoint: Endpoint, **settings: int) -> None:
-    program = harness("codex/vendor/x86_64-unknown-linux-musl/bin/codex")
-    (home / ".codex").mkdir(parents=True)
-    lines = {
-        "name": "asyncrl",
-        "base_url": endpoint.base_url,
-        "env_key": "OPENAI_API_KEY",
-        "wire_api": "responses",
-        **settings,
-    }
-    text = f'model = "{endpoint.model}"\nmodel_provider = "asyncrl"\n[model_providers.asyncrl]\n'
-    text += "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
-    (home / ".codex/config.toml").write_text(text)
-    words = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK)
-    await run(program, *words, home=home, OPENAI_API_KEY=endpoint.api_key)
-
-
-AGENTS: dict[str, tuple[Callable[..., Any], Callable[[str], str]]] = {
-    "Claude Code": (claude_code, lambda line: call("Bash", json.dumps({"command": line}))),
-    "Codex": (codex, lambda line: call("exec_command", json.dumps({"cmd": line}))),
+PROGRAMS = {
+    "claude_code": "claude_code/claude",
+    "codex": "codex/vendor/x86_64-unknown-linux-musl/bin/codex",
 }
-every_agent = pytest.mark.parametrize(("lead", "shell"), AGENTS.values(), ids=AGENTS)
+SHELLS: dict[str, Callable[[str], str]] = {
+    "claude_code": lambda line: call("Bash", json.dumps({"command": line})),
+    "codex": lambda line: call("exec_command", json.dumps({"cmd": line})),
+}
+every_harness = pytest.mark.parametrize("name", PROGRAMS)
 
 
-def bench_of(lead: Any, script: Callable[[str], str], home: Path, size: int = 400_000, **options: Any) -> Any:
+def bench_of(name: str, script: Callable[[str], str], size: int = 400_000, **options: Any) -> AgentBench:
     """`size`: the tokens of a row; a character is a token here."""
-
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        await lead(home, endpoint, **options)
-
-    return AgentBench(agent, script, max_tokens=size, max_turns=32, max_rows=16)
+    agent = load_agent({name: {"program": str(harness(PROGRAMS[name])), **options}})
+    bench = AgentBench(agent, script, max_tokens=size, max_turns=32, max_rows=16)
+    bench.sample = replace(bench.sample, prompt=(Message("user", TASK),))
+    return bench
 
 
 def task(shell: Callable[[str], str]) -> Callable[[str], str]:
@@ -110,32 +57,37 @@ def task(shell: Callable[[str], str]) -> Callable[[str], str]:
     return unified
 
 
-@every_agent
-def test_a_task_of_four_turns_is_one_row(lead: Any, shell: Any, tmp_path: Path) -> None:
-    bench = bench_of(lead, task(shell), tmp_path / "home")
+@every_harness
+def test_a_task_of_four_turns_is_one_row(name: str) -> None:
+    bench = bench_of(name, task(SHELLS[name]))
     end = bench.finished()
     assert (end.stats.turns, end.stats.rows, end.stats.tool_calls) == (4, 1, 4)
     assert end.result.end is EpisodeEnd.DONE
     (row,) = bench.rows
-    assert row.endswith("all done") and "RUN\n42" in row
+    assert row.endswith("all done") and "RUN\n42" in row and "SHOWN\nprint(6 * 7)" in row
     assert all("".join(map(chr, turn.ids[:-1])) in row for turn in bench.turns)
-    assert (tmp_path / "home/place/fizz.py").read_text() == "print(6 * 7)\n"
 
 
 @pytest.mark.parametrize(
-    ("lead", "shell", "options"),
+    ("name", "options"),
     [
-        (*AGENTS["Claude Code"], {"API_TIMEOUT_MS": "1500"}),
-        (*AGENTS["Codex"], {"stream_idle_timeout_ms": 1500, "stream_max_retries": 0}),
+        ("claude_code", {"env": "API_TIMEOUT_MS=1500"}),
+        (
+            "codex",
+            {
+                "arguments": "-c model_providers.asyncrl.stream_idle_timeout_ms=1500 "
+                "-c model_providers.asyncrl.stream_max_retries=0"
+            },
+        ),
     ],
-    ids=AGENTS,
+    ids=PROGRAMS,
 )
 def test_a_long_turn_is_waited_for(
-    lead: Any, shell: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than the client waits for a silent stream."""
     monkeypatch.setattr(server, "BEAT_SECONDS", 0.3)
-    bench = bench_of(lead, lambda prompt: "all done", tmp_path / "home", **options)
+    bench = bench_of(name, lambda prompt: "all done", **options)
     generate = bench.engine.generate
 
     async def held(request: Any) -> Any:
@@ -147,7 +99,7 @@ def test_a_long_turn_is_waited_for(
     assert not bench.engine.cancelled
 
 
-def test_a_full_row_makes_claude_code_shorten_its_history(tmp_path: Path) -> None:
+def test_a_full_row_makes_claude_code_shorten_its_history() -> None:
     """It asks for a summary, in a row of its own, and goes on with that."""
 
     def script(prompt: str) -> str:
@@ -157,7 +109,7 @@ def test_a_full_row_makes_claude_code_shorten_its_history(tmp_path: Path) -> Non
             return "<summary>IT WAS LARGE</summary>"
         return call("Bash", json.dumps({"command": "head -c 4000 /dev/zero | tr '\\0' a"}))
 
-    bench = bench_of(claude_code, script, tmp_path / "home", size=60_000)
+    bench = bench_of("claude_code", script, size=60_000)
     end = bench.finished()
     texts = ["".join(map(chr, turn.ids[:-1])) for turn in bench.turns]
     assert texts[-2:] == ["<summary>IT WAS LARGE</summary>", "all done"]

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, load_agent, result_of
-from asyncrl.gateway.agents import CommandError
+from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 from tests.fakes.processes import gone
 
@@ -107,14 +107,11 @@ def test_python_is_the_interpreter_of_the_run(tmp_path: Path, monkeypatch: pytes
     other.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "agent.py").write_text("import json, sys; print(json.dumps({'which': sys.executable}))")
+    monkeypatch.chdir(tmp_path)
     for name in ("python", "python3"):
-        assert run(f"{name} agent.py", directory=str(tmp_path)) == {"which": sys.executable}
-    assert run(f"{other} agent.py") == run("./python agent.py", directory=str(tmp_path)) == {"which": "other"}
-
-
-def test_a_program_runs_in_its_directory(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text("5")
-    assert run("cat result.json", directory=str(tmp_path)) == 5
+        assert run(f"{name} agent.py") == {"which": sys.executable}
+    assert run(f"{other} agent.py") == run("./python agent.py") == {"which": "other"}
+    assert run("agent agent.py", program=str(other)) == {"which": "other"}
 
 
 def test_a_sample_that_nobody_reads_and_output_without_end_do_no_harm() -> None:
@@ -157,7 +154,7 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ({"command": {"line": " "}}, r"rollout\.agent\.command\.line: Expected `str`"),
         (
             {"command": {"line": "x", "shell": True}},
-            "unknown option 'shell'; options: line, directory, extra",
+            "unknown option 'shell'; options: line, extra_info, ",
         ),
         ({"command": {"line": "x"}, "other": {}}, "one name is expected"),
         ({}, "one name is expected"),
@@ -166,8 +163,9 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
             r"rollout\.agent\.command: line .* No closing quotation",
         ),
         ({"command": {"line": "no-such-program --x"}}, "there is no program 'no-such-program'; install it"),
-        ({"command": {"line": "./agent.sh", "directory": "/usr"}}, "there is no program './agent.sh'"),
-        ({"command": {"line": "ls", "directory": "/no/such"}}, "directory '/no/such': no such directory"),
+        ({"command": {"line": "./agent.sh"}}, "there is no program './agent.sh'"),
+        ({"command": {"line": "ls", "directory": "/usr"}}, "instead of `directory` set `files`"),
+        ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
         ("comand", "did you mean command"),
         ("math:pi", "is no function"),
         ("no_such_module:f", "cannot import"),

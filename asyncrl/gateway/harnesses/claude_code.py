@@ -1,0 +1,20 @@
+"""Claude Code: `claude -p`, without a screen, all tools permitted."""
+
+from __future__ import annotations
+
+from asyncrl.gateway.programs import Harness
+
+HARNESS = Harness(
+    name="claude_code",
+    line="claude -p --dangerously-skip-permissions",
+    environment={
+        "ANTHROPIC_BASE_URL": "{anthropic_url}",
+        "ANTHROPIC_API_KEY": "{key}",
+        "ANTHROPIC_MODEL": "{model}",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "IS_SANDBOX": "1",  # or it refuses to work for root
+    },
+    resident_mb=300,
+    tested="2.1.331",
+)

@@ -1,0 +1,99 @@
+"""Lines of programs: words with placeholders, checked before the start and filled for an episode.
+
+    agent --url {base_url} --task={prompt}    a placeholder is a word of its own, or the end of one
+
+A line is split before it is filled, and no shell reads it, so nothing in a prompt can become a word of its
+own, an option or a command.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from asyncrl.errors import AsyncrlError, ConfigError
+
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+OF_LINES = frozenset({"base_url", "anthropic_url", "model", "workspace", "prompt", "prompt_file"})
+KEY = "key"  # only in environment variables and files: other users of the machine see the words of a process
+INTERPRETER = re.compile(r"(ba|da|z|k|c|tc|fi)?sh|python[\d.]*|node|bun|deno|perl|ruby|php")
+CODE = re.compile(r"-\w*[ce]|--?(eval|command)")  # the option before a text that an interpreter runs
+MAX_ARGUMENT = 100_000  # bytes of a prompt; the kernel takes 131,071 with what is in front of it
+
+
+class CommandError(AsyncrlError):
+    """The program could not be run, or failed."""
+
+
+def words_of(line: str, key: str = "line") -> list[str]:
+    """Split a line as a shell would. ConfigError, with the option's name, for what cannot be filled."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"{key} {line!r}: {error}") from None
+    for index, word in enumerate(words):
+        if trouble := _trouble(words[:index], word):
+            raise ConfigError(f"{key}: {trouble}")
+    return words
+
+
+def _trouble(before: list[str], word: str) -> str:
+    """Say why the word cannot be filled; '' if it can be."""
+    names = PLACEHOLDER.findall(word)
+    known = [name for name in names if name in OF_LINES or name == KEY]
+    if KEY in known:
+        return f"{{key}} in {word!r} would be seen by all users of the machine; set env: 'NAME={{key}}'"
+    if known and before and CODE.fullmatch(before[-1]) and any(map(_interprets, before[:-1])):
+        return (
+            f"{{{known[0]}}} stands in a program's text, {word!r}, and would be run as a part of it; give it "
+            f"as an argument: sh -c 'agent \"$1\"' sh {{{known[0]}}}"
+        )
+    last = f"{{{names[-1]}}}" if names else ""
+    if len(known) > 1 or (known and not word.endswith(last)):
+        return f"{{{known[0]}}} stands in the middle of {word!r}; make it a word of its own, or its end"
+    if word.endswith(last) and len(names) > len(known):
+        return f"there is no placeholder {last}; known: {', '.join(sorted(OF_LINES))}"
+    return ""
+
+
+def _interprets(word: str) -> bool:
+    return INTERPRETER.fullmatch(Path(word).name) is not None
+
+
+def located(words: list[str]) -> list[str]:
+    """Make the first word absolute that names a program by a path, and the file that an interpreter is to
+    run: the program does not run where the run was started. `python` is the run's own interpreter."""
+    program, *rest = words
+    if "/" in program:
+        program = str(Path(program).absolute())
+    elif program in ("python", "python3"):
+        program = sys.executable
+    if _interprets(program):
+        for index, word in enumerate(rest):
+            if not word.startswith("-") and Path(word).is_file():
+                rest[index] = str(Path(word).absolute())
+                break
+    return [program, *rest]
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Put in the values, once: a placeholder in a value stays as it is."""
+    return PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+
+
+def fill_word(word: str, values: Mapping[str, str]) -> str:
+    """Fill a word of a line. CommandError for a prompt that cannot be an argument."""
+    prompt = values["prompt"]
+    if word.endswith("{prompt}"):
+        option = word == "{prompt}" and prompt.startswith("-")
+        trouble = "it begins with '-', and would be an option" if option else ""
+        if len(prompt.encode(errors="replace")) > MAX_ARGUMENT:
+            trouble = f"it has more than {MAX_ARGUMENT} bytes"
+        if "\0" in prompt:
+            trouble = "it has a NUL"
+        if trouble:
+            raise CommandError(f"the prompt cannot be an argument: {trouble}; use {{prompt_file}}")
+    return fill(word, values)

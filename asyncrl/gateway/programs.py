@@ -1,0 +1,231 @@
+"""Programs that lead episodes: the user's own (`command`), and coding agents as people run them (harnesses/).
+
+    sample, or prompt ──stdin──► program in a place of its own ──stdout──► its last line, a `command`'s result
+
+What a program can read, the model that leads it may read: the sample comes without its ground truth, the
+environment without keys, and HOME is the episode's own. It and its descendants are killed when the episode is
+over or the worker has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import site
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.gateway.lines import CommandError, fill, fill_word, located, words_of
+from asyncrl.gateway.places import DirectoryPlace, Streams, check_tree, new_place
+from asyncrl.gateway.server import Endpoint
+from asyncrl.isolation.child import inherited
+from asyncrl.isolation.wrapper import KILL_SECONDS
+from asyncrl.types import Sample
+
+MAX_RESULT = 1 << 20  # bytes of a result, as JSON
+MAX_ERROR = 1 << 16  # bytes of stderr that are kept
+MAX_COMPLAINT = 300  # characters
+FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
+INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
+NOT_PASSED = re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME")  # the user's own, with logins
+
+Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness:
+    """Describes a program that leads episodes. `line`, the values of `environment` and the texts of `files`
+    (by their paths in HOME) have placeholders, see lines.py. `stdin`: what it reads there; only a program
+    that reads the sample gives a result. `untrained`: names of models whose requests are not trained.
+    `resident_mb`: memory that it takes with its children. `tested`: the version that was."""
+
+    name: str
+    line: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    stdin: Literal["sample", "prompt", "nothing"] = "prompt"
+    untrained: Sequence[str] = ()
+    resident_mb: int = 0
+    tested: str = ""
+
+
+COMMAND = Harness(
+    name="command",
+    environment={
+        "OPENAI_BASE_URL": "{base_url}",
+        "OPENAI_API_KEY": "{key}",
+        "OPENAI_MODEL": "{model}",
+    },
+    stdin="sample",
+)
+
+
+class Command:
+    """Runs `line`, a command with its arguments and `arguments` (no shell; `sh -c '...'` is one), in a place
+    of the episode's own, with a copy of the tree `files`, in which files with logins must be in `allow`. Its
+    first word `python` is the run's own interpreter, with the packages that the run has; `program` is the
+    path of another program for the first word. Of the sample's `extra_info`, which may hold the answer, a
+    program gets the entries named here, with commas; of the environment variables those that say where
+    programs and libraries are (PATH, LANG, …), and those in `env`, with commas: `NAME`, or `NAME=value`.
+    ConfigError for options that cannot be used."""
+
+    def __init__(
+        self,
+        harness: Harness = COMMAND,
+        *,
+        line: Line = "",
+        extra_info: str = "",
+        directory: str = "",
+        program: str = "",
+        arguments: str = "",
+        files: str = "",
+        allow: str = "",
+        env: str = "",
+    ) -> None:
+        if not (line or harness.line):
+            raise ConfigError("option 'line' is missing; set rollout.agent.command.line")
+        if directory:
+            raise ConfigError(
+                "each episode has a directory of its own: instead of `directory` set `files`, a tree that is "
+                "copied there; paths of the program and its script start where the run does"
+            )
+        self.harness, self._extra_info, self._files = harness, _names(extra_info), files
+        words = words_of(line or harness.line) + words_of(arguments, "arguments")
+        self._named = words[0]
+        self._words = located([program or words[0], *words[1:]])
+        if shutil.which(self._words[0]) is None:
+            raise ConfigError(
+                f"line {line or harness.line!r}: there is no program {program or self._named!r}; install it, "
+                "or give its path"
+            )
+        if files:
+            check_tree(files, _names(allow))
+        given = [name.partition("=") for name in _names(env)]
+        self._env = {name: value for name, equals, value in given if equals}
+        self._inherited = {name for name, equals, _ in given if not equals}
+
+    async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
+        """CommandError on an exit code other than 0, with the last line of stderr and, of an error in Python,
+        its place."""
+        async with new_place(self._files) as place:
+            return await self._run(sample, endpoint, place)
+
+    async def _run(self, sample: Sample, endpoint: Endpoint, place: DirectoryPlace) -> Any:
+        harness = self.harness
+        prompt = "\n\n".join(message.content for message in sample.prompt)
+        values = {
+            "base_url": endpoint.base_url,
+            "anthropic_url": endpoint.anthropic_url,
+            "model": endpoint.model,
+            "workspace": f"{place.root}/work",
+            "prompt": prompt,
+            "prompt_file": f"{place.root}/prompt",
+        }
+        words = [fill_word(word, values) for word in self._words]
+        if "{prompt_file}" in " ".join(self._words):
+            place.write("prompt", prompt)
+        values = {**values, "key": endpoint.api_key}
+        for path, text in harness.files.items():
+            place.write(f"home/{path}", fill(text, values))
+        given = {"sample": _written(sample, self._extra_info), "prompt": prompt.encode(errors="replace")}
+        run = partial(place.run, words, self._environment(place, values))
+        status, out, err = await _talk(given.get(harness.stdin, b""), run)
+        if status:
+            raise CommandError(f"{self._named} ended with code {status}: {_complaint(err) or 'no message'}")
+        return _result("".join(out[-1:])) if harness.stdin == "sample" else None
+
+    def _environment(self, place: DirectoryPlace, values: Mapping[str, str]) -> dict[str, str]:
+        """Its environment variables; the endpoint is not reached through a proxy."""
+        named = self._inherited
+        own = {
+            name: value
+            for name, value in inherited(named).items()
+            if name in named or not NOT_PASSED.fullmatch(name)
+        }
+        no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), "127.0.0.1")))
+        return {
+            "HOME": f"{place.root}/home",
+            "TMPDIR": f"{place.root}/tmp",
+            "PYTHONUSERBASE": site.getuserbase(),  # it would be looked for in HOME
+            **own,
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), no_proxy),
+            **{name: fill(text, values) for name, text in {**self.harness.environment, **self._env}.items()},
+        }
+
+
+async def _talk(given: bytes, run: Callable[[Streams], Awaitable[int]]) -> tuple[int, list[str], list[str]]:
+    """The exit code of what `run` runs, and the last lines of its output and of its errors."""
+    (stdin, feed), (read_out, stdout), (read_err, stderr) = (os.pipe() for _ in range(3))
+    out = asyncio.ensure_future(_tail(read_out, MAX_RESULT))
+    err = asyncio.ensure_future(_tail(read_err, MAX_ERROR))
+    fed = asyncio.ensure_future(_feed(feed, given))
+    try:
+        status = await run((stdin, stdout, stderr))
+    finally:  # all of its processes have ended, and so do the pipes
+        await asyncio.wait([fed, out, err], timeout=KILL_SECONDS)
+    return status, out.result(), err.result()
+
+
+async def _feed(descriptor: int, given: bytes) -> None:
+    connect = asyncio.get_running_loop().connect_write_pipe
+    writer, _ = await connect(asyncio.BaseProtocol, os.fdopen(descriptor, "wb", 0))
+    writer.write(given)
+    writer.close()  # when all of it is read, or nobody can read it
+
+
+async def _tail(descriptor: int, limit: int) -> list[str]:
+    """The last lines of a pipe, of which `limit` bytes are kept."""
+    stream, kept = asyncio.StreamReader(), b""
+    protocol = partial(asyncio.StreamReaderProtocol, stream)
+    await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
+    while data := await stream.read(1 << 16):
+        kept = (kept + data)[-limit:]
+    return kept.decode(errors="replace").strip().splitlines()
+
+
+def _complaint(lines: Sequence[str]) -> str:
+    """The last line; that of a Python traceback with the innermost place in a user's file."""
+    if not lines:
+        return ""
+    above = "\n".join(lines[:-1]).rpartition("Traceback (most recent call last):")[2]
+    frames = [frame for frame in FRAME.findall(above) if not INSTALLED.search(frame[0])]
+    raised = frames and lines[-2].startswith(" ")
+    return lines[-1].strip()[:MAX_COMPLAINT] + (
+        f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if raised else ""
+    )
+
+
+def _written(sample: Sample, names: Sequence[str]) -> bytes:
+    """The sample as JSON, with these entries of its extra_info, and without its ground truth."""
+    extra = msgspec.json.decode(sample.extra_info)
+    return msgspec.json.encode(
+        {
+            "row": sample.row,
+            "data_source": sample.data_source,
+            "ability": sample.ability,
+            "prompt": sample.prompt,
+            "extra_info": {name: extra[name] for name in names if name in extra},
+        }
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _result(line: str) -> Any:
+    """The number or object in the last line; None for any other text."""
+    with suppress(ValueError, RecursionError):
+        value = msgspec.json.decode(line)
+        if isinstance(value, dict | int | float) and not isinstance(value, bool):
+            return value
+    return None
