@@ -38,32 +38,8 @@ from asyncrl.runtime.version_server import root
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.addresses import bound
+from asyncrl.wire.messages import engine, shared, trainer, worker
 from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
-from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import (
-    Enrol,
-    Invite,
-    Loaded,
-    ObserverHello,
-    Replace,
-    RunEnd,
-    StepReport,
-    Stop,
-    WireMessage,
-    WrittenBytes,
-)
-from asyncrl.wire.messages.trainer import (
-    Checkpointed,
-    Commit,
-    GaveUp,
-    PayloadRequest,
-    PlanRequest,
-    Probed,
-    Published,
-    TrainerBeat,
-    TrainerHello,
-)
-from asyncrl.wire.messages.worker import Failed, Finished, Generated, Heartbeat, Leave, Replied, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 TICK = 0.05
@@ -151,12 +127,9 @@ class Coordinator:
         until, bulk = time.monotonic() + LAST_SECONDS, Poller(self.bulk)
         while (now := time.monotonic()) < until and self.files.expected(now):
             bulk.wait(TICK)
-            self._drain(self.bulk, self._on_last_words, now)
+            if (received := self.bulk.receive()) and isinstance(received[1], shared.WrittenBytes):
+                self.files.written(*received, now)
             self.state.outbox.flush()
-
-    def _on_last_words(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
-        if isinstance(message, WrittenBytes):
-            self.files.written(peer, message, frames, now)
 
     def turn(self, now: float) -> None:
         """Runs one turn of the loop; an error undoes it and ends the run."""
@@ -197,9 +170,9 @@ class Coordinator:
         beats, which are absolute, the newest."""
         while (received := self.control.receive()) is not None:
             peer, message, _ = received
-            if isinstance(message, ObserverHello | Stop):
+            if isinstance(message, shared.ObserverHello | shared.Stop):
                 self._on_control(*received, now)
-            elif isinstance(message, Heartbeat | KeeperBeat | TrainerBeat):
+            elif isinstance(message, worker.Heartbeat | engine.KeeperBeat | trainer.TrainerBeat):
                 self._unread.pop((peer, type(message)), None)
                 self._unread[peer, type(message)] = received
             else:
@@ -227,45 +200,45 @@ class Coordinator:
     def _on_control(self, peer: bytes, message: AnyControl, frames: list[bytes], now: float) -> None:
         self._heard(peer, now)
         match message:
-            case Leave():
+            case worker.Leave():
                 for peers in self.peers:
                     peers.lose(peer, "it leaves", now)
-            case Heartbeat():
+            case worker.Heartbeat():
                 self.workers.heartbeat(peer, message, now)
-            case WorkerHello():
+            case worker.WorkerHello():
                 self.workers.hello(peer, message, now)
-            case Loaded() if message.lane == "eval":
+            case shared.Loaded() if message.lane == "eval":
                 self.validation.loaded(peer, message, now)
-            case Loaded():
+            case shared.Loaded():
                 self.engines.loaded(peer, message, now)
-            case KeeperHello():
+            case engine.KeeperHello():
                 self.engines.hello(peer, message, now)
-            case KeeperBeat():
+            case engine.KeeperBeat():
                 self.engines.beat(peer, message, now)
-            case TrainerHello():
+            case trainer.TrainerHello():
                 self.trainer.hello(peer, message, now)
-            case TrainerBeat():
+            case trainer.TrainerBeat():
                 self.trainer.beat(peer, message, now)
-            case Commit():
+            case trainer.Commit():
                 self.trainer.commit(peer, message, now)
-            case GaveUp():
+            case trainer.GaveUp():
                 self.workers.cancel(self.trainer.gave_up(peer, message))
-            case Probed():
+            case trainer.Probed():
                 self.trainer.probed(message, now)
-            case Published():
+            case trainer.Published():
                 self.trainer.publish(message, now)
-            case Checkpointed():
+            case trainer.Checkpointed():
                 self.trainer.checkpointed(peer, message, now)
-            case ObserverHello():
+            case shared.ObserverHello():
                 self.observers.add(peer)
                 self.state.welcome(peer)
-            case Invite():
+            case shared.Invite():
                 self.enrolment.invite(message, now)
-            case Enrol():
+            case shared.Enrol():
                 self.enrolment.enrol(peer, message)
-            case Stop() if peer in self.observers:
+            case shared.Stop() if peer in self.observers:
                 self.lifecycle.stop(message.reason, now, message.save)
-            case Stop():
+            case shared.Stop():
                 log.warning("a stop from %s, which is no launcher of this run, is ignored", peer.decode())
             case _:
                 assert_never(message)
@@ -277,13 +250,13 @@ class Coordinator:
     def _on_bulk(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
         self._heard(peer, now)
         match message:
-            case Generated() | Replied() | Finished() | Failed():
+            case worker.Generated() | worker.Replied() | worker.Finished() | worker.Failed():
                 self.records.record(peer, message, frames, now)
-            case PlanRequest():
+            case trainer.PlanRequest():
                 self.trainer.plan_requested(peer, message)
-            case PayloadRequest():
+            case trainer.PayloadRequest():
                 self.trainer.payloads_requested(peer, message)
-            case WrittenBytes():
+            case shared.WrittenBytes():
                 self.files.written(peer, message, frames, now)
             case _:
                 assert_never(message)
@@ -350,18 +323,18 @@ class Coordinator:
         for peers in self.peers:
             peers.stop(outcome)
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
-        self._to_observers(RunEnd(outcome, self.lifecycle.error))
+        self._to_observers(shared.RunEnd(outcome, self.lifecycle.error))
         self.state.outbox.flush()
 
     # -- events of the handlers -----------------------------------------------------------------------
 
-    def _committed(self, message: Commit) -> None:
+    def _committed(self, message: trainer.Commit) -> None:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
         engines, validating = map(bytes.decode, self.state.versions.engines), self.validation.busy
         taken = len(self.state.batches.batches[message.step - 1].groups)
         self.state.live_limit.committed(row, taken, [*engines], validating, time.monotonic())
-        self._to_observers(StepReport(message.step, row, self.reporter.values))
+        self._to_observers(shared.StepReport(message.step, row, self.reporter.values))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:
             self.validation.begin(message.step, False, time.monotonic())
@@ -371,13 +344,13 @@ class Coordinator:
             row = {"training/step": float(step), "time_s": self.reporter.seconds} | metrics
             self.reporter.write(row)
             self.trainer.validated(step, metrics)
-            self._to_observers(StepReport(step, row))
+            self._to_observers(shared.StepReport(step, row))
             self.state.liveness.progress(time.monotonic())
         self.validation.results = []
 
     # -- observers -------------------------------------------------------------------------------------
 
-    def _to_observers(self, message: WireMessage) -> None:
+    def _to_observers(self, message: shared.WireMessage) -> None:
         for peer in self.observers:
             self.state.outbox.to_control(peer, message)
 
@@ -390,7 +363,7 @@ class Coordinator:
                 self._replace(message)
         return waits
 
-    def _replace(self, message: Replace) -> None:
+    def _replace(self, message: shared.Replace) -> None:
         log.error("%s: replaced", message.reason)
         self._to_observers(message)
 
@@ -405,14 +378,14 @@ class Coordinator:
         damage = self.engines.pop_unloadable_version() if waiting and self.lifecycle.training else ""
         if damage:
             self._replaced = epoch, now
-            self._replace(Replace("trainer", f"{damage}; the next trainer publishes it anew"))
+            self._replace(shared.Replace("trainer", f"{damage}; the next trainer publishes it anew"))
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return
         why = f"{stalled}: {'; '.join(self.reporter.waits()) or 'no wait is known'}"
         training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
         if training and self.trainer.hangs(now):
-            self._replace(Replace("trainer", f"the trainer hangs, {why}"))
+            self._replace(shared.Replace("trainer", f"the trainer hangs, {why}"))
             self.state.liveness.progress(now)  # the next ones are given the same time
         else:
             self.lifecycle.abort(why, now)

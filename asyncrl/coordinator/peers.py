@@ -17,16 +17,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.observe.files import bound_log, read_start
 from asyncrl.store.reader import RunReader
 from asyncrl.wire.addresses import incarnation_of, is_older, launch_of
-from asyncrl.wire.messages.shared import (
-    PIECE,
-    Enrol,
-    Enrolled,
-    Invite,
-    Replace,
-    Stop,
-    WrittenBytes,
-    WrittenTaken,
-)
+from asyncrl.wire.messages import shared
 from asyncrl.wire.sockets import TOKEN, Gate, role_of
 
 
@@ -90,7 +81,7 @@ class Peers(Generic[P]):
         foreign = launch_of(message.incarnation) not in ("", self._state.launch)
         if foreign or is_older(message.incarnation, newest):
             log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
-            self._state.outbox.to_control(peer, Stop("another process has taken its place"))
+            self._state.outbox.to_control(peer, shared.Stop("another process has taken its place"))
             return None
         if known is None or known.hello.incarnation != message.incarnation:
             for old in same:
@@ -131,19 +122,19 @@ class Peers(Generic[P]):
 
     def stop(self, reason: str) -> None:
         for one in self:
-            self._state.outbox.to_control(one.peer, Stop(reason))
+            self._state.outbox.to_control(one.peer, shared.Stop(reason))
 
-    def missing(self, now: float) -> tuple[list[str], list[Replace]]:
+    def missing(self, now: float) -> tuple[list[str], list[shared.Replace]]:
         """A wait for each planned process that is silent, or still starts. One that was lost `liveness.start`
         seconds ago hangs: it is to be replaced, and the next one has as long."""
         here, limit = {one.hello.index for one in self}, self._state.liveness.start
         places = [index for index in range(self._planned) if index not in here]
-        hanging = list[Replace]()
+        hanging = list[shared.Replace]()
         for index in places:
             name, since = self._gone.get(index, ("", now))
             if name and now - since > limit:
                 why = f"{self._role}-{index} has been silent for {limit:g} s"
-                hanging.append(Replace(self._role, why, name))
+                hanging.append(shared.Replace(self._role, why, name))
                 self._gone[index] = name, now
         return [f"{self._role}-{index} is silent, or starts: it is not used" for index in places], hanging
 
@@ -169,14 +160,14 @@ class EnrolmentHandler:
         planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.keepers}
         self._planned = {role: count for role, count in planned.items() if count}  # more of these may join
 
-    def invite(self, message: Invite, now: float) -> None:
+    def invite(self, message: shared.Invite, now: float) -> None:
         if message.role not in self._planned or message.token in self._gate.members:
             log.warning("no token for a process of role %r: only %s may join", message.role, [*self._planned])
             return
         self._tokens[message.token] = (message.role, now + message.seconds)
         self._gate.members[message.token] = TOKEN
 
-    def enrol(self, peer: bytes, message: Enrol) -> None:
+    def enrol(self, peer: bytes, message: shared.Enrol) -> None:
         """The peer's name ends with its token, which is taken back at once: a second use is refused."""
         token = peer.decode().split("/", 2)[2]
         if token not in self._tokens or message.key in self._gate.members:
@@ -191,7 +182,9 @@ class EnrolmentHandler:
         log.info("a process was enrolled as %s-%d", role, index)
         name = incarnation_of(self.state.launch, start)
         config, started = msgspec.json.encode(self.state.config), read_start(self.state.run_dir)
-        self.state.outbox.to_control(peer, Enrolled(role, index, name, asyncrl.__version__, config, started))
+        self.state.outbox.to_control(
+            peer, shared.Enrolled(role, index, name, asyncrl.__version__, config, started)
+        )
 
     def tick(self, now: float) -> None:
         """Take back tokens that are over."""
@@ -211,7 +204,7 @@ class WrittenFiles:
         # The last file of each, where its last bytes begin, where they end, and when they came.
         self._senders: dict[bytes, tuple[str, int, int, float]] = {}
 
-    def written(self, peer: bytes, message: WrittenBytes, frames: list[bytes], now: float) -> None:
+    def written(self, peer: bytes, message: shared.WrittenBytes, frames: list[bytes], now: float) -> None:
         """Take bytes of a file, once each. There is no answer where the disk is full, or the file is another
         role's."""
         role, (kind, _, file) = role_of(peer), message.name.partition("/")
@@ -221,7 +214,7 @@ class WrittenFiles:
         name, start, have, _ = self._senders.get(peer, ("", 0, 0, now))
         if name != message.name or message.offset < start:  # a log that was cut is shorter
             have = message.offset
-        path, data = self._state.run_dir / message.name, b"".join(frames)[:PIECE]
+        path, data = self._state.run_dir / message.name, b"".join(frames)[: shared.PIECE]
         try:
             if new := data[have - message.offset :]:
                 path.parent.mkdir(exist_ok=True)
@@ -237,7 +230,7 @@ class WrittenFiles:
             self._senders[peer] = message.name, message.offset, have + len(new), now
         if len(self._senders) > MOST_SENDERS:
             del self._senders[next(iter(self._senders))]  # silent for the longest time
-        self._state.outbox.to_bulk(peer, WrittenTaken(message.name, have + len(new)))
+        self._state.outbox.to_bulk(peer, shared.WrittenTaken(message.name, have + len(new)))
 
     def expected(self, now: float) -> bool:
         """True while somebody has more to send."""

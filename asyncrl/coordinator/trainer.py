@@ -20,22 +20,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.metrics import NLL_HELD_OUT, SAMPLED_SCORE
 from asyncrl.types import DropReason, PolicyVersion
-from asyncrl.wire.messages.shared import Stop
-from asyncrl.wire.messages.trainer import (
-    Checkpointed,
-    Commit,
-    Committed,
-    GaveUp,
-    PayloadRequest,
-    Payloads,
-    PlannedTrajectory,
-    PlanRequest,
-    Probed,
-    Published,
-    TrainerBeat,
-    TrainerHello,
-    WorkPlan,
-)
+from asyncrl.wire.messages import shared, trainer
 
 # Scores of a validation that choose the best checkpoint; the first one present counts. -1: lower is better.
 SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))
@@ -48,9 +33,9 @@ class RankRecord:
 
     peer: bytes
     name: str
-    hello: TrainerHello
+    hello: trainer.TrainerHello
     seen: float
-    beat: TrainerBeat | None = None
+    beat: trainer.TrainerBeat | None = None
 
 
 @dataclass
@@ -60,14 +45,14 @@ class Ranks:
     peers: Peers[RankRecord]
     incarnation: str = ""
     size: int = 0
-    request: PlanRequest | None = None  # rank 0's, that is not answered
+    request: trainer.PlanRequest | None = None  # rank 0's, that is not answered
     committed: int = 0  # the newest step that they have committed
 
 
 class TrainerHandler:
     """Answers requests for plans and records commits. `on_commit` is called with each new commit."""
 
-    def __init__(self, state: RunState, on_commit: Callable[[Commit], None]) -> None:
+    def __init__(self, state: RunState, on_commit: Callable[[trainer.Commit], None]) -> None:
         self.state, self.on_commit = state, on_commit
         self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
@@ -84,7 +69,7 @@ class TrainerHandler:
 
     # -- control -------------------------------------------------------------------------------------
 
-    def hello(self, peer: bytes, message: TrainerHello, now: float) -> None:
+    def hello(self, peer: bytes, message: trainer.TrainerHello, now: float) -> None:
         """A rank reports in. A new incarnation begins a new trainer epoch, which fences the earlier ones."""
         name, newest = f"trainer {message.index}", self.ranks.incarnation
         rank = self.ranks.peers.hello(
@@ -124,7 +109,7 @@ class TrainerHandler:
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
-    def beat(self, peer: bytes, message: TrainerBeat, now: float) -> None:
+    def beat(self, peer: bytes, message: trainer.TrainerBeat, now: float) -> None:
         """A heartbeat. Only work done since the last one is progress: a long step must not trip the watchdog,
         but a rank that hangs in one must."""
         if (rank := self.ranks.peers.get(peer)) is None:
@@ -140,12 +125,12 @@ class TrainerHandler:
         peers = self.ranks.peers
         return len(peers) < max(1, self.ranks.size) or bool(peers.silent(now))
 
-    def commit(self, peer: bytes, message: Commit, now: float) -> None:
+    def commit(self, peer: bytes, message: trainer.Commit, now: float) -> None:
         """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error.
         The ranks say what of it was trained: they may hold payloads that cannot be read any more."""
         state = self.state
         if message.trainer_epoch != state.trainer_epoch:
-            state.outbox.to_control(peer, Stop("a newer trainer has taken over"))
+            state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
             return
         recorded = state.store.read.plan_hash(message.step)
         batch = state.batches.batches.get(message.step - 1)
@@ -166,7 +151,7 @@ class TrainerHandler:
         state.liveness.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
         state.outbox.to_control(
-            peer, Committed(message.step, message.step >= state.batches.committed, self._best())
+            peer, trainer.Committed(message.step, message.step >= state.batches.committed, self._best())
         )
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -186,7 +171,7 @@ class TrainerHandler:
         self.state.store.put_meta("best", str(self.best))
         return self.best
 
-    def gave_up(self, peer: bytes, message: GaveUp) -> list[EpisodeRecord]:
+    def gave_up(self, peer: bytes, message: trainer.GaveUp) -> list[EpisodeRecord]:
         """Ranks gave a batch up; their supervisor starts others. After too little memory the next trainer
         epoch trains the recorded plans in smaller micro-batches; after a spike it leaves the batch out and
         goes back to the newest checkpoint. Only the first message of an epoch changes anything.
@@ -209,10 +194,10 @@ class TrainerHandler:
             "memory": f"it is tried with micro-batches of {state.micro_budget.tokens} tokens",
             "spike": "it is left out, back to the newest checkpoint",
         }
-        state.outbox.to_control(peer, Stop(then[message.reason]))
+        state.outbox.to_control(peer, shared.Stop(then[message.reason]))
         return running
 
-    def _leave_out(self, message: GaveUp) -> list[EpisodeRecord]:
+    def _leave_out(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
         step, batch = message.step, self.state.batches.batches.get(message.step - 1)
         if batch is None or not batch.closed:  # left out before this coordinator was restarted
             return []
@@ -229,7 +214,7 @@ class TrainerHandler:
         log.warning("%s; left out: %s", message.detail, " ".join(batch.uids))
         return self.state.batches.leave_out(DropReason.SPIKE)
 
-    def publish(self, message: Published, now: float) -> None:
+    def publish(self, message: trainer.Published, now: float) -> None:
         state = self.state
         ref = message.ref
         if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
@@ -238,15 +223,15 @@ class TrainerHandler:
             state.timeline.past("write_weights", message.write_s, version=ref.version)
             state.liveness.alive(now)
 
-    def probed(self, message: Probed, now: float) -> None:
+    def probed(self, message: trainer.Probed, now: float) -> None:
         if message.version.epoch == self.state.trainer_epoch:
             self.state.versions.take_probe(message, now)
 
-    def checkpointed(self, peer: bytes, message: Checkpointed, now: float) -> None:
+    def checkpointed(self, peer: bytes, message: trainer.Checkpointed, now: float) -> None:
         """A checkpoint is in place: what the oldest retained one covers can be forgotten."""
         state = self.state
         if message.trainer_epoch != state.trainer_epoch:
-            state.outbox.to_control(peer, Stop("a newer trainer has taken over"))
+            state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
             return
         # Ranks that repeat steps after a crash are stopped before the last committed one.
         reached = state.batches.committed if self._stopped_at is None else self._stopped_at
@@ -307,14 +292,16 @@ class TrainerHandler:
 
     # -- bulk ----------------------------------------------------------------------------------------
 
-    def plan_requested(self, peer: bytes, message: PlanRequest) -> None:
+    def plan_requested(self, peer: bytes, message: trainer.PlanRequest) -> None:
         """Remember the request; `serve` answers it when there is something to train. One that comes late, for
         a step that they have committed, is not answered: what cannot be read by now was trained."""
         rank = self._rank_of(peer, message)
         if rank is not None and rank.hello.index == 0:
             self.ranks.request = message
 
-    def _rank_of(self, peer: bytes, message: PlanRequest | PayloadRequest) -> RankRecord | None:
+    def _rank_of(
+        self, peer: bytes, message: trainer.PlanRequest | trainer.PayloadRequest
+    ) -> RankRecord | None:
         """The rank that asks, if its trainer is the newest, for a step that is not committed by it."""
         late = message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed
         return None if late else self.ranks.peers.get(peer)
@@ -328,10 +315,10 @@ class TrainerHandler:
         self.ranks.request = None
         self.state.outbox.to_bulk(first.peer, plan)
 
-    def _answer(self, request: PlanRequest) -> WorkPlan | None:
+    def _answer(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """The plan asked for. None: the request has to wait."""
         state, batches, step = self.state, self.state.batches, request.step
-        plan = partial(WorkPlan, step, request.micro)
+        plan = partial(trainer.WorkPlan, step, request.micro)
         if step > batches.committed:
             raise ProtocolError(f"the trainer asks for step {step} before committing {step - 1}")
         if self.stopping:
@@ -351,10 +338,11 @@ class TrainerHandler:
         episodes = map(batches.taken.__getitem__, uids)  # the lost ones, too: ranks deal the others as before
         warmth = state.config.rollout.temperature
         return plan(
-            "work", tuple(PlannedTrajectory.of(e, batches.baselines[e.group], warmth) for e in episodes)
+            "work",
+            tuple(trainer.PlannedTrajectory.of(e, batches.baselines[e.group], warmth) for e in episodes),
         )
 
-    def payloads_requested(self, peer: bytes, message: PayloadRequest) -> None:
+    def payloads_requested(self, peer: bytes, message: trainer.PayloadRequest) -> None:
         """Send a rank the payloads of its part of a plan; of a batch that is left out there are none."""
         state, batch = self.state, self.state.batches.batches.get(message.step)
         if self._rank_of(peer, message) is None or batch is None:
@@ -368,4 +356,4 @@ class TrainerHandler:
                 state.batches.mark_lost(message.step, uid)
                 lost.append(uid)
             frames += turns
-        state.outbox.to_bulk(peer, Payloads(message.step, message.uids, tuple(lost)), frames)
+        state.outbox.to_bulk(peer, trainer.Payloads(message.step, message.uids, tuple(lost)), frames)

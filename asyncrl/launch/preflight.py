@@ -22,12 +22,7 @@ from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
 from asyncrl.launch.models import chat_template, check_model
-from asyncrl.launch.run_directory import (
-    check_resumed,
-    check_run_directory,
-    creatable,
-    run_directory,
-)
+from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.store.schema import DATABASE, check_schema

@@ -30,19 +30,8 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages.channels import ToVersionServer
-from asyncrl.wire.messages.engine import (
-    OpenedVersion,
-    OpenVersion,
-    ReadBytes,
-    VersionBytes,
-    VersionGone,
-)
-from asyncrl.wire.sockets import (
-    Endpoints,
-    Gate,
-    Hub,
-    Poller,
-)
+from asyncrl.wire.messages.engine import OpenedVersion, OpenVersion, ReadBytes, VersionBytes, VersionGone
+from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 log = logging.getLogger("asyncrl.weights")
 

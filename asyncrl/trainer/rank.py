@@ -35,21 +35,8 @@ from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.report import Ratios
 from asyncrl.types import PolicyVersion, Turn
+from asyncrl.wire.messages import shared, trainer
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
-from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
-from asyncrl.wire.messages.trainer import (
-    Checkpointed,
-    Commit,
-    Committed,
-    PayloadRequest,
-    PlannedTrajectory,
-    PlanRequest,
-    Probed,
-    TrainerBeat,
-    TrainerHello,
-    WorkPlan,
-    is_answer,
-)
 from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
 
 Answer = tuple[Any, list[bytes]]  # with its frames
@@ -72,21 +59,21 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.manual_seed(config.seed)
     mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, progress_limit(config))
     mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
-    trainer = TrainerRank(config, endpoints, mesh, incarnation)
+    this = TrainerRank(config, endpoints, mesh, incarnation)
     try:
-        trainer.loop()
+        this.loop()
     except Stopped as stop:
         log.info("leaving: %s", stop)
-        trainer.publishing.drain()
+        this.publishing.drain()
     except Exception as error:
-        told = trainer.report(error)
+        told = this.report(error)
         if isinstance(error, SpikeError):  # on all ranks: a lack of memory leaves others in a collective
-            trainer.publishing.drain()
+            this.publishing.drain()
             if config.trainer.on_spike == "stop":
                 return 0
         raise GaveUpError(told) from error
     finally:
-        trainer.close()
+        this.close()
         world.leave()
     return 0
 
@@ -118,7 +105,7 @@ class TrainerRank:
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
         self.published_step, self.repeating = -1, False
-        self.probed: Probed | None = None
+        self.probed: trainer.Probed | None = None
         self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
 
     # -- the loop --------------------------------------------------------------------------------------
@@ -151,7 +138,7 @@ class TrainerRank:
                     self._save_last()
                     self._await_stop(plan.kind)
 
-    def _train(self, plan: WorkPlan, work: Work) -> None:
+    def _train(self, plan: trainer.WorkPlan, work: Work) -> None:
         uids = [planned.uid for planned, _ in work]
         self.mesh.check_shared(uids, list[str])  # a payload may have become unreadable in between
         at = {"step": plan.step + 1, "micro": plan.micro}
@@ -159,7 +146,7 @@ class TrainerRank:
             self.learner.accumulate(work)
         self._batch += uids
 
-    def _finish(self, plan: WorkPlan) -> None:
+    def _finish(self, plan: trainer.WorkPlan) -> None:
         """The optimizer step, its commit, and what follows only after the ack."""
         # What was committed once is not left out.
         self.learner.on_spike = "skip" if self.repeating else self.config.trainer.on_spike
@@ -184,43 +171,45 @@ class TrainerRank:
 
     # -- talking to the coordinator --------------------------------------------------------------------
 
-    def _hello(self) -> Welcome:
+    def _hello(self) -> shared.Welcome:
         with self.timeline.span("wait_welcome"), self.watch.phase("wait_welcome", waiting=True):
             welcome, _ = self._ask(self.control, self._greeting(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
         self.learner.budget = welcome.micro_tokens or self.learner.budget
         return welcome
 
-    def _greeting(self) -> TrainerHello:
+    def _greeting(self) -> trainer.TrainerHello:
         vocabulary = self.learner.policy.vocabulary
-        return TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, vocabulary)
+        return trainer.TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, vocabulary)
 
-    def _take(self, micro: int) -> tuple[WorkPlan, Work]:
+    def _take(self, micro: int) -> tuple[trainer.WorkPlan, Work]:
         """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
-        step, work = self.learner.step, list[tuple[PlannedTrajectory, list[Turn]]]()
+        step, work = self.learner.step, list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
         with self.timeline.span("wait_data"), self.watch.phase("wait_data", waiting=True):
-            request = PlanRequest(self.trainer_epoch, step, micro)
+            request = trainer.PlanRequest(self.trainer_epoch, step, micro)
             plan = self._told(self.bulk, request, f"trajectories of step {step}", patient=True)
             for part in self.learner.share(plan.trajectories):
-                asked = PayloadRequest(self.trainer_epoch, step, tuple(p.uid for p in part))
+                asked = trainer.PayloadRequest(self.trainer_epoch, step, tuple(p.uid for p in part))
                 found, frames = self._ask(self.bulk, asked, f"payloads of step {step}")
                 work += with_turns([p for p in part if p.uid not in found.lost], frames)
             self.words.arrive()
             self._await("the other ranks' payloads", lambda: self.words.all_arrived or None)
         return plan, work
 
-    def _commit(self, plan: WorkPlan, trained: list[str], metrics: dict[str, float]) -> bool:
+    def _commit(self, plan: trainer.WorkPlan, trained: list[str], metrics: dict[str, float]) -> bool:
         """True when this version is to be published."""
-        commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, tuple(trained), metrics)
+        commit = trainer.Commit(
+            self.trainer_epoch, self.learner.step, plan.plan_hash, tuple(trained), metrics
+        )
         answer = self._told(self.control, commit, f"the commit of step {commit.step}")
         self.saving.best = answer.best
         return bool(answer.publish)
 
-    def _told(self, link: Link, request: WireMessage, name: str, patient: bool = False) -> Any:
+    def _told(self, link: Link, request: shared.WireMessage, name: str, patient: bool = False) -> Any:
         """The coordinator's answer to rank 0, on all ranks."""
         if not self.first:
             word = self._await(f"rank 0, which waits for {name}", self.words.heard, patient)
-            return msgspec.msgpack.decode(word, type=WorkPlan | Committed)
+            return msgspec.msgpack.decode(word, type=trainer.WorkPlan | trainer.Committed)
         answer, _ = self._ask(link, request, name, patient)
         self.words.tell(msgspec.msgpack.encode(answer))
         return answer
@@ -245,7 +234,7 @@ class TrainerRank:
         self._beat_if_due(time.monotonic())
         return value
 
-    def _ask(self, link: Link, request: WireMessage, name: str, patient: bool = False) -> Answer:
+    def _ask(self, link: Link, request: shared.WireMessage, name: str, patient: bool = False) -> Answer:
         """Send a request and wait for its answer. It is sent again every RESEND_EVERY seconds: all are
         idempotent.
 
@@ -266,7 +255,7 @@ class TrainerRank:
             self._beat(now)
             self._poller.wait(BEAT_EVERY)
             for received in self._received():
-                if is_answer(received[0], request):
+                if trainer.is_answer(received[0], request):
                     self.waiting = ""
                     self._beat_if_due(now)
                     return received
@@ -276,9 +265,9 @@ class TrainerRank:
         for link in (self.control, self.bulk):
             while (received := link.receive(0)) is not None:
                 self._heard_at = time.monotonic()
-                if isinstance(received[0], Stop):
+                if isinstance(received[0], shared.Stop):
                     raise Stopped(received[0].reason)
-                if isinstance(received[0], Welcome):  # a restarted coordinator may not know them
+                if isinstance(received[0], shared.Welcome):  # a restarted coordinator may not know them
                     for message in filter(None, (self.probed, self.publishing.announced)):
                         self.control.send(message)
                 yield received
@@ -318,20 +307,22 @@ class TrainerRank:
             self._ask(self.control, self._checkpointed(), name, patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
-    def _checkpointed(self) -> WireMessage:
+    def _checkpointed(self) -> shared.WireMessage:
         """Rank 0 reports for all; the others repeat their beat."""
         if not self.first:
             return self._status()
         newest = self.saving.newest
         assert newest is not None, "there is none"
         path = self.saving.place.path(newest.step)
-        return Checkpointed(self.trainer_epoch, newest.step, path, newest.trained_total)
+        return trainer.Checkpointed(self.trainer_epoch, newest.step, path, newest.trained_total)
 
-    def _status(self) -> TrainerBeat:
+    def _status(self) -> trainer.TrainerBeat:
         watch, saving = self.watch, self.saving
         unsaved = saving.problem and f"not saved: {saving.problem}"
         waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
-        return TrainerBeat(self.rank, watch.busy_s, watch.idle_s, waiting, self.work, saving.place.written)
+        return trainer.TrainerBeat(
+            self.rank, watch.busy_s, watch.idle_s, waiting, self.work, saving.place.written
+        )
 
     def report(self, error: Exception) -> str:
         """Tell the coordinator that this rank gives up the batch. Returns why, and what happens now."""
@@ -360,7 +351,7 @@ class TrainerRank:
         with self.timeline.span("probe"), self.watch.phase("update_weights"):
             probe = self.publishing.probe()
         if self.first:
-            self.probed = Probed(PolicyVersion(self.trainer_epoch, self.published_step), probe)
+            self.probed = trainer.Probed(PolicyVersion(self.trainer_epoch, self.published_step), probe)
             self.control.send(self.probed)
 
     def _save_if_due(self) -> None:

@@ -31,13 +31,7 @@ import msgspec
 from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec, ranges
-from asyncrl.weights.manifest import (
-    ITEM_BYTES,
-    Manifest,
-    WeightsError,
-    WeightsRef,
-    overall_checksum,
-)
+from asyncrl.weights.manifest import ITEM_BYTES, Manifest, WeightsError, WeightsRef, overall_checksum
 from asyncrl.weights.ranges import Arrays
 
 if TYPE_CHECKING:  # processes that only check and prune files do not import torch
