@@ -59,6 +59,8 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
             f"{len(told.data)} bytes, which is no multiple of 2 for each token"
         )
+    if any(span.version < 0 for span in turn.spans):
+        raise ProtocolError(f"episode {uid} turn {turn.index}: versions {[s.version for s in turn.spans]}")
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:
@@ -86,6 +88,14 @@ def sound_turns(uid: str, frames: Iterable[bytes]) -> Iterable[tuple[Turn, bytes
         yield turn, payload, replied
 
 
+def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
+    """A turn became durable, `seconds` after the episode began."""
+    versions = [span.version for span in turn.spans]
+    oldest, newest = min(versions, default=0), max(versions, default=0)
+    tokens = len(turn.context) + len(turn.ids)
+    episode.extend(tokens, len(turn.ids), oldest, newest, seconds=seconds, row=turn.row)
+
+
 def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
     """Only these turns of an untaken episode can be read: it goes on from there, as a new attempt. One that
     is ready is dropped by name, as its result is a part of its group's baseline."""
@@ -94,10 +104,7 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
         return
     episode.restart()
     for turn in turns:
-        versions = [span.version for span in turn.spans]
-        oldest, newest = min(versions, default=0), max(versions, default=0)
-        tokens = len(turn.context) + len(turn.ids)
-        episode.extend(tokens, len(turn.ids), oldest, newest, row=turn.row)
+        extend(episode, turn)
     episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
     group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
     group.baseline = tuple(member for member in group.baseline if member != episode.member)

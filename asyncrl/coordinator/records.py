@@ -7,17 +7,16 @@ unblocks: the workers (acks), through the buffer the trainer
 
 from __future__ import annotations
 
-import math
 from typing import assert_never
 
-from asyncrl.buffer.payloads import check_logprobs, check_reply, check_turn, decode_turn
+from asyncrl.buffer.payloads import check_logprobs, check_reply, check_turn, decode_turn, extend
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.replay import current
 from asyncrl.coordinator.reporting import Reporter, earned, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
-from asyncrl.types import FailReason, Turn
+from asyncrl.types import FailReason
 from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generated, Record, Replied
 
 
@@ -118,30 +117,28 @@ class RecordHandler:
             return  # sent again to a restarted coordinator
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
-        if not (0 <= message.oldest <= message.newest and 0 <= message.seconds < math.inf):
-            named = f"v{message.oldest} to v{message.newest}, after {message.seconds:g} s"
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} of {named}")
+        turn = decode_turn(frame := _single_frame(frames))
+        check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
+        check_logprobs(episode.uid, turn)
+        if turn.index != message.turn:
+            raise ProtocolError(f"episode {episode.uid}: turn {turn.index} in the place of {message.turn}")
+        newest = max((span.version for span in turn.spans), default=0)
         trained = episode.uid in self.state.buffer.episodes
-        if trained and message.newest > self.state.versions.newest.step:
-            trouble = f"{worker.name} names v{message.newest}, which was never pushed"
+        if trained and newest > self.state.versions.newest.step:
+            trouble = f"{worker.name} names v{newest}, which was never pushed"
             log.error(trouble)
             self.workers.engines.quarantine(worker.peer, now)
             self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
             return
-        turn = decode_turn(frame := _single_frame(frames))
-        check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
-        check_logprobs(episode.uid, turn)
-        _check_header(message, turn)
-        if episode.tokens + message.tokens > self._most_tokens:
+        if episode.tokens + len(turn.context) + len(turn.ids) > self._most_tokens:
             limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
-        numbers = message.tokens, message.model_tokens, message.oldest, message.newest
-        episode.extend(*numbers, seconds=message.seconds, row=turn.row)
+        extend(episode, turn, message.seconds)
         self.state.flow_of(episode.uid).touch(episode)
         if trained:
-            self.reporter.on_turn(message.model_tokens)
-            self.state.buffer.waiting_tokens.begin(episode.uid, now, message.model_tokens)
+            self.reporter.on_turn(len(turn.ids))
+            self.state.buffer.waiting_tokens.begin(episode.uid, now, len(turn.ids))
 
     def queue_acks(self) -> None:
         """Queues one cumulative ack per worker that sent records in this turn of the loop."""
@@ -162,15 +159,6 @@ def _checked(message: Record, most_tokens: int) -> Record:
     if trouble := stats.misfit(most_tokens) or result.misfit(stats.turns, most_tokens):
         return Failed(message.seq, message.attempt, FailReason.EPISODE_ERROR, f"impossible: {trouble}")
     return message
-
-
-def _check_header(message: Generated, turn: Turn) -> None:
-    """ProtocolError when the header says something else than the turn: lags are bounded by the header's."""
-    versions = [span.version for span in turn.spans] or [message.oldest, message.newest]
-    found = (turn.index, len(turn.context) + len(turn.ids), len(turn.ids), min(versions), max(versions))
-    told = (message.turn, message.tokens, message.model_tokens, message.oldest, message.newest)
-    if found != told:
-        raise ProtocolError(f"episode {message.attempt.uid}: turn {message.turn} is not what its header says")
 
 
 def _single_frame(frames: list[bytes]) -> bytes:

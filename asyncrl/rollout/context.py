@@ -247,15 +247,5 @@ def _cut(text: str) -> str:
 
 def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Generated, bytes]:
     """The record of a turn, `seconds` after the episode began, and its frame, the turn without replies."""
-    versions = [span.version for span in turn.spans]
-    record = Generated(
-        seq=0,
-        attempt=attempt,
-        turn=turn.index,
-        tokens=len(turn.context) + len(turn.ids),
-        model_tokens=len(turn.ids),
-        oldest=min(versions),
-        newest=max(versions),
-        seconds=seconds,
-    )
-    return record, _encode(msgspec.structs.replace(turn, replies=(), observation=None))
+    frame = _encode(msgspec.structs.replace(turn, replies=(), observation=None))
+    return Generated(0, attempt, turn.index, seconds), frame

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from asyncrl.types import Sample
+from asyncrl.types import Sample, Turn
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.shared import Attempt, Welcome, WireMessage
 from asyncrl.wire.messages.worker import (
@@ -103,6 +104,9 @@ class FakeCoordinator:
             return None
 
         return self.until(find, f"{kind.__name__} {fields}")
+
+    def turn(self, record: Generated) -> Turn:
+        return msgspec.msgpack.decode(self.frames[record.seq][0], type=Turn)
 
     def join(self) -> None:
         self.until(lambda: self.hellos, "hello")

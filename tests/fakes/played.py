@@ -173,9 +173,7 @@ class PlayedWorker:
             )
         elif running.assign.lane == "eval" or version >= max(running.assign.oldest, self.oldest):
             payload = turn_payload(running.turns, version)
-            generated = Generated(
-                0, attempt, running.turns, 20, 10, version, version, self.world.now - running.began
-            )
+            generated = Generated(0, attempt, running.turns, self.world.now - running.began)
             running.turns, running.waits_for = running.turns + 1, self._post(generated, payload)
 
     def _post(self, record: Any, *frames: bytes) -> int:

@@ -19,7 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.data.samples import load_samples
 from asyncrl.rollout.worker import run
 from asyncrl.runtime.process import ignore_endings
-from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason, Turn
+from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker import Ack, Cancel, Clock, Failed, Fenced, Finished, Generated, Replied
@@ -79,12 +79,11 @@ def test_an_assigned_episode_is_played_to_its_end(hub: FakeCoordinator, worker: 
         1,
     )
     assert [record.seq for record in hub.seen(Generated | Replied | Finished)] == [1, 2, 3, 4]
-    recorded = msgspec.msgpack.decode(hub.frames[turn.seq][0], type=Turn)
-    assert len(recorded.ids) == turn.model_tokens == len(recorded.logprobs)
+    assert len(hub.turn(turn).ids) == len(hub.turn(turn).logprobs)
     hub.pump()
     assert hub.beat is not None
     assert (hub.beat.held, hub.beat.assigned) == ((), 1)
-    assert hub.beat.tokens == sum(r.model_tokens for r in hub.seen(Generated))
+    assert hub.beat.tokens == sum(len(hub.turn(r).ids) for r in hub.seen(Generated))
 
 
 def test_tools_do_not_run_before_the_ack(hub: FakeCoordinator, worker: WorkerThread) -> None:
@@ -168,7 +167,7 @@ def test_turns_wait_for_fresh_weights_by_name(hub: FakeCoordinator, worker: Work
     assert hub.seen(Generated) == []
     hub.send(LoadWeights(WeightsRef(PolicyVersion(0, 3), "x"), "train"))
     assert hub.expect(Loaded).checksum == "sum-3"
-    assert hub.expect(Generated).oldest == 3
+    assert hub.turn(hub.expect(Generated)).spans[0].version == 3
     hub.expect(Finished)
 
 
@@ -180,7 +179,7 @@ def test_validation_samples_its_own_version(hub: FakeCoordinator, worker: Worker
     hub.assign("val0/greedy/0", sample(), lane="eval")
     hub.assign("e", sample())
     ends = {hub.expect(Finished).attempt.uid: hub.arrived[hub._read - 1] for _ in range(2)}
-    versions = {record.attempt.uid: record.newest for record in hub.seen(Generated)}
+    versions = {record.attempt.uid: hub.turn(record).spans[-1].version for record in hub.seen(Generated)}
     assert versions == {"val0/greedy/0": 1, "e": 5}
     assert "<|im_start|>tool\nseen" in ends["val0/greedy/0"].text
     assert ends["e"].text == ""
@@ -196,7 +195,7 @@ def test_an_episode_goes_on_from_another_workers_turns(hub: FakeCoordinator, wor
     attempt = hub.assign("e", sample(), frames, attempt=1)
     again = hub.expect(Generated, attempt=attempt)
     assert again.turn == 1
-    ids = [msgspec.msgpack.decode(hub.frames[r.seq][0], type=Turn).ids for r in (second, again)]
+    ids = [hub.turn(record).ids for record in (second, again)]
     assert ids[0] == ids[1]
     assert hub.expect(Finished).stats.turns == 2
     assert fake.seams.looks == ["looked"]
@@ -260,10 +259,9 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
     )
     with process(hub, config) as child:
         hub.assign("a", sample())
-        first = hub.expect(Generated)
-        turn = msgspec.msgpack.decode(hub.frames[first.seq][0], type=Turn)
+        turn = hub.turn(hub.expect(Generated))
         assert turn.stop is StopReason.LENGTH
-        assert (first.model_tokens, first.newest) == (24, 0)
+        assert (len(turn.ids), turn.spans[-1].version) == (24, 0)
         assert all(logprob < 0 for logprob in turn.logprobs)
         assert hub.expect(Finished).result.end is EpisodeEnd.LENGTH
         model = AutoModelForCausalLM.from_pretrained(model_path)
@@ -273,7 +271,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         assert (loaded.error, loaded.ref) == ("", ref)
         hub.send(Clock(4))
         hub.assign("b", sample())
-        assert hub.expect(Generated).oldest == 4
+        assert hub.turn(hub.expect(Generated)).spans[0].version == 4
         hub.expect(Finished)
         hub.assign("c", msgspec.structs.replace(sample(), ground_truth='"hang"'))
         hub.expect(Generated)

@@ -133,7 +133,7 @@ class Worker(Peer):
         half, turns = self.bench.options.tokens // 2, self.bench.options.turns
         self.seq += 1
         self.tokens += half
-        report = Generated(self.seq, attempt, turn, 2 * half, half, self.version, self.version, 1.0)
+        report = Generated(self.seq, attempt, turn, 1.0)
         self.send(self.bulk, report, self.bench.payload(turn, self.version))
         if self.uses:
             use = self.uses[self.seq % len(self.uses)]

@@ -129,10 +129,6 @@ class Generated(WireMessage, frozen=True):
     seq: Count
     attempt: Attempt
     turn: Count
-    tokens: Count  # context + model tokens of this turn
-    model_tokens: Count
-    oldest: Count  # lowest version of a span
-    newest: Count
     seconds: Finite = 0.0  # that the episode has taken up to here, earlier attempts included
 
 

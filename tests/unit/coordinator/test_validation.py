@@ -309,7 +309,7 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
     assert len(first) == 6
     over = {"val1/sampled/0": 4, "val1/greedy/2": 5}
     for seq, (uid, version) in enumerate(over.items()):
-        turn = Generated(2 * seq + 1, first[uid].attempt, 0, 20, 10, version, version)
+        turn = Generated(2 * seq + 1, first[uid].attempt, 0)
         setup.records.record(A, turn, [turn_payload(0, version)], 0.0)
         setup.finish(A, 2 * seq + 2, first[uid].attempt)
     setup.turn(A, 5, first["val1/sampled/1"].attempt)

@@ -92,7 +92,7 @@ class WorkerSetup:
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
     def turn(self, peer: bytes, seq: int, attempt: Attempt, turn: int = 0) -> None:
-        self.records.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [turn_payload(turn)], 0.0)
+        self.records.record(peer, Generated(seq, attempt, turn), [turn_payload(turn)], 0.0)
 
     def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
         end = Finished(seq, attempt, EpisodeResult(1.0), EpisodeStats(turns))
@@ -233,7 +233,7 @@ def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerS
 
 def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 0, seconds=7.5), [turn_payload()], 0.0)
+    setup.records.record(A, Generated(1, first, 0, 7.5), [turn_payload()], 0.0)
     setup.join(B, index=1)
     setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
     setup.handler.tick(31.0)
@@ -328,9 +328,8 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
         (turn_payload(routes=Routes(0, 19, b"odd")), "routes of 19 tokens from position 0 in"),
         (turn_payload(routes=Routes(0, 19, b"")), "routes of 19 tokens from position 0 in"),
         (turn_payload(routes=Routes(0, 0, b"1234")), "routes of 0 tokens from position 0 in"),
-        (turn_payload(context=(1,) * 9), "not what its header says"),
-        (turn_payload(index=1), "not what its header says"),
-        (turn_payload(version=1), "not what its header says"),
+        (turn_payload(index=1), "turn 1 in the place of 0"),
+        (turn_payload(version=-3), "versions [-3]"),
         (turn_payload(ids=(1,) * 9 + (100,)), "is no token"),
         (turn_payload(context=(100,) * 10), "is no token"),
         (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "no finite numbers up to 0"),
@@ -346,23 +345,19 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
     """It would end the trainer at every start, as its plan is repeated."""
     (_, first), _ = setup.tick()
     setup.state.vocabulary = 100
-    setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 0), [payload], 0.0)
+    setup.records.record(A, Generated(1, first, 0), [payload], 0.0)
     assert error in caplog.text
     assert setup.state.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
 
 
-@pytest.mark.parametrize(
-    ("versions", "left"), [((-3, 0), 20), ((1, 0), 20), ((0, 0), 19)], ids=["negative", "odd", "too long"]
-)
-def test_a_turn_of_impossible_versions_or_beyond_the_limit_is_not_trained(
-    setup: WorkerSetup, versions: tuple[int, int], left: int
-) -> None:
+@pytest.mark.parametrize(("left", "attempt"), [(20, 0), (19, 1)])
+def test_a_turn_beyond_the_limit_is_not_trained(setup: WorkerSetup, left: int, attempt: int) -> None:
     """Memory is reserved by the limit."""
     (_, first), _ = setup.tick()
     setup.state.buffer.episodes[first.uid].tokens = setup.state.config.rollout.max_tokens - left
-    setup.records.record(A, Generated(1, first, 0, 20, 10, *versions), [turn_payload()], 0.0)
-    assert setup.state_of(first.uid) == (State.PENDING, 1)
+    setup.turn(A, 1, first)
+    assert setup.state_of(first.uid)[1] == attempt
 
 
 def test_an_episode_may_end_that_began_with_a_larger_limit(setup: WorkerSetup) -> None:
@@ -401,7 +396,7 @@ def test_replies_that_fit_no_turn_are_never_taken_in(setup: WorkerSetup, turn: i
 
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 99), [turn_payload()], 0.0)
+    setup.records.record(A, Generated(1, first, 0), [turn_payload(version=99)], 0.0)
     assert setup.engines.quarantined(A) and setup.handler.free_slots == 0
     assert setup.state_of(first.uid)[0] is State.PENDING
 

@@ -9,19 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.episodes.recorded import turns_of
 from asyncrl.errors import EngineError
 from asyncrl.rollout import context
-from asyncrl.rollout.context import generated
 from asyncrl.tools import tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
-from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Finished, Generated, Replied
 from tests.fakes.chat import call
 from tests.fakes.episodes import BAD, TurnBench, look, looker
 from tests.fakes.loop import settle
-
-ATTEMPT = Attempt("u", 1)
 
 
 def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
@@ -41,9 +36,6 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     assert turn.replies == ()
     heard = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply)
     assert [reply.content for reply in heard.replies] == ["saw left", "saw right"]
-    first = bench.sent[0]
-    assert isinstance(first, Generated)
-    assert (first.tokens, first.model_tokens) == (len(turn.context) + len(turn.ids), len(turn.ids))
 
 
 def test_rewards_are_told_of_the_calls_that_were_made() -> None:
@@ -268,12 +260,3 @@ def test_an_episode_cannot_go_on_past_a_tool_that_forbids_it() -> None:
 def test_unreadable_frames_make_the_episode_start_again() -> None:
     for frames in ([b"\xc1", b""], [b""]):
         assert TurnBench([]).failed(frames).reason is FailReason.NOT_REPEATED
-
-
-def test_a_turn_record_names_its_versions() -> None:
-    whole = TurnBench(["42"])
-    whole.engine._version = 7
-    whole.play()
-    turn = turns_of(whole.record)[0]
-    record, _ = generated(ATTEMPT, turn)
-    assert (record.oldest, record.newest) == (7, 7)
