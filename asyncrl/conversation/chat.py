@@ -20,8 +20,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.chat_probe import TemplateProbe, alike
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape, fold
-from asyncrl.conversation.commands import Cut
-from asyncrl.conversation.tokenizer import CHARACTERS, ChunkEncoder, shorten
+from asyncrl.conversation.tokenizer import CHARACTERS, ChunkEncoder, Cut, shorten
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
 
@@ -30,7 +29,7 @@ SHOWN = 60  # characters of a text that an error quotes
 
 
 class Chat:
-    """The token side of one tokenizer's chat template. Implements `commands.Template`.
+    """The token side of one tokenizer's chat template.
 
     `today`: the date for templates that write it into the prompt; by default that of the construction.
     `options`: further arguments of the template. `ends`: more ids that end a turn. ConfigError if there is no

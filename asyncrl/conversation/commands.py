@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import msgspec
 
 from asyncrl.config import RolloutConfig
+from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.parsers import Parser
 from asyncrl.types import (
     EpisodeEnd,
@@ -22,33 +21,12 @@ from asyncrl.types import (
     ToolReply,
 )
 
-Cut = Literal["head", "middle", "tail"]
-
-
-class Template(Protocol):
-    """The part of a `Chat` that is used. `tools` are OpenAI schemas, as JSON text."""
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-    @property
-    def vocabulary(self) -> int: ...
-    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]: ...
-    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None: ...
-    def fold(self, messages: tuple[Message, ...], beginning: bool) -> tuple[Message, ...]: ...
-    def turn_ids(
-        self, history: tuple[Message, ...], message: Message, tools: tuple[str, ...] = ()
-    ) -> tuple[int, ...]: ...
-    def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def content(self, text: str) -> str: ...
-    def shorten(self, text: str, limit: int, where: Cut) -> str: ...
-
 
 @dataclass(frozen=True)
 class Rules:
     """Settings that all episodes of a run share. `config` has their limits."""
 
-    chat: Template
+    chat: Chat
     parse: Parser
     config: RolloutConfig
 

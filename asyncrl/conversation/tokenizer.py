@@ -12,13 +12,13 @@ from array import array
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.conversation.chat_render import Tokenizer
-from asyncrl.conversation.commands import Cut
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.values import encodable
 
+Cut = Literal["head", "middle", "tail"]
 TEXTS = (
     "What is 12 plus 30 in total?",
     "  indented\n\n\ttwice;\r\n x = f(1e-9, 'it''s') # 1234567",

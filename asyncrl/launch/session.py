@@ -21,10 +21,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from asyncrl.config import LaunchConfig
 from asyncrl.errors import ConfigError, ProtocolError, one_line
+from asyncrl.launch.console import Console
 from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
@@ -48,16 +49,6 @@ GOES_ON = {
 }
 
 
-class SessionView(Protocol):
-    """A session shows its progress there."""
-
-    def status(self, status: Status) -> None: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 class Session:
     """`run` once. `on_step` also gets every report (trackers). `trains`: it is no evaluation, where
     each episode is stored once it is over."""
@@ -68,7 +59,7 @@ class Session:
         run_dir: Path,
         endpoints: Endpoints,
         supervisor: Supervisor,
-        view: SessionView,
+        view: Console,
         on_step: Callable[[StepReport], None],
         trains: bool = True,
     ) -> None:

@@ -17,7 +17,8 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, EngineRefused, Request, engines
 from asyncrl.errors import EngineError
-from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Recorder, Waits
+from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Waits
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.process import quick_imports
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
@@ -36,7 +37,7 @@ class LocalSampler:
     build: Callable[[], Engine]
     waits: Waits
     meter: BusyTimer
-    timeline: Recorder
+    timeline: Timeline
     deadline: float  # of one load, in seconds
     mirror: Mirror | None = None
     pinned: bool = False

@@ -24,14 +24,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Waits
-from asyncrl.types import Generation, PolicyVersion, StopReason
+from asyncrl.types import Generation, StopReason
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
+
+if TYPE_CHECKING:
+    from asyncrl.engines.sglang.client import SGLangClient
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -42,24 +45,9 @@ PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, d
 SUSPECT_SECONDS = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
 
 
-class Client(Protocol):
-    """A client of one server."""
-
-    def mark(self, version: PolicyVersion) -> None:
-        """The server has confirmed this version."""
-
-    async def generate(self, request: Request) -> Generation:
-        """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost with what was
-        sampled, or EngineError on a request that no server can serve."""
-
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] at temperature 1. Raises EngineBusy, EngineLost or EngineError."""
-
-    async def close(self) -> None:
-        """Requests under way are lost, with what was sampled."""
-
-
-Connect = Callable[[EngineEntry, EngineUse], Client]  # the client counts what it does in the EngineUse
+Connect = Callable[
+    [EngineEntry, EngineUse], "SGLangClient"
+]  # the client counts what it does in the EngineUse
 
 
 @dataclass(eq=False)
@@ -67,7 +55,7 @@ class PooledServer:
     """An incarnation of a server, and the client of it."""
 
     entry: EngineEntry
-    client: Client
+    client: SGLangClient
     use: EngineUse  # of all incarnations
     running: int = 0  # requests
     suspect: bool = False  # it lost a turn, and no table has come since
@@ -313,7 +301,7 @@ def connector(config: RunConfig) -> Connect:
 
     vocabulary, secrets = vocabulary_of(config), keys(config.engine)
 
-    def connect(entry: EngineEntry, use: EngineUse) -> Client:
+    def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
         return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)
 
     return connect

@@ -44,21 +44,8 @@ from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.process import at_ending
 from asyncrl.types import NO_VERSION
+from asyncrl.wire.messages import shared, worker
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
-from asyncrl.wire.messages.shared import Attempt, LoadWeights, Stop, Welcome
-from asyncrl.wire.messages.worker import (
-    Ack,
-    Assign,
-    Cancel,
-    Clock,
-    EngineEntry,
-    Engines,
-    EngineUse,
-    Fenced,
-    Heartbeat,
-    Leave,
-    WorkerHello,
-)
 from asyncrl.wire.outbox import Outbox
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
@@ -83,11 +70,11 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
-    worker = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
+    this = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
     # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
-    at_ending(loop, worker.leave)
+    at_ending(loop, this.leave)
     try:
-        return loop.run_until_complete(worker.serve())
+        return loop.run_until_complete(this.serve())
     except ConfigError:
         raise
     except AsyncrlError as error:
@@ -123,8 +110,8 @@ class RolloutWorker:
         self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
         self._mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
         self._local = self._local_samplers(build, engine) if build is not None else {}
-        self._servers: dict[str, EngineEntry] = {}  # by name
-        self._uses: dict[str, EngineUse] = {}  # by the server's name
+        self._servers: dict[str, worker.EngineEntry] = {}  # by name
+        self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
         self._pools = self._server_pools(connect) if connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         context = EpisodeContext(
@@ -133,7 +120,7 @@ class RolloutWorker:
         gateway = Gateway(parts.rules.chat.decode, config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
         self.runner = EpisodeRunner(context, self._player)
-        self._episodes: dict[Attempt, asyncio.Task[None]] = {}
+        self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = 0
         self._leaves = False  # while the run goes on
         self._epoch = -1
@@ -147,9 +134,9 @@ class RolloutWorker:
 
     def _local_samplers(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
         deadline = self.config.weights.deadline
-        shared = (build, self.waits, self.busy_timer, self.timeline, deadline, self._mirror)
-        train = LocalSampler("train", *shared, engine=engine)
-        return {"train": train, "eval": LocalSampler("eval", *shared, pinned=True)}
+        common = (build, self.waits, self.busy_timer, self.timeline, deadline, self._mirror)
+        train = LocalSampler("train", *common, engine=engine)
+        return {"train": train, "eval": LocalSampler("eval", *common, pinned=True)}
 
     def _server_pools(self, connect: Connect) -> dict[str, ServerPool]:
         patience = self.config.engine.start_timeout
@@ -212,7 +199,7 @@ class RolloutWorker:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
         if self._leaves:  # and says nothing after that
-            await self._control.send(Leave())
+            await self._control.send(worker.Leave())
         for name in ("train", "eval"):
             await self._sampler(name).close()
         self._mirror.close()
@@ -233,22 +220,22 @@ class RolloutWorker:
             message, frames = await self._control.receive()
             self._contacted()
             match message:
-                case Welcome():
+                case shared.Welcome():
                     self._welcome(message)
-                case Assign():
+                case worker.Assign():
                     self._assign(message, frames)
-                case Cancel():
+                case worker.Cancel():
                     self._drop(message.attempt)
-                case LoadWeights():
+                case shared.LoadWeights():
                     self._local[message.lane].loads.offer(message.ref, message.probe)
-                case Engines():
+                case worker.Engines():
                     self._servers = message.update(self._servers)
                     for pool in self._pools.values():
                         pool.table(self._servers.values())
-                case Clock():
+                case worker.Clock():
                     self._oldest = message.oldest
                     self._sampler("train").changed.notify()
-                case Stop():
+                case shared.Stop():
                     self.end(message.reason)
                 case _:
                     assert_never(message)
@@ -258,9 +245,9 @@ class RolloutWorker:
             message: ToWorkerBulk = (await self._bulk.receive())[0]
             self._contacted()
             match message:
-                case Ack():
+                case worker.Ack():
                     self.outbox.ack(message.seq)
-                case Fenced():
+                case worker.Fenced():
                     self._drop(message.attempt)
                 case _:
                     assert_never(message)
@@ -268,7 +255,7 @@ class RolloutWorker:
     def _contacted(self) -> None:
         self.contact.message_arrived(asyncio.get_running_loop().time())
 
-    def _welcome(self, message: Welcome) -> None:
+    def _welcome(self, message: shared.Welcome) -> None:
         """A new coordinator counts its assignments from 0. It may lack records that the old one had not
         stored, so they are sent again."""
         restarted = message.coordinator_epoch != self._epoch
@@ -300,12 +287,14 @@ class RolloutWorker:
         self.outbox.pause()
         slots, acked = self.config.rollout.slots, self.outbox.acked
         held = self._local["train"].loads.version if self._local else NO_VERSION
-        await self._control.send(WorkerHello(self.index, self.incarnation, slots, os.getpid(), acked, held))
+        await self._control.send(
+            worker.WorkerHello(self.index, self.incarnation, slots, os.getpid(), acked, held)
+        )
 
-    def _heartbeat(self) -> Heartbeat:
+    def _heartbeat(self) -> worker.Heartbeat:
         """`held` includes attempts whose records are not acknowledged: no other worker may start them."""
         busy, idle = self.busy_timer.seconds
-        return Heartbeat(
+        return worker.Heartbeat(
             assigned=self._assigned,
             held=tuple(self.outbox.attempts | self._episodes.keys()),
             busy_s=busy,
@@ -320,7 +309,7 @@ class RolloutWorker:
 
     # -- episodes ------------------------------------------------------------------------------------
 
-    def _assign(self, message: Assign, frames: list[bytes]) -> None:
+    def _assign(self, message: worker.Assign, frames: list[bytes]) -> None:
         self._assigned = message.seq
         if message.attempt in self._episodes:
             return
@@ -330,14 +319,14 @@ class RolloutWorker:
         self._episodes[message.attempt] = task
         task.add_done_callback(lambda task: self._over(message.attempt, task))
 
-    def _over(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+    def _over(self, attempt: shared.Attempt, task: asyncio.Task[None]) -> None:
         if self._episodes.get(attempt) is task:
             del self._episodes[attempt]
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._ending.done():
             self._ending.set_exception(error)
 
-    def _drop(self, attempt: Attempt) -> None:
+    def _drop(self, attempt: shared.Attempt) -> None:
         """Cancel an episode; it posts nothing more."""
         task = self._episodes.pop(attempt, None)
         if task is not None:

@@ -15,21 +15,16 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import msgspec
+
+from asyncrl.observe.timeline import Timeline
 
 PERIOD = 2.0  # seconds after which a span that goes on is cut; also what a crash may lose
 GAP = 0.25  # seconds
 NAMES = 32  # at a time; what begins beyond them is recorded as OTHER
 OTHER = "other waits"
 SHORTEST = 0.001  # seconds together; less is left out
-
-
-class Recorder(Protocol):
-    """The part of a timeline that is used here. Times are wall-clock, so that processes line up."""
-
-    def record(self, name: str, start: float, end: float, **details: object) -> None: ...
 
 
 class Joined(msgspec.Struct):
@@ -52,7 +47,7 @@ class Activity:
 
     def __init__(
         self,
-        timeline: Recorder,
+        timeline: Timeline,
         gap: float = GAP,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -116,7 +111,7 @@ class BusyTimer:
 
     def __init__(
         self,
-        timeline: Recorder,
+        timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:

@@ -27,30 +27,16 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, AsyncrlError, DeadlineError, ProtocolError, disk_full, one_line
-from asyncrl.runtime.activity import Recorder
+from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.version_server import Arriving, VersionServer, travels
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, Superseded, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
-from asyncrl.wire.messages.engine import (
-    OpenedVersion,
-    OpenVersion,
-    ReadBytes,
-    VersionBytes,
-    VersionGone,
-)
+from asyncrl.wire.messages.engine import OpenedVersion, OpenVersion, ReadBytes, VersionBytes, VersionGone
 from asyncrl.wire.messages.shared import PIECE
-from asyncrl.wire.sockets import (
-    COORDINATOR,
-    ROLES,
-    Endpoints,
-    Gate,
-    KeyPair,
-    Link,
-    identity,
-)
+from asyncrl.wire.sockets import COORDINATOR, ROLES, Endpoints, Gate, KeyPair, Link, identity
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -68,7 +54,7 @@ class Mirror:
     """The end of one process. `role`, `index`: of the process."""
 
     def __init__(
-        self, config: RunConfig, endpoints: Endpoints, role: str, index: int, timeline: Recorder
+        self, config: RunConfig, endpoints: Endpoints, role: str, index: int, timeline: Timeline
     ) -> None:
         weights = config.weights
         self._where, self._deadline, self._name = weights.directory, weights.deadline, config.name

@@ -15,7 +15,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
 from asyncrl.errors import recorded
-from asyncrl.runtime.activity import Notifier, Recorder
+from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.activity import Notifier
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Manifest, Probe, Superseded, Unreachable, WeightsError, WeightsRef
@@ -59,7 +60,7 @@ class WeightLoader:
     def __init__(
         self,
         lane: str,
-        timeline: Recorder,
+        timeline: Timeline,
         deadline: float,
         engine: Callable[[], Awaitable[Loadable]],
         mirror: Mirror | None = None,

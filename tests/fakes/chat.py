@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.config import RolloutConfig
-from asyncrl.conversation.commands import Cut, Opened, Rules
+from asyncrl.conversation.commands import Opened, Rules
 from asyncrl.conversation.episode import Episode, advance, begin
 from asyncrl.conversation.parsers import hermes
+from asyncrl.conversation.tokenizer import Cut
 from asyncrl.types import Message, Sample
 
 END = 3

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.conversation.commands import Cut
-from asyncrl.conversation.tokenizer import shorten
+from asyncrl.conversation.tokenizer import Cut, shorten
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
 
