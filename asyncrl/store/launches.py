@@ -54,8 +54,6 @@ def at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
     any."""
     if not launches:
         raise ConfigError("the run has no record of its configuration: run.db and config.yaml are gone")
-    if 0 < step <= launches[0].step:
-        raise ConfigError(f"step {step} is of an older version, which kept no record of its configuration")
     return next((one for one in reversed(launches) if one.step < step or not step), launches[0])
 
 

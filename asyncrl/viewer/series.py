@@ -11,7 +11,6 @@ import msgspec
 from asyncrl.observe.metrics import GREEDY, LAG_TOKENS, REWARD, SAMPLED, Row
 from asyncrl.observe.summary import lags, mean
 
-TOKENS_PER_S = "rollout/tokens_per_s"
 POINTS = 2000  # rows that a page is sent; a longer run is thinned
 Z = 1.96  # of a 95% interval
 
@@ -45,13 +44,6 @@ def series(rows: Sequence[Row]) -> dict[str, Any]:
         "columns": columns,
         "lags": lags(merged),
     }
-
-
-def renamed(rows: Sequence[Row]) -> Sequence[Row]:
-    """Rename what older runs recorded as `perf/throughput`: tokens generated per second."""
-    if any(TOKENS_PER_S in row for row in rows):
-        return rows
-    return [{TOKENS_PER_S if name == "perf/throughput" else name: row[name] for name in row} for row in rows]
 
 
 def _by_step(rows: Sequence[Row]) -> list[dict[str, float]]:

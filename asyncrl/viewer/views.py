@@ -23,7 +23,7 @@ from asyncrl.viewer import episodes
 from asyncrl.viewer.episodes import Decode, decoder, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
 from asyncrl.viewer.results import results
-from asyncrl.viewer.series import alerts, renamed, series
+from asyncrl.viewer.series import alerts, series
 
 Query = Mapping[str, str]
 
@@ -97,7 +97,7 @@ class Views:
 
     def _rows(self, query: Query) -> dict[str, Any]:
         path = self._path(query)
-        rows, early = renamed(read_rows(path)), read_status(path).get("alert", "")
+        rows, early = read_rows(path), read_status(path).get("alert", "")
         found = {"alerts": msgspec.to_builtins(alerts(rows, early)), "charts": charts(rows)}
         return series(rows) | found
 
