@@ -29,18 +29,10 @@ FINEST, STEPS = 1e-3, 44  # histogram of log rho: bins of even ratio between ±1
 QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 
 
-def _lag_names() -> list[str]:
-    ends = [f"{low + 1}-{high}" if high > low + 1 else f"{high}" for low, high in pairwise((-1, *LAG_EDGES))]
-    return [*ends, f"{LAG_EDGES[-1] + 1}+"]
-
-
-def _bin_edges() -> list[float]:
-    above = [FINEST * (LOG_RATIO_LIMIT / FINEST) ** (step / STEPS) for step in range(STEPS + 1)]
-    return [-edge for edge in reversed(above)] + above
-
-
-LAG_NAMES = _lag_names()
-BIN_EDGES = _bin_edges()
+LAG_NAMES = [f"{low + 1}-{high}" if high > low + 1 else f"{high}" for low, high in pairwise((-1, *LAG_EDGES))]
+LAG_NAMES.append(f"{LAG_EDGES[-1] + 1}+")
+_ABOVE = [FINEST * (LOG_RATIO_LIMIT / FINEST) ** (step / STEPS) for step in range(STEPS + 1)]
+BIN_EDGES = [-edge for edge in reversed(_ABOVE)] + _ABOVE
 
 
 @dataclass(frozen=True)

@@ -209,13 +209,11 @@ class ReplayBuffer:
         """Returns the members that may be trained: all but the greedy one."""
         return [self.episodes[uid] for uid in group.members[: self.config.episodes_per_group]]
 
-    def greedy_of(self, group: GroupRecord) -> EpisodeRecord | None:
-        return self.episodes[group.members[-1]] if self.greedy else None
-
     def _settle(self, group: GroupRecord, now: float) -> None:
         """Fix whom the members are compared with, if it is time: all have ended; or the deadline has passed,
         and enough have landed. If the greedy episode fails, the group is dropped."""
-        greedy, ended, overdue = self.greedy_of(group), self._ended(group), now >= group.deadline
+        greedy = self.episodes[group.members[-1]] if self.greedy else None
+        ended, overdue = self._ended(group), now >= group.deadline
         landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
         no_greedy = greedy is not None and greedy.state is State.FAILED
         enough = len(landed) >= self.config.min_group

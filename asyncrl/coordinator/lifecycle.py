@@ -82,11 +82,16 @@ class Lifecycle:
             case Phase.STOPPING if self.trainer.finished:
                 self._end("failed" if self.error else "stopped")
             case Phase.STOPPING if not self._can_save or now > self._deadline:
-                self.fail("; ".join(filter(None, (self.error, self._unsaved()))))
+                late = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
+                unsaved = self.trainer.unsaved(late if self._can_save else "the trainer was lost")
+                self.fail("; ".join(filter(None, (self.error, unsaved))))
             case Phase.STOPPING:
                 left = f"for at most {self._deadline - now:.0f} s more"
                 self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
-            case Phase.STARTING if now > self._start_deadline:
+            # A trainer that repeats steps after a crash is alive.
+            case Phase.STARTING if now > max(
+                self._deadline, self.state.liveness.alive_at + self.state.liveness.start
+            ):
                 limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
                 raise ProtocolError(f"not started within {limit}: {self._missing()}")
 
@@ -126,11 +131,6 @@ class Lifecycle:
     def _end(self, outcome: str) -> None:
         self.outcome, self.phase = outcome, Phase.CLOSED
 
-    @property
-    def _start_deadline(self) -> float:
-        """A trainer that repeats steps after a crash is alive."""
-        return max(self._deadline, self.state.liveness.alive_at + self.state.liveness.start)
-
     def _training_over(self) -> bool:
         """No batch is left to train."""
         batches = self.state.batches
@@ -149,7 +149,3 @@ class Lifecycle:
         waits += [] if self.state.versions.ref else ["the trainer has not published the first version"]
         waits += [] if self.engines.ready else ["no server holds a published version"]
         return "; ".join(waits) or "unknown"
-
-    def _unsaved(self) -> str:
-        late = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
-        return self.trainer.unsaved(late if self._can_save else "the trainer was lost")

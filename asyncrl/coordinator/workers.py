@@ -210,18 +210,15 @@ class WorkerHandler:
                 unmet = needed
                 state.waits.append(self._named_wait(needed))
                 continue
-            self._assign_to(found[0], episode, found[1], now)
+            (worker, oldest), group = found, state.buffer.live[episode.group]
+            kept = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
+            self.give(worker, episode, state.samples[group.sample], oldest, kept, now)
             left -= 1
 
     def _free(self) -> FreeSlots[WorkerRecord]:
         usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
         steps = self.engines.steps()
         return FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
-
-    def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, oldest: int, now: float) -> None:
-        group = self.state.buffer.live[episode.group]
-        kept = is_kept(group.id, episode.member, self.state.config.buffer.groups_per_batch)
-        self.give(worker, episode, self.state.samples[group.sample], oldest, kept, now)
 
     def give(
         self,

@@ -110,11 +110,7 @@ class Console:
 
 @contextmanager
 def open_console(
-    mode: Literal["auto", "live", "plain", "off"],
-    title: str,
-    total: int,
-    threshold: float = 1.0,
-    run_dir: Path | None = None,
+    mode: Literal["auto", "live", "plain", "off"], title: str, total: int, threshold: float, run_dir: Path
 ) -> Iterator[Console]:
     """A console; a live one gives the terminal back at the end. `run_dir`: where transcripts are, which keys
     show."""
@@ -123,12 +119,11 @@ def open_console(
         chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
         state = ConsoleState(title, Status("starting", 0, total, {}, ()))
         console = Console(chosen, state, terminal, threshold)
-        pressed = stack.enter_context(_keyboard(chosen == "live" and run_dir is not None))
+        pressed = stack.enter_context(_keyboard(chosen == "live"))
 
         def picture() -> RenderableType:
-            if run_dir is not None:
-                for key in pressed():
-                    state.transcript = _chosen(key, run_dir, threshold)
+            for key in pressed():
+                state.transcript = _chosen(key, run_dir, threshold)
             return render(state, terminal, keys=pressed is not _nothing)
 
         live = LiveView(console=terminal, get_renderable=picture, refresh_per_second=4, transient=True)

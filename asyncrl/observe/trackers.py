@@ -310,10 +310,6 @@ def _swanlab(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     return _SwanlabTracker(module)
 
 
-def _tensorboard(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
-    return _TensorBoardTracker(module.SummaryWriter(str(run_dir / "tensorboard")), config)
-
-
 def _accelerate(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -338,7 +334,9 @@ def _described(config: RunConfig) -> dict[str, Any]:
 OPEN: dict[str, Callable[[Any, RunConfig, Path], Tracker]] = {
     "wandb": _wandb,
     "swanlab": _swanlab,
-    "tensorboard": _tensorboard,
+    "tensorboard": lambda module, config, run_dir: _TensorBoardTracker(
+        module.SummaryWriter(str(run_dir / "tensorboard")), config
+    ),
     **dict.fromkeys(("aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"), _accelerate),
 }
 LOGGED_IN: dict[str, Callable[[Any], bool]] = {"wandb": _wandb_logged_in, "swanlab": _swanlab_logged_in}

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,7 +221,8 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     home = _cache(cache) / _key(path, stopwords)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(home.with_suffix(".lock")):
+        with home.with_suffix(".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when its holder dies
             corpus = _corpora.get(home) or _opened(path, home, stopwords)
             _corpora[home] = corpus
             return corpus
@@ -298,11 +298,3 @@ def _key(path: Path, stopwords: str) -> str:
     stat = path.stat()
     facts = (FORMAT, bm25s.__version__, str(path), stat.st_size, stat.st_mtime_ns, stopwords)
     return f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(facts).encode())}"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The kernel releases the lock when its holder dies."""
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

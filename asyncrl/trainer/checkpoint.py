@@ -266,7 +266,10 @@ def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load_shards({"model": tensors}, storage_reader=source, no_dist=True)
     layers = sorted({name.rpartition(".")[0] for name in tensors})
-    named = {_peft_name(name): tensor for name, tensor in tensors.items()}
+    named = {}
+    for name, tensor in tensors.items():
+        layer, _, role = name.rpartition(".")
+        named[f"base_model.model.{layer}.{ROLES[role]}"] = tensor
     save_file(named, out / "adapter_model.safetensors", {"format": "pt"})
     settings = {
         "peft_type": "LORA",
@@ -281,11 +284,6 @@ def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out:
         "inference_mode": True,
     }
     (out / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2))
-
-
-def _peft_name(name: str) -> str:
-    layer, _, role = name.rpartition(".")
-    return f"base_model.model.{layer}.{ROLES[role]}"
 
 
 def _transposed(layer: str, stored: Mapping[str, TensorStorageMetadata]) -> bool:

@@ -43,7 +43,8 @@ class Publishing:
         self.config, self.mesh, self.policy, self._endpoints = config, mesh, policy, endpoints
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
-        self._probe_ids = probe_ids(policy.vocabulary)
+        # The fixed text that trainer and engines score; any ids do.
+        self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
         weights, collectors = config.weights, readers(config, mesh.size)
         self._host = HostShards(
             *(shards(policy), policy.published, policy.export_dtype, config.launch.stall_timeout),
@@ -144,8 +145,3 @@ def readers(config: RunConfig, ranks: int) -> int:
         "collective": max(1, min(ranks, config.engine.keepers)),
         "ipc": ranks,  # so that there is one on each machine with ranks
     }[config.weights.transport]
-
-
-def probe_ids(vocabulary: int) -> tuple[int, ...]:
-    """The fixed text that trainer and engines score; any ids do."""
-    return tuple(random.Random(0).choices(range(vocabulary), k=PROBE_TOKENS))

@@ -46,14 +46,16 @@ def results(run_dir: Path) -> dict[str, Any]:
     """Read a run that is over or goes on. ConfigError for a file that cannot be read."""
     rows = read_rows(run_dir)
     steps, summary = latest(row for row in rows if STEP_SECONDS in row), _summary(run_dir, rows)
-    machine = recorded_machine(run_dir)
+    machine, tokens = recorded_machine(run_dir), {str(lag): count for lag, count in lags(steps).items()}
     return {
         "conserved": summary["conserved"],
         "notes": [*filter(None, _notes(summary)), *[NO_MACHINE] * (machine is None)],
         "tables": [
             Table("Results", _numbers(summary)),
             Table("Configuration: what differs from the defaults", _configuration(run_dir), "default"),
-            Table("Lag of the tokens taken for training, in steps", _lag(steps)),
+            Table(
+                "Lag of the tokens taken for training, in steps", _shares(tokens, sum(tokens.values()), ",d")
+            ),
             Table("Time of the trainer, between steps", _phases(steps)),
             Table("Time of all processes, start and validations included", _spans(run_dir)),
             Table("Machine of the newest launch; others are not described", machine or {}),
@@ -126,11 +128,6 @@ def _outcome(entry: Mapping[str, Any]) -> str:
     if "score" in entry:
         return f"score {entry['score']:g}"
     return f"failed ({entry['failed']})" if "failed" in entry else "no score"
-
-
-def _lag(steps: Sequence[Row]) -> dict[str, str]:
-    tokens = lags(steps)
-    return _shares({str(lag): count for lag, count in tokens.items()}, sum(tokens.values()), ",d")
 
 
 def _phases(steps: Sequence[Row]) -> dict[str, str]:

@@ -58,15 +58,7 @@ from asyncrl.weights.collective_messages import (
 )
 from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.ipc import BucketMemory, ServerMemory
-from asyncrl.weights.manifest import (
-    ITEM_BYTES,
-    Layout,
-    Superseded,
-    TensorEntry,
-    WeightsRef,
-    describe,
-    split,
-)
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, Superseded, TensorEntry, WeightsRef, describe, split
 from asyncrl.weights.ranges import joined
 from asyncrl.weights.snapshot import Snapshot, whole
 
@@ -203,7 +195,9 @@ class EngineConnection:
         self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > request.version)
 
     def _push(self, snapshot: Snapshot, request: VersionRequest, deadline: float) -> None:
-        buckets = tuple(_aligned(snapshot.layout[part]) for part in self._parts(snapshot))
+        parts = (snapshot.layout[part] for part in self._parts(snapshot))
+        # Large items first, so that every tensor starts at a multiple of its item size.
+        buckets = tuple(tuple(sorted(part, key=lambda spec: -ITEM_BYTES[spec.dtype])) for part in parts)
         entries: dict[str, TensorEntry] = {}
         shared = self._sender.ipc and request.here
         send = self._share if shared else self._broadcast
@@ -283,8 +277,3 @@ class EngineConnection:
     def _refuse(self, reason: str, superseded: bool) -> None:
         with suppress(OSError):
             send_answer(self._socket, Refused(reason, superseded), time.monotonic() + REFUSAL_SECONDS)
-
-
-def _aligned(specs: Layout) -> Layout:
-    """In an order in which every tensor starts at a multiple of its item size: large items first."""
-    return tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))

@@ -187,17 +187,15 @@ class StreamedTurn:
     def spans(self) -> tuple[VersionSpan, ...]:
         """Returns the version that sampled each token, as spans. Raises ForeignWeights."""
         stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
+        # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
+        kv = [min(version, self._acked) if self._in_place else version for _, version, _ in stamps]
         count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
         ends = [min(start, count) for start, _, _ in stamps[1:]] + [count]
         return tuple(
-            VersionSpan(start, end, version.step, self._oldest_kv(version).step if certain else UNKNOWN)
-            for (start, version, certain), end in zip(stamps, ends, strict=True)
+            VersionSpan(start, end, version.step, oldest.step if certain else UNKNOWN)
+            for (start, version, certain), oldest, end in zip(stamps, kv, ends, strict=True)
             if start < end
         )
-
-    def _oldest_kv(self, version: PolicyVersion) -> PolicyVersion:
-        """In place, the request reads KV of its own and, by its salt, of others from `acked` on."""
-        return min(version, self._acked) if self._in_place else version
 
     def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
         """From the scheduler's own record. In place, a token that was being computed at an update is counted

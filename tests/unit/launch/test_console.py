@@ -143,7 +143,7 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
     with open(theirs, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", out)
-        with open_console(mode, "demo", 10) as shown:  # type: ignore[arg-type]
+        with open_console(mode, "demo", 10, 1.0, Path()) as shown:  # type: ignore[arg-type]
             shown.note("hello")
             os.close(ours)
             shown.note("hello")
@@ -169,7 +169,7 @@ def test_a_terminal_that_nobody_reads_stops_nothing(mode: str, monkeypatch: pyte
     reader = threading.Thread(target=read, daemon=True)
     with open(theirs, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        with open_console(mode, "demo", 10) as shown:  # type: ignore[arg-type]
+        with open_console(mode, "demo", 10, 1.0, Path()) as shown:  # type: ignore[arg-type]
             lines = (f"line {n} {'x' * 500}" for n in range(300))
             writer = threading.Thread(target=lambda: [*map(shown.note, lines)], daemon=True)
             writer.start()
@@ -185,8 +185,8 @@ def test_a_terminal_that_nobody_reads_stops_nothing(mode: str, monkeypatch: pyte
 
 def test_a_reader_that_has_gone_away_does_not_matter() -> None:
     code = (
-        "import sys\nfrom asyncrl.launch.console import open_console\n"
-        "with open_console('plain', 'demo', 10) as shown:\n"
+        "import sys\nfrom pathlib import Path\nfrom asyncrl.launch.console import open_console\n"
+        "with open_console('plain', 'demo', 10, 1.0, Path()) as shown:\n"
         "    sys.stdin.read()\n"
         "    for step in range(1, 11): shown.note('hello')\n"
     )
@@ -198,7 +198,7 @@ def test_a_reader_that_has_gone_away_does_not_matter() -> None:
 
 
 def test_a_stranger_to_terminals_gets_plain_lines() -> None:
-    with open_console("auto", "demo", 10) as shown:
+    with open_console("auto", "demo", 10, 1.0, Path()) as shown:
         assert shown.mode == "plain"
 
 
@@ -225,7 +225,7 @@ def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
 
 
 def test_a_batch_that_teaches_little_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_console("plain", "demo", 10) as shown:
+    with open_console("plain", "demo", 10, 1.0, Path()) as shown:
         for step, share in enumerate((0.2, 0.25, 0.75), start=1):
             shown.step(step, {ZERO_ADVANTAGE: share, REWARD: 0.1})
         shown.step(4, {ZERO_ADVANTAGE: 0.99, REWARD: 0.98})
