@@ -91,9 +91,9 @@ def sound_turns(uid: str, frames: Iterable[bytes]) -> Iterable[tuple[Turn, bytes
 def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
     """A turn became durable, `seconds` after the episode began."""
     versions = [span.version for span in turn.spans]
+    tokens = len(turn.context) + len(turn.ids), len(turn.ids)
     oldest, newest = min(versions, default=0), max(versions, default=0)
-    tokens = len(turn.context) + len(turn.ids)
-    episode.extend(tokens, len(turn.ids), oldest, newest, seconds=seconds, row=turn.row)
+    episode.extend(*tokens, oldest, newest, seconds=seconds, row=turn.row, untrained=turn.untrained)
 
 
 def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
@@ -102,9 +102,11 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
     if episode.state is State.READY:
         buffer.drop(episode, DropReason.CORRUPT)
         return
+    sampled = episode.sampled
     episode.restart()
     for turn in turns:
         extend(episode, turn)
+    buffer.abandoned_tokens += sampled - episode.sampled
     episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
     group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
     group.baseline = tuple(member for member in group.baseline if member != episode.member)

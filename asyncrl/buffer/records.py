@@ -44,7 +44,7 @@ NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
 
 
 class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100,000 takes too long
-    """A member of a group. `oldest` and `newest` are policy versions of its model tokens; while it runs, no
+    """A member of a group. `oldest` and `newest` are policy versions of its trained tokens; while it runs, no
     token is added that is older than `bound`. `step` is the batch it was taken into (the lag is counted from
     it). The `greedy` one is sampled at temperature 0 and never trained: the others are compared with it."""
 
@@ -63,7 +63,9 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
     bound: int = -1  # version that it was started on, at least
     turns: int = 0  # durable turns
     rows: int = 0  # that they are of
-    tokens: int = 0  # of all rows
+    tokens: int = 0  # of all rows that are trained
+    untrained_tokens: int = 0  # of the others
+    sampled: int = 0  # model tokens of both
     seconds: float = 0.0  # that its durable turns took
     result: EpisodeResult = EpisodeResult(0.0)  # of the attempt that landed
     stats: EpisodeStats = EpisodeStats(0)
@@ -101,12 +103,24 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
         return True
 
     def extend(
-        self, tokens: int, model_tokens: int, oldest: int, newest: int, *, seconds: float = 0.0, row: int = 0
+        self,
+        tokens: int,
+        model_tokens: int,
+        oldest: int,
+        newest: int,
+        *,
+        seconds: float = 0.0,
+        row: int = 0,
+        untrained: bool = False,
     ) -> None:
-        """A turn became durable, `seconds` after the episode began."""
+        """A turn became durable, `seconds` after the episode began. An `untrained` one is never stale."""
         self.turns += 1
         self.rows = max(self.rows, row + 1)
         self.seconds = max(self.seconds, seconds)
+        self.sampled += model_tokens
+        if untrained:
+            self.untrained_tokens += tokens
+            return
         self.tokens += tokens
         if model_tokens:
             self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
@@ -115,7 +129,7 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""
         self.oldest = self.newest = -1
-        self.turns = self.rows = self.tokens = 0
+        self.turns = self.rows = self.tokens = self.untrained_tokens = self.sampled = 0
         self.seconds = 0.0
 
 

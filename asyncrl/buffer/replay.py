@@ -72,6 +72,7 @@ class ReplayBuffer:
         self.untrained, self.untrained_reason = 0, ""  # groups in a row that left untrained; why the last did
         self.settled: Counter[str] = Counter()  # groups by outcome, of this process
         self.refills = 0  # groups filtered since the last batch was committed
+        self.abandoned_tokens = 0  # model tokens of durable turns that no episode has any more
         self.cohorts = Cohorts()
         self._dirty_episodes: dict[str, EpisodeRecord] = {}
         self._dirty_groups: dict[int, GroupRecord] = {}
@@ -184,7 +185,9 @@ class ReplayBuffer:
     def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
         """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
         running and is dropped with it."""
-        if not episode.retry(reason, self.retries):
+        sampled, goes_on = episode.sampled, episode.retry(reason, self.retries)
+        self.abandoned_tokens += sampled - episode.sampled
+        if not goes_on:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
             running = [e for e in self.members(group) if e.state is State.RUNNING]
@@ -348,6 +351,8 @@ class ReplayBuffer:
 
     def move(self, episode: EpisodeRecord, state: State) -> None:
         """Set the state and leave the reason as it is."""
+        if episode.state in (State.PENDING, State.RUNNING) and state in (State.FAILED, State.DROPPED):
+            self.abandoned_tokens += episode.sampled
         self.tally.move(episode, state)
         self.touch(episode)
         if state in OVER:

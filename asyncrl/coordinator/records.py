@@ -26,7 +26,8 @@ class RecordHandler:
     def __init__(self, state: RunState, workers: WorkerHandler, reporter: Reporter) -> None:
         self.state, self.workers, self.reporter = state, workers, reporter
         self._acks: set[bytes] = set()
-        began = (episode.tokens for episode in state.buffer.episodes.values())  # under another configuration?
+        # Some began under another configuration.
+        began = (one.tokens + one.untrained_tokens for one in state.buffer.episodes.values())
         rollout = state.config.rollout  # side requests have as many rows for themselves
         limit = rollout.rows * rollout.max_tokens * (2 if rollout.untrained_agents else 1)
         self._most_tokens = max([limit, *began])  # of an episode
@@ -130,7 +131,8 @@ class RecordHandler:
             self.workers.engines.quarantine(worker.peer, now)
             self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
             return
-        if episode.tokens + len(turn.context) + len(turn.ids) > self._most_tokens:
+        held = episode.tokens + episode.untrained_tokens
+        if held + len(turn.context) + len(turn.ids) > self._most_tokens:
             limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
@@ -138,7 +140,8 @@ class RecordHandler:
         self.state.flow_of(episode.uid).touch(episode)
         if trained:
             self.reporter.on_turn(len(turn.ids))
-            self.state.buffer.waiting_tokens.begin(episode.uid, now, len(turn.ids))
+            if not turn.untrained:
+                self.state.buffer.waiting_tokens.begin(episode.uid, now, len(turn.ids))
 
     def queue_acks(self) -> None:
         """Queues one cumulative ack per worker that sent records in this turn of the loop."""

@@ -184,6 +184,7 @@ class Reporter:
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
                 "data/retired_samples": float(len(state.buffer.prompts.retired)),
                 "rollout/turns_checked": float(self.turns),
+                "rollout/abandoned_tokens": float(state.buffer.abandoned_tokens),
                 "wire/refused": float(state.outbox.refused),
             }
             | {

@@ -37,6 +37,7 @@ from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
 MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
+ABANDONED = "abandoned_tokens"  # in the store's meta
 MAX_SKIPPED_BATCHES = 20  # batches in a row that were committed without an optimizer step
 
 log = logging.getLogger("asyncrl.coordinator")
@@ -165,6 +166,8 @@ class RunState:
         groups, episodes = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
         self.store.put_episodes(episodes)
+        if episodes:  # else no attempt was given up
+            self.store.put_meta(ABANDONED, str(self.buffer.abandoned_tokens))
         self.store.put_batches(self.batches.changes())
         self.held_out.put_changes()
         for episode in episodes:
@@ -263,6 +266,7 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
     buffer.next_group, buffer.prompts.cursor = held.next_group, held.cursor
     buffer.prompts.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
     buffer.committed = held.committed
+    buffer.abandoned_tokens = int(store.read.meta(ABANDONED, "0"))
     batches.restore(held.batches, held.taken, held.baselines)
 
 

@@ -58,6 +58,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         },
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, metric.VALIDATED) or 0)),
         "tokens_trained": int(tokens),
+        "tokens_abandoned": int(_last(rows, "rollout/abandoned_tokens") or 0) or None,
         "tokens_per_s": tokens / busy_s if busy_s else None,
         "zero_advantage_frac": mean(steps, metric.ZERO_ADVANTAGE, weight="trainer/trajectories"),
         "lag_mean": mean(steps, metric.LAG, weight="trainer/model_tokens"),

@@ -19,6 +19,7 @@ NUMBERS = (  # label, key of the summary, format
     ("optimizer steps skipped", "skipped_steps", "d"),
     ("seconds", "seconds", ".1f"),
     ("tokens trained", "tokens_trained", ",d"),
+    ("tokens of attempts that were given up", "tokens_abandoned", ",d"),
     ("tokens/s", "tokens_per_s", ",.0f"),
     ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
     ("lag mean", "lag_mean", ".2f"),

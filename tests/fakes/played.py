@@ -81,11 +81,13 @@ class Running:
 
     def __init__(self, assign: Assign, turns: int, now: float) -> None:
         self.assign, self.turns, self.began = assign, turns, now
+        self.repeats = True
         self.waits_for = 0  # the record that must be durable before it goes on
 
 
 class PlayedWorker:
-    """Plays episodes of one to three turns. `hangs_until`: it answers, and its episodes do not go on."""
+    """Plays episodes of one to three turns; not all repeat what was recorded. `hangs_until`: it answers, and
+    its episodes do not go on."""
 
     def __init__(self, world: World, index: int, incarnation: str) -> None:
         self.world, self.index, self.incarnation = world, index, incarnation
@@ -139,7 +141,9 @@ class PlayedWorker:
                         del self.held[other]
                 if message.attempt not in self.held:
                     self.world.continued += message.lane == "eval" and bool(frames)
-                    self.held[message.attempt] = Running(message, len(frames) // 2, self.world.now)
+                    running = Running(message, len(frames) // 2, self.world.now)
+                    running.repeats = not frames or self.world.dice.random() < 0.7
+                    self.held[message.attempt] = running
             case Cancel() | Fenced():
                 self.held.pop(message.attempt, None)
             case Clock():
@@ -163,6 +167,9 @@ class PlayedWorker:
         if self.world.now - running.began > EPISODE_SECONDS:
             del self.held[attempt]
             self._post(Failed(0, attempt, FailReason.DEADLINE, "it hung"))
+        elif not running.repeats:
+            del self.held[attempt]
+            self._post(Failed(0, attempt, FailReason.NOT_REPEATED, "other messages"))
         elif running.waits_for in self.unacked:
             return  # not durable yet
         elif running.turns == 1 + sum(map(ord, attempt.uid)) % 3:

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.buffer import payloads
+from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import loop, reporting, state
 from asyncrl.coordinator.held_out import RECORD
@@ -28,6 +31,7 @@ from asyncrl.store import checkpoints, runstore, schema, segments
 from asyncrl.store.copies import restore
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StorePaused, SupersededError
+from asyncrl.types import Turn
 from asyncrl.wire.addresses import Listeners, incarnation_of
 from asyncrl.wire.messages.shared import ObserverHello, Replace, RunEnd, WireMessage
 from asyncrl.wire.sockets import Endpoints
@@ -91,6 +95,8 @@ class World:
         self.full_until = 0.0  # the disk is full, or the store is locked
         self.arriving: tuple[Mail, Mail] = defaultdict(deque), defaultdict(deque)  # control, bulk
         self.launches = self.starts = self.spikes = self.restored = 0
+        self.counted = not power  # tokens: no record of a landing is lost
+        self.abandoned = 0  # tokens
         self.continued = 0  # held-out episodes that were given to a worker with their durable turns
         self.asleep_until = 0.0  # the coordinator, stopped
         self.power_goes = False  # with the coordinator's end
@@ -146,6 +152,7 @@ class World:
                 "Gate",
                 lambda *given: SimpleNamespace(close=lambda: None, members={}, listeners=Listeners()),
             )
+            self._count_tokens(patch)
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
             patch.setattr(segments.SegmentWriter, "append", self._around(segments.SegmentWriter.append))
             for module in (runstore, segments):
@@ -156,6 +163,31 @@ class World:
             else:
                 with self.files.recorded():
                     yield
+
+    def _count_tokens(self, patch: pytest.MonkeyPatch) -> None:
+        """In the store, with what the coordinator writes itself: `sampled` as turns are durable, `delivered`
+        as their episodes land."""
+        on_turn, on_landed = reporting.Reporter.on_turn, reporting.Reporter.on_landed
+
+        def add(store: runstore.RunStore, key: str, tokens: int) -> None:
+            both = "ON CONFLICT(key) DO UPDATE SET value=value+excluded.value"
+            store._add(f"INSERT INTO meta VALUES(?, ?) {both}", (key, str(tokens)))
+
+        def sampled(reporter: reporting.Reporter, tokens: int) -> None:
+            on_turn(reporter, tokens)
+            add(reporter.state.store, "sampled", tokens)
+
+        def delivered(reporter: reporting.Reporter, episode: EpisodeRecord) -> None:
+            on_landed(reporter, episode)
+            add(reporter.state.store, "delivered", 10 * episode.turns)
+
+        def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
+            self.counted &= episode.state is not State.LANDED  # it will land again
+            payloads.cut_back(buffer, episode, turns)
+
+        patch.setattr(reporting.Reporter, "on_turn", sampled)
+        patch.setattr(reporting.Reporter, "on_landed", delivered)
+        patch.setattr(state, "cut_back", cut_back)
 
     def _around(self, function: Callable[..., Any], paused: bool = False) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
@@ -364,9 +396,15 @@ class World:
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)
         assert len(set(trained)) == len(trained) == flow["trained"], (flow, trained, self.log)
         again = runstore.RunStore(self.run_dir)
-        counts = {state.value: count for state, count in again.read.counts().items()}
+        counts = {one.value: count for one, count in again.read.counts().items()}
         assert again.read.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
         assert sum(counts.values()) == flow["issued"]
+        if self.counted and not self.restored:
+            sampled, delivered, abandoned = (
+                int(again.read.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED)
+            )
+            assert sampled == delivered + abandoned, (sampled, delivered, abandoned, self.log)
+            self.abandoned = abandoned
         if self.config.data.test:
             self._check_validations(summary["held_out"], again.read)
         again.close()

@@ -17,7 +17,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.errors import ProtocolError
 from asyncrl.store import segments
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
+from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -97,6 +97,36 @@ class BadSector:
 def synced(state: RunState) -> None:
     state.store.sync()
     state.persist()
+
+
+def test_tokens_of_attempts_that_are_given_up_are_counted_once(tmp_path: Path) -> None:
+    """Also by a coordinator that is killed and started again. Landed episodes have theirs, whatever becomes
+    of their group."""
+
+    def fail(uid: str, reason: FailReason, counted: int) -> None:
+        state.buffer.fail(state.buffer.episodes[uid], reason, 0.0)
+        assert state.buffer.abandoned_tokens == counted
+
+    state = build(tmp_path)
+    admit(state.buffer, 3)
+    play(state, "0.0", 2)
+    fail("0.0", FailReason.WORKER_LOST, 0)  # it goes on
+    run(state.buffer, "0.0")
+    fail("0.0", FailReason.NOT_REPEATED, 20)
+    state.persist()
+    play(state, "0.0", 1)
+    fail("0.0", FailReason.REWARD_ERROR, 30)
+    state.store.close()  # all of that was not durable
+    state = build(tmp_path)
+    assert (state.buffer.abandoned_tokens, state.buffer.episodes["0.0"].sampled) == (20, 0)
+    play(state, "0.0", 1)
+    fail("0.0", FailReason.PROMPT_TOO_LONG, 30)
+    play(state, "1.0", 1, end=True), play(state, "1.1", 3)
+    state.buffer.drop_group(state.buffer.live[1], DropReason.STALE)
+    assert state.buffer.abandoned_tokens == 60
+    state.persist()
+    state.store.close()
+    assert build(tmp_path).buffer.abandoned_tokens == 60
 
 
 def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None:

@@ -131,7 +131,9 @@ def test_records_are_processed_once_and_acknowledged_in_order(setup: WorkerSetup
         setup.turn(A, 1, first)
         assert setup.acks() == [1]
     setup.finish(A, 2, first)
+    setup.turn(A, 1, first)
     assert setup.acks() == [2] and [episode.uid for episode in setup.landed] == [first.uid]
+    assert setup.sent.take(Fenced) == [], "it is no record of an attempt that was given up"
     assert list(setup.state.store.read.frames(first.uid, 1)) == [turn_payload(), b""]
 
 
@@ -273,6 +275,22 @@ def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> 
     stale = Attempt(first.uid, first.attempt + 7)
     setup.beat(A, Heartbeat(setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
     assert [message.attempt for _, message in setup.sent.take(Cancel) if message.attempt != first] == [stale]
+
+
+def test_a_side_turn_has_no_part_in_staleness_and_sizes(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.state.versions.publish(WeightsRef(PolicyVersion(1, 5), "somewhere"))
+    side = turn_payload(untrained=True)
+    setup.records.record(A, Generated(1, first, 0), [side], 0.0)
+    buffer = setup.state.buffer
+    episode, age = buffer.episodes[first.uid], buffer.waiting_tokens.quantile(0.5, 9.0)
+    assert (episode.oldest, episode.tokens, age) == (-1, 0, math.inf)
+    setup.records.record(A, Generated(2, first, 1), [turn_payload(1, 3, row=1)], 0.0)
+    assert (episode.oldest, episode.newest, episode.floor) == (3, 3, 0)
+    assert (episode.tokens, episode.untrained_tokens, episode.sampled) == (20, 20, 20)
+    end = Finished(3, first, EpisodeResult(1.0, 10), EpisodeStats(1, untrained_turns=1, longest_row=20))
+    setup.records.record(A, end, [], 0.0)
+    assert setup.state_of(first.uid) == (State.LANDED, 0) and episode.floor == 3
 
 
 @pytest.mark.parametrize(
