@@ -68,7 +68,10 @@ def main() -> None:
             with tarfile.open(archive) as files:
                 files.extractall(scratch, filter="data")
             (Path(scratch) / "package").rename(target / name)
-        print(f"{name}: {json.loads((target / name / 'package.json').read_text())['version']}")
+        described = json.loads((target / name / "package.json").read_text())
+        for program in described.get("bin", {}).values():
+            (target / name / program).chmod(0o755)  # as npm does when it installs
+        print(f"{name}: {described['version']}")
 
 
 def packed(npm: str, package: str, folder: Path) -> Path:

@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.config import Plugin
 from asyncrl.conversation.requests import AgentRequest, Untrained
-from asyncrl.gateway.harnesses import claude_code, codex
+from asyncrl.gateway.harnesses import claude_code, codex, mini_swe_agent, opencode, qwen_code
 from asyncrl.gateway.programs import COMMAND, MAX_RESULT, Command, Harness
 from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
 from asyncrl.values import finite
@@ -27,8 +27,9 @@ ASKED = Call("def untrained(request: AgentRequest) -> bool", ("request",))
 CALL = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
 
 agents: Registry[Agent | Harness] = Registry("agent")
-for harness in (COMMAND, claude_code.HARNESS, codex.HARNESS):
-    agents.register(harness.name)(harness)
+agents.register("command")(COMMAND)
+for module in (claude_code, codex, opencode, qwen_code, mini_swe_agent):
+    agents.register(module.HARNESS.name)(module.HARNESS)
 
 
 def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:

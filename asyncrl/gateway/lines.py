@@ -17,7 +17,9 @@ from pathlib import Path
 from asyncrl.errors import AsyncrlError, ConfigError
 
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
-OF_LINES = frozenset({"base_url", "anthropic_url", "model", "workspace", "prompt", "prompt_file"})
+OF_LINES = frozenset(
+    {"base_url", "anthropic_url", "model", "max_tokens", "workspace", "prompt", "prompt_file"}
+)
 KEY = "key"  # only in environment variables and files: other users of the machine see the words of a process
 INTERPRETER = re.compile(r"(ba|da|z|k|c|tc|fi)?sh|python[\d.]*|node|bun|deno|perl|ruby|php")
 CODE = re.compile(r"-\w*[ce]|--?(eval|command)")  # the option before a text that an interpreter runs

@@ -45,15 +45,14 @@ Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
 class Harness:
     """Describes a program that leads episodes. `line`, the values of `environment` and the texts of `files`
     (by their paths in HOME) have placeholders, see lines.py. `stdin`: what it reads there; only a program
-    that reads the sample gives a result. `untrained`: names of models whose requests are not trained.
-    `resident_mb`: memory that it takes with its children. `tested`: the version that was."""
+    that reads the sample gives a result. `resident_mb`: memory that it takes with
+    its children. `tested`: the version that was."""
 
     name: str
     line: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     stdin: Literal["sample", "prompt", "nothing"] = "prompt"
-    untrained: Sequence[str] = ()
     resident_mb: int = 0
     tested: str = ""
 
@@ -126,6 +125,7 @@ class Command:
             "base_url": endpoint.base_url,
             "anthropic_url": endpoint.anthropic_url,
             "model": endpoint.model,
+            "max_tokens": str(endpoint.max_tokens),
             "workspace": f"{place.root}/work",
             "prompt": prompt,
             "prompt_file": f"{place.root}/prompt",

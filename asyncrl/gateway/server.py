@@ -50,11 +50,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Endpoint(msgspec.Struct, frozen=True):
     """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
-    Anthropic's API want `anthropic_url`, without it."""
+    Anthropic's API want `anthropic_url`, without it. `max_tokens`: of a row, prompt included."""
 
     base_url: str
     api_key: str
     model: str = exchange.MODEL
+    max_tokens: int = 0
 
     @property
     def anthropic_url(self) -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.forms import grammar
@@ -220,6 +222,7 @@ class AgentPlayer:
 
     async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
         """Run the agent until it ends, or `failed` is done; it is done in both cases."""
+        endpoint = replace(endpoint, max_tokens=self.run.context.rules.config.max_tokens)
         call = self.shared.threads.call(partial(self.shared.agent, self.run.assign.sample, endpoint))
         agent = asyncio.ensure_future(call)
         try:

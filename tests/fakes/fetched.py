@@ -21,7 +21,7 @@ SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 def missing(what: str, target: str = "tokenizers") -> NoReturn:
     """Skips the test; with ASYNCRL_REQUIRE_TOKENIZERS, or what the target is called, it fails."""
     why = f"there is no {what} here; `make {target}` fetches it"
-    if os.environ.get(f"ASYNCRL_REQUIRE_{target.upper()}"):
+    if os.environ.get(f"ASYNCRL_REQUIRE_{target.upper().replace('-', '_')}"):
         pytest.fail(why)
     pytest.skip(why)
 
@@ -29,7 +29,7 @@ def missing(what: str, target: str = "tokenizers") -> NoReturn:
 def harness(program: str) -> Path:
     """The program of a coding agent."""
     if not (HARNESSES / program).exists():
-        missing(program, "harnesses")
+        missing(program, "harnesses" if program.startswith(("claude_code", "codex")) else "harnesses-all")
     return HARNESSES / program
 
 

@@ -1,71 +1,190 @@
-"""Coding agents as people run them lead episodes: Claude Code and Codex, whose model is a script."""
+"""Coding agents lead episodes as people run them: by the harness' name and nothing else. Their model is a
+script, which answers by what a prompt shows."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.gateway import load_agent, server
+from asyncrl.config import RolloutConfig
+from asyncrl.config.composition import config_root
+from asyncrl.conversation.turns import rows_of, trained
+from asyncrl.gateway import load_agent, load_untrained, server
 from asyncrl.types import EpisodeEnd, Message
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
+from tests.fakes.episodes import read
 from tests.fakes.fetched import harness
 
 TASK = "write fizz.py, run it, show it"
-PROGRAMS = {
-    "claude_code": "claude_code/claude",
-    "codex": "codex/vendor/x86_64-unknown-linux-musl/bin/codex",
-}
-SHELLS: dict[str, Callable[[str], str]] = {
-    "claude_code": lambda line: call("Bash", json.dumps({"command": line})),
-    "codex": lambda line: call("exec_command", json.dumps({"cmd": line})),
-}
-every_harness = pytest.mark.parametrize("name", PROGRAMS)
+FULL = 400_000  # tokens of a row; a character is a token here
 
 
-def bench_of(name: str, script: Callable[[str], str], size: int = 400_000, **options: Any) -> AgentBench:
-    """`size`: the tokens of a row; a character is a token here."""
-    agent = load_agent({name: {"program": str(harness(PROGRAMS[name])), **options}})
-    bench = AgentBench(agent, script, max_tokens=size, max_turns=32, max_rows=16)
-    bench.sample = replace(bench.sample, prompt=(Message("user", TASK),))
+class Client(NamedTuple):
+    """`shell`: the tool with its argument that runs a command; `end`: what the model writes last, with as
+    many calls; `side`: the turns that are not trained."""
+
+    program: str
+    shell: tuple[str, str]
+    end: str = "all done"
+    end_calls: int = 0
+    side: int = 0
+
+    def runs(self, line: str) -> str:
+        tool, argument = self.shell
+        return call(tool, json.dumps({argument: line, "description": "It runs a command."}))
+
+
+CLIENTS = {
+    "claude_code": Client("claude_code/claude", ("Bash", "command")),
+    "codex": Client("codex/vendor/x86_64-unknown-linux-musl/bin/codex", ("exec_command", "cmd")),
+    "opencode": Client("opencode/bin/opencode", ("bash", "command"), side=1),
+    "qwen_code": Client("qwen_code/cli-entry.js", ("run_shell_command", "command")),
+    "mini_swe_agent": Client(
+        f"{sys.prefix}/bin/mini",
+        ("bash", "command"),
+        "all done" + call("bash", json.dumps({"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
+        end_calls=1,
+    ),
+}
+IN_THE_GATE = ("claude_code", "codex")
+every_client = pytest.mark.parametrize(
+    "name", [name if name in IN_THE_GATE else pytest.param(name, marks=pytest.mark.full) for name in CLIENTS]
+)
+
+
+def bench_of(
+    name: str, script: Callable[[str], str], task: str = TASK, size: int = FULL, **options: Any
+) -> AgentBench:
+    """Its limits and its side requests are those that the name brings, but for `size`."""
+    options["program"] = str(harness(CLIENTS[name].program))
+    text = (config_root() / "configs" / "agent" / f"{name}.yaml").read_text()
+    config = msgspec.convert(msgspec.yaml.decode(text)["rollout"], RolloutConfig)
+    bench = AgentBench(
+        load_agent({name: options}),
+        script,
+        untrained=load_untrained(config.untrained_agents),
+        max_tokens=size,
+        max_turns=config.max_turns,
+        max_rows=config.max_rows,
+    )
+    bench.sample = replace(bench.sample, prompt=(Message("user", task),))
     return bench
 
 
-def task(shell: Callable[[str], str]) -> Callable[[str], str]:
-    """The turns of TASK, by what the prompt shows already: the third makes two calls at once."""
+def rows(bench: AgentBench) -> list[str]:
+    """The rows that are trained, in any order."""
+    return [read(ids) for ids in rows_of(trained(bench.turns))]
+
+
+def texts(bench: AgentBench) -> Sequence[str]:
+    return ["".join(map(chr, turn.ids[:-1])) for turn in trained(bench.turns)]
+
+
+def solves(client: Client) -> Callable[[str], str]:
+    """The turns of TASK: the third makes two calls at once. A request without tools is for a title."""
 
     def script(prompt: str) -> str:
-        if "[SHOWN" in prompt:
-            return "all done"
-        if "[RUN" in prompt:
-            return "I show it. " + shell("echo SHOWN; cat fizz.py") + shell("ls")
-        if "[WRITTEN" in prompt:
-            return "I run it. " + shell("echo RUN; python3 fizz.py")
-        return "I write it. " + shell("echo 'print(6 * 7)' > fizz.py; echo WRITTEN")
+        shown = [
+            mark for mark in ("WRITTEN", "RUN", "SHOWN") if prompt.count(mark) > prompt.count(f"echo {mark}")
+        ]
+        match shown:
+            case ["WRITTEN", "RUN", "SHOWN"]:
+                return client.end
+            case ["WRITTEN", "RUN"]:
+                return "I show it. " + client.runs("echo SHOWN; cat fizz.py") + client.runs("ls")
+            case ["WRITTEN"]:
+                return "I run it. " + client.runs("echo RUN; python3 fizz.py")
+        if not prompt.startswith("{"):
+            return "A file is written"
+        return "I write it. " + client.runs("echo 'print(6006 * 7)' > fizz.py; echo WRITTEN")
 
-    def unified(prompt: str) -> str:
-        """Codex puts its own lines before what a command said."""
-        for mark in ("WRITTEN", "RUN", "SHOWN"):
-            prompt = prompt.replace(f"\n{mark}\n", f"[{mark}\n")
-        return script(prompt)
-
-    return unified
+    return script
 
 
-@every_harness
+@every_client
 def test_a_task_of_four_turns_is_one_row(name: str) -> None:
-    bench = bench_of(name, task(SHELLS[name]))
+    client = CLIENTS[name]
+    bench = bench_of(name, solves(client))
     end = bench.finished()
-    assert (end.stats.turns, end.stats.rows, end.stats.tool_calls) == (4, 1, 4)
-    assert end.result.end is EpisodeEnd.DONE
-    (row,) = bench.rows
-    assert row.endswith("all done") and "RUN\n42" in row and "SHOWN\nprint(6 * 7)" in row
-    assert all("".join(map(chr, turn.ids[:-1])) in row for turn in bench.turns)
+    stats = end.stats
+    assert (stats.turns, stats.rows, stats.tool_calls) == (4, 1, 4 + client.end_calls)
+    assert (end.result.end, stats.untrained_turns) == (EpisodeEnd.DONE, client.side)
+    (row,) = rows(bench)
+    assert row.endswith(client.end) and "42042" in row
+    assert all(text in row for text in texts(bench))
+
+
+def test_sub_agents_of_claude_code_are_rows() -> None:
+    """Both run at once; the prompt of each shows its own part."""
+
+    def script(prompt: str) -> str:
+        parts = [part for part in ("PART ONE", "PART TWO") if part in prompt]
+        if len(parts) == 1:
+            return f"{parts[0]} is done"
+        if "PART ONE is done" in prompt and "PART TWO is done" in prompt:
+            return "all done"
+        options = {"description": "a part", "subagent_type": "general-purpose", "run_in_background": False}
+        asks = ({**options, "prompt": f"Do PART {number}."} for number in ("ONE", "TWO"))
+        return "".join(call("Agent", json.dumps(ask)) for ask in asks)
+
+    bench = bench_of("claude_code", script)
+    stats = bench.finished().stats
+    assert (stats.turns, stats.rows) == (4, 3)
+    ends = ("all done", "PART ONE is done", "PART TWO is done")
+    assert {next(end for end in ends if row.endswith(end)) for row in rows(bench)} == set(ends)
+
+
+def test_a_compaction_of_codex_is_a_row_and_begins_one() -> None:
+    """Of a history that nearly fills a row, it asks for a summary, and goes on with that."""
+
+    def script(prompt: str) -> str:
+        if "IT WAS LARGE" in prompt:
+            return "all done"
+        if not prompt.startswith("{"):
+            return "IT WAS LARGE"
+        return CLIENTS["codex"].runs("head -c 6000 /dev/zero | tr '\\0' a")
+
+    bench = bench_of("codex", script, size=60_000)
+    end = bench.finished()
+    assert (end.result.end, end.stats.rows) == (EpisodeEnd.DONE, 3)
+    assert texts(bench)[-2:] == ["IT WAS LARGE", "all done"]
+    assert sorted(row.count("a" * 6000) > 1 for row in rows(bench)) == [False, True, True]
+
+
+def test_a_full_row_makes_claude_code_shorten_its_history() -> None:
+    """It asks for a summary, in a row of its own, and goes on with that."""
+
+    def script(prompt: str) -> str:
+        if "IT WAS LARGE" in prompt:
+            return "all done"
+        if "summary" in prompt[-4000:].lower():
+            return "<summary>IT WAS LARGE</summary>"
+        return CLIENTS["claude_code"].runs("head -c 4000 /dev/zero | tr '\\0' a")
+
+    bench = bench_of("claude_code", script, size=120_000)
+    end = bench.finished()
+    assert texts(bench)[-2:] == ["<summary>IT WAS LARGE</summary>", "all done"]
+    assert (end.result.end, end.stats.rows) == (EpisodeEnd.DONE, 3)
+
+
+@pytest.mark.full
+def test_upkeep_of_qwen_code_is_not_trained() -> None:
+    """It comes after the answer, with other instructions."""
+    bench = bench_of("qwen_code", lambda prompt: "hello", task="say hello")
+    end = bench.finished()
+    assert (end.stats.turns, end.stats.untrained_turns) == (1, 1)
+    assert end.result.turn_rewards == (1.0,)
+    (row,) = rows(bench)
+    assert "say hello" in row
+    assert bench.turns[-1].untrained
 
 
 @pytest.mark.parametrize(
@@ -80,7 +199,7 @@ def test_a_task_of_four_turns_is_one_row(name: str) -> None:
             },
         ),
     ],
-    ids=PROGRAMS,
+    ids=IN_THE_GATE,
 )
 def test_a_long_turn_is_waited_for(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -97,20 +216,3 @@ def test_a_long_turn_is_waited_for(
     monkeypatch.setattr(bench.engine, "generate", held)
     assert bench.finished().stats.turns == 1
     assert not bench.engine.cancelled
-
-
-def test_a_full_row_makes_claude_code_shorten_its_history() -> None:
-    """It asks for a summary, in a row of its own, and goes on with that."""
-
-    def script(prompt: str) -> str:
-        if "IT WAS LARGE" in prompt:
-            return "all done"
-        if "summary" in prompt[-4000:].lower():
-            return "<summary>IT WAS LARGE</summary>"
-        return call("Bash", json.dumps({"command": "head -c 4000 /dev/zero | tr '\\0' a"}))
-
-    bench = bench_of("claude_code", script, size=60_000)
-    end = bench.finished()
-    texts = ["".join(map(chr, turn.ids[:-1])) for turn in bench.turns]
-    assert texts[-2:] == ["<summary>IT WAS LARGE</summary>", "all done"]
-    assert (end.result.end, end.stats.rows) == (EpisodeEnd.DONE, 3)

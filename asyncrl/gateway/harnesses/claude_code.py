@@ -11,8 +11,12 @@ HARNESS = Harness(
         "ANTHROPIC_BASE_URL": "{anthropic_url}",
         "ANTHROPIC_API_KEY": "{key}",
         "ANTHROPIC_MODEL": "{model}",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",  # a sub-agent may ask for one of these
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
+        "ENABLE_TOOL_SEARCH": "false",  # or a tool that is found changes the prompt, which begins a row
         "IS_SANDBOX": "1",  # or it refuses to work for root
     },
     resident_mb=300,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from asyncrl.gateway.programs import Harness
 
-CONFIG = """
+CONFIG = """\
 model = "{model}"
 model_provider = "asyncrl"
+model_context_window = {max_tokens}
+analytics.enabled = false
+features.plugins = false
 [model_providers.asyncrl]
 name = "asyncrl"
 base_url = "{base_url}"
