@@ -118,11 +118,16 @@ class MessagesRequest(msgspec.Struct, frozen=True):
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
+    thread: Any = None
 
 
 def read(body: bytes) -> MessagesExchange:
-    """ApiError for an invalid request."""
+    """ApiError for an invalid request, and for one of a conversation that we should keep: Anthropic's clients
+    know its code, and send all messages again."""
     request = read_body(body, MessagesRequest, {})
+    if request.thread is not None:
+        text = "'thread': no conversation is kept here; send all messages (tool runners: thread=False)"
+        raise ApiError(400, text, "thread_unsupported_request")
     named = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
     return MessagesExchange(request, sorted(named - set(MessagesRequest.__struct_fields__)))
 
@@ -133,7 +138,8 @@ def write_error(error: ApiError) -> dict[str, Any]:
     kind, message = ERRORS.get(error.status, "api_error"), str(error)
     if error.refusal is not None and error.refusal.end is EpisodeEnd.LENGTH:
         message = f"prompt is too long: {error.refusal.tokens} tokens > {error.refusal.most} maximum"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": error.code}} if error.code else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 DIALECT = ApiDialect(read, write_error, done=b"")

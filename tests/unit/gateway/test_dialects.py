@@ -184,6 +184,15 @@ def test_what_cannot_be_is_told(dialect: str, name: str) -> None:
     assert caught.value.kind == "invalid_request_error"
 
 
+def test_a_thread_is_refused_so_that_anthropics_clients_send_all_messages() -> None:
+    """Their tool runners send new messages only, until they read this code."""
+    body = MESSAGES.body([USER]) | {"thread": {"type": "create"}}
+    with pytest.raises(ApiError, match="send all messages") as caught:
+        MESSAGES.read(json.dumps(body).encode())
+    error = messages.write_error(caught.value)["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+
+
 DEEP = b'{"messages": [{"role": "user"}], "input": ' + b"[" * 100_000
 
 
