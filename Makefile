@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
+.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -50,6 +50,9 @@ tokenizers: .tokenizers/fetched  ## real tokenizers, chat templates and tool cal
 harnesses: .harnesses/fetched  ## Claude Code and Codex, as npm has them: for tests
 
 harnesses-all: .harnesses/all  ## opencode and qwen-code, too: for `make full`
+
+clients: $(VENV)/dev  ## a table of what client libraries make of the gateway; installs 4.4 GB into .clients
+	$(BIN)/python tools/clients.py --python312 $(PYTHON312) $(ARGS)
 
 smollm2: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters: for tests and the demo
 
@@ -153,4 +156,4 @@ $(SMOLLM)/model.safetensors: | $(VENV)/core
 	$(BIN)/python tools/fetch_smollm2.py --out $(SMOLLM)
 
 clean:  ## remove the environments; runs/ stay
-	rm -rf $(VENV) .venv-sglang* .venv-kit .tokenizers .harnesses
+	rm -rf $(VENV) .venv-sglang* .venv-kit .tokenizers .harnesses .clients

@@ -1,0 +1,350 @@
+"""Run clients of OpenAI's and Anthropic's API as they are, and print what became of each: `docs/gateway.md`.
+
+    python tools/clients.py [--only openai_python aider …] [--jobs 2] [--python312 python3.12] [--to .clients]
+
+Each library gets an environment of its own, with the versions below, by pip or npm. Each of its cases is a
+process that leads one real episode, over the gateway and a scripted engine, with a home of its own and no
+variables but those that name the endpoint; all of it, where Linux lets us, in a network namespace with
+nothing but loopback. Coding agents are tested by tests/integration/test_harnesses.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
+
+from asyncrl.gateway import Endpoint, load_untrained
+from asyncrl.rewards import RewardInput
+from asyncrl.types import Sample
+from asyncrl.wire.messages.worker import Finished
+from tests.fakes import episodes
+from tests.fakes.agents import AgentBench
+from tests.fakes.chat import call
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = ROOT / "tools/clients"
+STAMP = "packages"  # in an environment: what was installed
+SECONDS = 180.0  # of one case
+ANSWER = "it is 3"  # of every client, in its last line
+INSIDE = "ASYNCRL_CLIENTS_INSIDE"  # set within the namespace
+LOOPBACK = 'ip link set lo up && exec "$@"'
+
+Script = Callable[[str], str]  # the text of a turn, from its prompt's
+
+
+# -- what the model says -----------------------------------------------------------------------------------
+
+
+ADD = call("add", '{"a": 1, "b": 2}')
+
+
+def says(text: str) -> Script:
+    return lambda prompt: text
+
+
+def adder(prompt: str) -> str:
+    """Calls the tool once, then answers with what it said."""
+    _, found, reply = prompt.rstrip().rpartition("[")
+    return f"it is {float(reply.rstrip(']')):g}" if found and reply.endswith("]") else ADD
+
+
+def fields(**said: str) -> str:
+    """As DSPy reads them."""
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in {**said, "completed": ""}.items())
+
+
+def react(prompt: str) -> str:
+    """DSPy's ReAct: a call in text, its end, and the answer from all that was found."""
+    if "starting with the field `[[ ## reasoning ## ]]`" in prompt:
+        return fields(reasoning="I added.", answer=ANSWER)
+    name, given = ("finish", "{}") if "observation_0" in prompt else ("add", '{"a": 1, "b": 2}')
+    return fields(next_thought="I go on.", next_tool_name=name, next_tool_args=given)
+
+
+def aider(prompt: str) -> str:
+    if "commit message" in prompt:
+        return "feat: say the sum"
+    return f"said.txt\n```\n{ANSWER}\n```"
+
+
+def shell(prompt: str) -> str:
+    """OpenHands' tools."""
+    if f"echo {ANSWER}" in prompt:
+        return call("finish", '{"message": "done"}')
+    return call("terminal", json.dumps({"command": f"echo {ANSWER} > said.txt"}))
+
+
+def qwen(prompt: str) -> str:
+    """Calls are text of its own, without `tools`."""
+    return ANSWER if "<tool_response>" in prompt else "\n" + ADD
+
+
+TEXT, JSON = says(ANSWER), says(json.dumps({"text": ANSWER}))
+CALLED = says(call("Sum", json.dumps({"text": ANSWER})))
+
+
+# -- the libraries -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Library:
+    """`packages`: the first are those that the table names. `cases`: what its program is asked for, each with
+    its script. `untrained`: see rollout.untrained_agents."""
+
+    packages: str
+    cases: Mapping[str, Script]
+    named: int = 1
+    python312: bool = False
+    untrained: Sequence[str] = ()
+
+
+def all_of(names: str, script: Script) -> dict[str, Script]:
+    return dict.fromkeys(names.split(", "), script)
+
+
+TOLD = all_of("generateText", TEXT) | all_of("tools, streamText", adder) | {"generateObject": JSON}
+LIBRARIES = {
+    "openai_python": Library("openai==3.57.0", all_of("chat, stream, responses", adder)),
+    "openai_node": Library(
+        "openai@7.57.0 zod@4.6.7",
+        all_of("chat, stream", TEXT) | all_of("runTools, responses, responses.stream", adder),
+    ),
+    "ai_sdk": Library(
+        "ai@7.0.173 @ai-sdk/openai-compatible@3.0.92 @ai-sdk/openai@4.0.118 zod@4.6.7",
+        {f"{provider}.{case}": TOLD[case] for provider in ("compatible", "openai") for case in TOLD},
+        named=3,
+    ),
+    "anthropic_python": Library(
+        "anthropic==2.14.0", all_of("create, stream, count_tokens", TEXT) | {"tools": adder}
+    ),
+    "anthropic_node": Library(
+        "@anthropic-ai/sdk@1.14.0", all_of("create, stream, count_tokens", TEXT) | {"tools": adder}
+    ),
+    "langchain_chat": Library(
+        "langchain-openai==1.7.4 langchain-anthropic==1.7.10",
+        all_of("chat, responses, ChatAnthropic", adder)
+        | all_of("chat.function_calling, ChatAnthropic.function_calling", CALLED)
+        | all_of("chat.json_mode, chat.json_schema, responses.json_schema", JSON),
+        named=2,
+    ),
+    "litellm_calls": Library(
+        "litellm==1.110.2",
+        all_of("openai, openai streamed, hosted_vllm, litellm_proxy, anthropic, anthropic streamed", adder)
+        | all_of("text_completion, responses", TEXT),
+    ),
+    "instructor_models": Library(
+        "instructor==1.17.0", all_of("TOOLS, TOOLS.partial", CALLED) | all_of("JSON, JSON_SCHEMA", JSON)
+    ),
+    "llama_index_llms": Library(
+        "llama-index-llms-openai-like==0.8.1",
+        all_of("default, default streamed, chat", TEXT) | {"FunctionAgent": adder},
+    ),
+    "autogen_agent": Library(
+        "autogen-ext[openai]==0.7.5 autogen-agentchat==0.7.5", all_of("whole, streamed", adder)
+    ),
+    "dspy_modules": Library(
+        "dspy==3.4.1",
+        all_of("Predict, Predict.responses, Predict.text", says(fields(answer=ANSWER))) | {"ReAct": react},
+    ),
+    "crewai_crew": Library("crewai==1.15.30", {"crew": adder}),
+    "ag2_agent": Library("ag2[openai]==1.2.1", all_of("chat, responses", adder)),
+    "qwen_assistant": Library(
+        "qwen-agent==0.0.34 numpy==2.4.6 soundfile==0.14.0 python-dateutil==4.0.0 tqdm==4.70.1",
+        {"Assistant": qwen},
+    ),
+    "aider_task": Library(
+        "aider-chat==0.86.2",
+        all_of("weak model small, told by a function", aider),
+        untrained=("small", f"{PROGRAMS}/side_requests.py:writes_commit_message"),
+    ),
+    "openhands_sdk": Library(
+        "openhands-sdk==1.58.2 openhands-tools==1.58.2", {"task": shell}, python312=True
+    ),
+}
+
+
+# -- environments ------------------------------------------------------------------------------------------
+
+
+def install(name: str, library: Library, place: Path, python312: str) -> None:
+    """Make the environment anew if the packages have changed. CalledProcessError or OSError if that fails."""
+    if installed(library, place):
+        return
+    print(f"installing {library.packages}", file=sys.stderr)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    if program(name).suffix == ".mjs":
+        words: list[str | Path] = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", place]
+    else:
+        python = python312 if library.python312 else sys.executable
+        subprocess.run([python, "-m", "venv", place], check=True)
+        quiet = ("--disable-pip-version-check", "--progress-bar=off", "--quiet")
+        words = [place / "bin/python", "-m", "pip", "install", *quiet]
+    subprocess.run([*words, *library.packages.split()], check=True)
+    (place / STAMP).write_text(library.packages)
+
+
+def installed(library: Library, place: Path) -> bool:
+    return (place / STAMP).is_file() and (place / STAMP).read_text() == library.packages
+
+
+def program(name: str) -> Path:
+    return next(PROGRAMS.glob(f"{name}.*"))
+
+
+# -- episodes ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """Of a case: its turns and rows, or how it failed, and the paths that it asked."""
+
+    said: str
+    failed: bool = False
+    paths: set[str] = field(default_factory=set)
+
+
+def run(name: str, library: Library, place: Path, case: str) -> Outcome:
+    """One episode, led by the library's program."""
+    paths, answers = set[str](), list[Any]()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, str]:
+        gateway: Any = bench.shared.gateway
+        body = gateway._body
+
+        async def noted(request: Any) -> bytes:
+            paths.add(request.path.removeprefix("/v1/"))
+            return await body(request)
+
+        gateway._body = noted
+        return {"said": await talk(name, place, case, endpoint)}
+
+    def reward(given: RewardInput) -> float:
+        answers.append(given.result)
+        return 1.0
+
+    untrained = load_untrained(library.untrained)
+    limits = {"max_tokens": 1 << 20, "max_turns": 16, "max_rows": 16, "episode_timeout": SECONDS}
+    bench = AgentBench(agent, library.cases[case], reward, limits=limits, untrained=untrained)
+    try:
+        end = bench.play()
+    except TimeoutError:
+        return Outcome(f"no end within {SECONDS:g} s", True, paths)
+    if not isinstance(end, Finished):
+        return Outcome(end.detail, True, paths)
+    if answers != [{"said": ANSWER}]:
+        return Outcome(f"it said {answers}", True, paths)
+    stats = end.stats
+    side = f" and {stats.untrained_turns} untrained" if stats.untrained_turns else ""
+    return Outcome(f"{stats.turns}→{stats.rows}{side}", False, paths)
+
+
+async def talk(name: str, place: Path, case: str, endpoint: Endpoint) -> str:
+    """The last line of what the program said. RuntimeError, with its last line of stderr, if it fails."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-client-") as home:
+        if program(name).suffix == ".mjs":  # Node looks for packages beside the program
+            words = ["node", shutil.copy(program(name), place)]
+        else:
+            words = [str(place / "bin/python"), str(program(name))]
+        made = await asyncio.create_subprocess_exec(
+            *(*words, case),
+            cwd=home,
+            env={
+                "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+                "HOME": home,
+                "NO_PROXY": "127.0.0.1",
+                "OPENAI_BASE_URL": endpoint.base_url,
+                "OPENAI_API_KEY": endpoint.api_key,
+                "ANTHROPIC_BASE_URL": endpoint.anthropic_url,
+                "ANTHROPIC_API_KEY": endpoint.api_key,
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it asks for one
+            },
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await made.communicate()
+        finally:
+            if made.returncode is None:
+                made.kill()
+        if made.returncode:
+            lines = err.decode(errors="replace").strip().splitlines() or ["no message"]
+            wrong = [line for line in lines if "Error" in line and not line.startswith(" ")] or lines
+            raise RuntimeError(wrong[-1].strip()[:300])
+        return "".join(out.decode(errors="replace").strip().splitlines()[-1:])
+
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+
+def row(name: str, library: Library, outcomes: Mapping[str, Outcome]) -> str:
+    packages = library.packages.split()[: library.named]
+    named = ", ".join(re.sub(r"(\[.*\])?(==|(?<=.)@)", " ", package) for package in packages)
+    named += " (npm)" if program(name).suffix == ".mjs" else ""
+    paths = ", ".join(sorted(set().union(*(outcome.paths for outcome in outcomes.values()))))
+    told = [
+        f"{case}: **failed**: {outcome.said}" if outcome.failed else f"{case} {outcome.said}"
+        for case, outcome in outcomes.items()
+    ]
+    return f"| {named} | {paths} | {'; '.join(told) or 'not installed'} |".replace("\n", " ")
+
+
+def enter_namespace() -> None:
+    """Go on in a network namespace with loopback only; where there can be none, say so and go on."""
+    words = ["unshare", "--net", "--user", "--map-root-user", "sh", "-c", LOOPBACK, "sh"]
+    if subprocess.run([*words, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
+        print("no network namespace can be made here: clients can reach the network", file=sys.stderr)
+    else:
+        os.execvpe(words[0], [*words, sys.executable, *sys.argv], {**os.environ, INSIDE: "1"})
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--only", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="LIBRARY")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--python312", default="python3.12", help="for libraries that need it")
+    parser.add_argument("--to", type=Path, default=ROOT / ".clients")
+    options = parser.parse_args()
+    chosen = {name: LIBRARIES[name] for name in options.only}
+    places = {name: options.to.resolve() / name for name in chosen}
+    if INSIDE not in os.environ:
+        for name, library in chosen.items():
+            try:
+                install(name, library, places[name], options.python312)
+            except (subprocess.CalledProcessError, OSError) as error:
+                print(f"{name} is left out: {error}", file=sys.stderr)
+        enter_namespace()
+    logging.disable(logging.WARNING)  # what requests set without effect, a hundred times
+    episodes.SECONDS = SECONDS
+    failed = False
+    print("| client | asks | cases: turns→rows |\n|---|---|---|")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for name, library in chosen.items():
+            cases = library.cases if installed(library, places[name]) else ()
+            play = partial(run, name, library, places[name])
+            outcomes = dict(zip(cases, pool.map(play, cases), strict=True))
+            failed |= not cases or any(outcome.failed for outcome in outcomes.values())
+            print(row(name, library, outcomes), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
