@@ -89,7 +89,7 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
 
 
 def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
-    from asyncrl.engines.sglang.http import DIALECTS
+    from asyncrl.engines.sglang.http import PROTOCOLS
 
     command = [program, "-c", ASK_SGLANG, *KERNELS * on_gpu]
     try:
@@ -98,8 +98,8 @@ def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
         yield warning(f"{program}: no version of sglang could be read ({_said(error)}); install it there")
         return
     found, *lines = done.stdout.strip().splitlines() or ["none"]
-    known, advice = ", ".join(DIALECTS), f"{program} -m pip install sglang=={found}"
-    if found not in DIALECTS:
+    known, advice = ", ".join(PROTOCOLS), f"{program} -m pip install sglang=={found}"
+    if found not in PROTOCOLS:
         raise ConfigError(f"{program} has sglang {found}; install one of {known} there")
     for line in (line for line in lines if BROKEN in line):
         if line.startswith(KERNELS[0]):

@@ -21,7 +21,7 @@ from asyncrl.engines.sglang import http as sglang_http
 from asyncrl.engines.sglang import loader as sglang_loader
 from asyncrl.engines.sglang import receiver as sglang_receiver
 from asyncrl.engines.sglang.client import SGLangClient
-from asyncrl.engines.sglang.http import INVALID_LABEL, Dialect, PauseMode, ServerApi, dialect_of
+from asyncrl.engines.sglang.http import INVALID_LABEL, PauseMode, ServerApi, UpdateProtocol, protocol_of
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
@@ -94,11 +94,13 @@ class Watched:
 class BroadcastServer(Kept):
     """A server into which weights are broadcast."""
 
-    def __init__(self, server: ServerApi, dialect: Dialect, mode: PauseMode) -> None:
+    def __init__(self, server: ServerApi, protocol: UpdateProtocol, mode: PauseMode) -> None:
         self.watched = Watched(server, 3)
         receiver = Receiver(self.watched, 0, 1)  # type: ignore[arg-type]
         config = WeightsConfig(mode=mode, deadline=LONG)
-        super().__init__(server, ServerLoader(server, config, receiver=receiver, dialect=dialect), mode=mode)
+        super().__init__(
+            server, ServerLoader(server, config, receiver=receiver, protocol=protocol), mode=mode
+        )
 
     async def check(self, versions: Versions, version: int) -> None:
         """It samples with exactly these weights, under their label."""
@@ -112,8 +114,8 @@ class BroadcastServer(Kept):
 async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncIterator[BroadcastServer]:
     async with asyncio.timeout(4 * LONG):
         server = ServerApi(running.url)
-        dialect = dialect_of((await server.server_info()).version, server.url)
-        keeper = BroadcastServer(server, dialect, mode)
+        protocol = protocol_of((await server.server_info()).version, server.url)
+        keeper = BroadcastServer(server, protocol, mode)
         try:
             await server.flush_cache(wait=10)
             yield keeper

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
-from asyncrl.engines.sglang.http import INVALID_LABEL, dialect_of
+from asyncrl.engines.sglang.http import INVALID_LABEL, protocol_of
 from asyncrl.engines.sglang.server import connect
 from asyncrl.engines.sglang.stream import decode
 from asyncrl.errors import EngineError
@@ -213,11 +213,11 @@ async def test_a_session_that_was_left_open_is_ended_by_the_next_one(
     server: SGLangServer, refs: list[WeightsRef]
 ):
     async with kept(server) as engine:
-        dialect = dialect_of((await engine.api.server_info()).version, server.url)
-        if not dialect.sessions:
+        protocol = protocol_of((await engine.api.server_info()).version, server.url)
+        if not protocol.sessions:
             pytest.skip("this version has no sessions")
         await engine.api.begin_update()
-        async with dialect.update(engine.api):
+        async with protocol.update(engine.api):
             with pytest.raises(WeightsError, match="already open"):
                 await engine.api.begin_update()
         with pytest.raises(WeightsError, match="no weight-update session is open"):

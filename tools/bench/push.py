@@ -31,7 +31,7 @@ from common import SINGLE_THREAD, table
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.engines.sglang.http import ServerApi, dialect_of
+from asyncrl.engines.sglang.http import ServerApi, protocol_of
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -123,7 +123,7 @@ class Bench:
 
     async def sent(self, bucket_bytes: int, ipc: bool) -> list[list[str]]:
         info = await self.server.server_info()
-        dialect = dialect_of(info.version, self.server.url)
+        protocol = protocol_of(info.version, self.server.url)
         receiver = Receiver(self.server, 0, info.tp_size)
         with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, self.device, ipc)) as sender:
 
@@ -132,7 +132,7 @@ class Bench:
                 async with (
                     pushing as ready,
                     self.paused(),
-                    dialect.update(self.server) if ready.session else nullcontext(),
+                    protocol.update(self.server) if ready.session else nullcontext(),
                 ):
                     await ready.load()
 

@@ -278,7 +278,7 @@ class ServerApi:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class UpdateProtocol:
     """The protocol of one version. `modes`: what it can do with requests under way at an update. `sessions`:
     it accepts broadcast weights within a session only, of which there is one at a time."""
 
@@ -305,15 +305,16 @@ class Dialect:
         await server.end_update()
 
 
-OLD = Dialect(("in_place", "abort"), sessions=False)  # cannot empty its cache while retracted requests wait
-NEW = Dialect(("in_place", "retract", "abort"), sessions=True)
-DIALECTS: Mapping[str, Dialect] = {"0.5.20": OLD, "0.5.22": NEW, "0.5.23": NEW}
+# It cannot empty its cache while retracted requests wait.
+OLD = UpdateProtocol(("in_place", "abort"), sessions=False)
+NEW = UpdateProtocol(("in_place", "retract", "abort"), sessions=True)
+PROTOCOLS: Mapping[str, UpdateProtocol] = {"0.5.20": OLD, "0.5.22": NEW, "0.5.23": NEW}
 
 
-def dialect_of(version: str, url: str) -> Dialect:
+def protocol_of(version: str, url: str) -> UpdateProtocol:
     """ConfigError for a version that the project does not know."""
     try:
-        return DIALECTS[version]
+        return PROTOCOLS[version]
     except KeyError:
-        known = ", ".join(DIALECTS)
+        known = ", ".join(PROTOCOLS)
         raise ConfigError(f"server {url} runs SGLang {version}; supported are {known}") from None

@@ -23,7 +23,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import WeightsConfig
-from asyncrl.engines.sglang.http import Dialect, ServerApi
+from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.weights import disk
@@ -40,7 +40,7 @@ class ServerLoader:
     """The server at `api.url`, as its keeper sees it.
 
     `cache`: a directory of this loader's own, on a disk that the server reads, for versions published as
-    deltas. `receiver`: for versions that are broadcast, in the server's `dialect`. `model`: the tensors of a
+    deltas. `receiver`: for versions that are broadcast, in the server's `protocol`. `model`: the tensors of a
     version; by default those of the first one.
     """
 
@@ -50,7 +50,7 @@ class ServerLoader:
         config: WeightsConfig,
         cache: Path | None = None,
         receiver: Receiver | None = None,
-        dialect: Dialect | None = None,
+        protocol: UpdateProtocol | None = None,
         model: Shapes | None = None,
         description: str = "SGLang",
     ) -> None:
@@ -58,7 +58,7 @@ class ServerLoader:
         self.broken = ""  # why the server's weights are not to be trusted; empty: they are
         self.loaded: WeightsRef | None = None  # last
         self._mode, self._deadline = config.mode, config.deadline
-        self._cache, self._receiver, self._dialect, self._model = cache, receiver, dialect, model
+        self._cache, self._receiver, self._protocol, self._model = cache, receiver, protocol, model
         self._loading = asyncio.Lock()
         self._end_of_pause: asyncio.Future[None] | None = None
         self._preparing: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
@@ -124,15 +124,15 @@ class ServerLoader:
         return materialise(ref, self._cache), manifest
 
     async def _receive(self, ref: WeightsRef) -> Manifest:
-        dialect, found = self._dialect, list[Manifest]()
-        if self._receiver is None or dialect is None:
+        protocol, found = self._protocol, list[Manifest]()
+        if self._receiver is None or protocol is None:
             raise WeightsError(f"weights {ref.path}: are broadcast, and this loader reads files only")
         async with self._receiver.push(ref, self._deadline) as push:
             layout = tuple(spec for bucket in push.buckets for spec in bucket)
             self._check(ref, layout)
 
             async def load() -> None:
-                async with dialect.update(self.api) if push.session else nullcontext():
+                async with protocol.update(self.api) if push.session else nullcontext():
                     found.append(await push.load())
 
             await self._replace(ref, load)

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo, dialect_of
+from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo, protocol_of
 from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import ConfigError
@@ -78,7 +78,7 @@ def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo, 
         config.weights,
         cache=_cache(config, index),
         receiver=Receiver(server, index, info.tp_size),
-        dialect=dialect_of(info.version, server.url),
+        protocol=protocol_of(info.version, server.url),
         model=shapes_of(config.model.path, tied),
         description=what,
     )
@@ -104,7 +104,7 @@ async def _until_ready(server: ServerApi, fresh: bool) -> None:
 
 def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
     """ConfigError that says what differs from what the run needs."""
-    modes = dialect_of(info.version, url).modes
+    modes = protocol_of(info.version, url).modes
     if config.weights.mode not in modes:
         known = f"its version {info.version} knows {', '.join(modes)}"
         raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {known}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.engines.sglang.http import NEW, OLD, ServerApi, dialect_of
+from asyncrl.engines.sglang.http import NEW, OLD, ServerApi, protocol_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import Script, scripted
@@ -18,12 +18,12 @@ def asked(script: Script) -> list[str]:
 
 
 def test_versions_are_chosen_by_name_and_others_refused():
-    assert dialect_of("0.5.20", "u") is OLD
+    assert protocol_of("0.5.20", "u") is OLD
     assert "retract" not in OLD.modes  # its flush while retracted requests wait ends the server
-    assert dialect_of("0.5.23", "u") is NEW
+    assert protocol_of("0.5.23", "u") is NEW
     for version in ("0.5.21", "0.6.0", ""):
         with pytest.raises(ConfigError, match=r"server u runs SGLang .*; supported are 0\.5\.20, .*0\.5\.23"):
-            dialect_of(version, "u")
+            protocol_of(version, "u")
 
 
 async def test_a_session_is_closed_whatever_happens_in_it():
