@@ -80,7 +80,7 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
         if one.result is None or one.stats is None:
             return None, None, None, "failed", 0
         end = one.result.end
-        given = reward_input(parts, sample, judged_turns(reader, one), end)
+        given = reward_input(parts, sample, judged_turns(reader, one), end, one.stats.tool_calls)
         messages = msgspec.json.encode([message.openai() for message in given.messages])
         return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens
 

@@ -109,7 +109,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
         async with room:
             try:
                 end, sample = episode.result.end, samples[group.sample]
-                earned = await regrade(parts, sample, turns, end)
+                earned = await regrade(parts, sample, turns, end, episode.stats.tool_calls)
             except Exception as error:
                 problems.append(f"episode {episode.uid}: {one_line(error)}")
                 return None

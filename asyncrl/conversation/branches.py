@@ -151,7 +151,7 @@ class Branches:
         for _ in range(count):
             try:
                 one = self.redeliver(request) or self.place(request)
-            except ConfigError:
+            except Exception:
                 self.give_back(found)
                 raise
             if isinstance(one, Refusal):

@@ -29,6 +29,8 @@ from asyncrl.wire.messages.worker import Failed, Finished
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
+ANY_TOOL = '{"type": "function", "function": {"name": "", "parameters": {}}}'  # as templates see it
+
 _decode_turn = msgspec.msgpack.Decoder(Turn).decode
 _decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
 
@@ -77,28 +79,35 @@ def judged_turns(reader: RunReader, one: Judged) -> tuple[Turn, ...]:
 
 
 async def regrade(
-    parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
+    parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int
 ) -> EpisodeResult:
-    """Score the trained turns among these, of an episode which ended so. Raises RewardError."""
+    """Score the trained turns among these, as `reward_input` has them. Raises RewardError."""
     turns = trained(turns)
-    earned = await parts.scorer.score(reward_input(parts, sample, turns, end))
+    earned = await parts.scorer.score(reward_input(parts, sample, turns, end, calls))
     ended = scored(turns, end, shaped(parts.rules, parts.scorer, earned, turns, end))
     if not isinstance(ended, Done):
         raise RewardError(ended.detail)
     return ended.result
 
 
-def reward_input(parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd) -> RewardInput:
-    """An episode of these turns, which ended so, as its reward sees it."""
-    rules = parts.rules
-    schemas = () if rules.config.agent else parts.toolbox.schemas(sample)
-    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=tuple(turns))
+def reward_input(
+    parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int
+) -> RewardInput:
+    """An episode of these turns, with so many calls, which ended so, as its reward sees it. The conversation
+    of an agent is that of the last turn; its tools were not recorded, but where it made calls it had some."""
+    rules, shown = parts.rules, tuple(turns)
+    if rules.config.agent:
+        schemas: tuple[str, ...] = (ANY_TOOL,) if calls else ()
+        shown = tuple(turn for turn in turns if turn.row == turns[-1].row)
+    else:
+        schemas = parts.toolbox.schemas(sample)
+    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown)
     return RewardInput(
         sample=sample,
         answer=read_turn(rules, turns[-1], schemas).content,
         messages=conversation(rules, episode),
         turns=len(turns),
-        tool_calls=sum(not reply.refused for turn in turns for reply in turn.replies),
+        tool_calls=calls,
         end=end,
         transcript=transcript(rules, turns),
     )

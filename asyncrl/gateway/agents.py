@@ -12,6 +12,7 @@ import msgspec
 
 from asyncrl.config import Plugin
 from asyncrl.conversation.requests import AgentRequest, Untrained
+from asyncrl.errors import AsyncrlError, describe
 from asyncrl.gateway.harnesses import claude_code, codex, mini_swe_agent, opencode, qwen_code
 from asyncrl.gateway.programs import COMMAND, MAX_RESULT, Command, Harness
 from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
@@ -25,6 +26,11 @@ all episodes of a worker share one instance."""
 
 ASKED = Call("def untrained(request: AgentRequest) -> bool", ("request",))
 CALL = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
+
+
+class AgentError(AsyncrlError):
+    """The agent program failed, or a function of the user about its requests."""
+
 
 agents: Registry[Agent | Harness] = Registry("agent")
 agents.register("command")(COMMAND)
@@ -44,15 +50,23 @@ def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
 
 def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents") -> Untrained:
     """Tell side requests: by the names of agents, globs among them, and by functions of the user
-    (`module:function`, `file.py:function`) of a request. ConfigError that begins with `where`."""
-    functions = [
-        make(load_object(name, where), {}, f"{where} {name!r}", ASKED) for name in names if ":" in name
-    ]
+    (`module:function`, `file.py:function`) of a request. ConfigError that begins with `where`; AgentError
+    that does, where a function raises."""
+    functions = {
+        name: make(load_object(name, where), {}, f"{where} {name!r}", ASKED) for name in names if ":" in name
+    }
     globs = [name for name in names if ":" not in name]
 
     def untrained(request: AgentRequest) -> bool:
-        named = any(fnmatchcase(request.agent, glob) for glob in globs)
-        return named or any(bool(function(request)) for function in functions)
+        if any(fnmatchcase(request.agent, glob) for glob in globs):
+            return True
+        for name, function in functions.items():
+            try:
+                if function(request):
+                    return True
+            except Exception as error:
+                raise AgentError(f"{where} {name!r}: {describe(error)}") from error
+        return False
 
     return untrained
 

@@ -25,11 +25,10 @@ from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untr
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
-from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
+from asyncrl.gateway import Agent, AgentError, Endpoint, Gateway, result_of
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
-from asyncrl.rollout.episode_runner import AgentError
 from asyncrl.runtime.activity import Notifier, Waits
 from asyncrl.types import EpisodeEnd, FailReason, Turn
 
@@ -77,23 +76,30 @@ class AgentHost:
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None
     ) -> Sequence[AgentReply] | Refusal:
-        await self._rendered(request)
-        found = self._branches.find(request, count)
+        with self._ending(AgentError):
+            await self._render(request)
+            found = self._branches.find(request, count)
         if isinstance(found, Refusal):
             return found
+        with self._ending(Exception), self._idle.paused():
+            return await self._together(found, listener)
+
+    async def count(self, request: AgentRequest) -> int:
+        with self._ending(AgentError):
+            await self._render(request)
+            return self._branches.count(request)
+
+    @contextmanager
+    def _ending(self, kind: type[Exception]) -> Iterator[None]:
+        """An error of this kind in the body ends the episode."""
         try:
-            with self._idle.paused():
-                return await self._together(found, listener)
-        except Exception as error:
+            yield
+        except kind as error:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise
 
-    async def count(self, request: AgentRequest) -> int:
-        await self._rendered(request)
-        return self._branches.count(request)
-
-    async def _rendered(self, request: AgentRequest) -> None:
+    async def _render(self, request: AgentRequest) -> None:
         if (rendering := self._branches.rendering(request)) is not None:
             await asyncio.to_thread(rendering)  # other episodes go on meanwhile
 

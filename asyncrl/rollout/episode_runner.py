@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.episodes.recorded import turns_of
-from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, NoEngineError, ProtocolError, describe
+from asyncrl.errors import AsyncrlError, EngineError, NoEngineError, ProtocolError, describe
+from asyncrl.gateway import AgentError
 from asyncrl.rewards import RewardError
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler
 from asyncrl.tools import ToolError
@@ -28,10 +29,6 @@ class EnvironmentFailed(AsyncrlError):
     """The environment raised, or ran out of time."""
 
 
-class AgentError(AsyncrlError):
-    """The agent program failed."""
-
-
 _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
     (NoEngineError, FailReason.ENGINE_LOST),
     (EngineError, FailReason.ENGINE_ERROR),
@@ -39,7 +36,6 @@ _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
     (ToolError, FailReason.TOOL_ERROR),
     (EnvironmentFailed, FailReason.ENVIRONMENT_ERROR),
     (AgentError, FailReason.AGENT_ERROR),
-    (DeadlineError, FailReason.DEADLINE),
     (Exception, FailReason.EPISODE_ERROR),
 )
 

@@ -208,6 +208,21 @@ def test_what_fails_an_episode(tasksets: None, sample: Sample, complaint: str) -
         play(GAME, sample, [said("1")])
 
 
+def test_a_toolset_with_the_state_of_its_task_is_refused() -> None:
+    import verifiers.v1 as vf
+
+    from asyncrl.environments.verifiers_proxy import TaskTools, Unsupported
+
+    class Counted(vf.State):
+        count: int = 0
+
+    class Counter(vf.Toolset[vf.ToolsetConfig, Counted]):
+        pass
+
+    with pytest.raises(Unsupported, match="Counter shares a state with its task; verifiers can lead"):
+        asyncio.run(TaskTools().add(Counter(vf.ToolsetConfig()), None))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("plugin", "sample", "turns", "unanswered", "reward"),
     [

@@ -232,6 +232,17 @@ def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
     assert not isinstance(found, Refusal) and len(found) == 2
 
 
+def test_places_are_given_back_where_a_function_about_the_request_raises() -> None:
+    def untrained(request: AgentRequest) -> bool:
+        return bool(branches._pending) and 1 / 0 > 0
+
+    branches = Branches(rules(max_turns=2), untrained=untrained)
+    for count in (2, 3):  # for the second answer there is a place under way
+        with pytest.raises(ZeroDivisionError):
+            branches.find(AgentRequest((USER,)), count)
+    assert len(branches.find(AgentRequest((USER,)), 1)) == 1  # type: ignore[arg-type]
+
+
 def test_an_agent_that_goes_on_after_a_refusal_is_not_held_to_it() -> None:
     branches = Branches(rules(max_tokens=10))
     say(branches, "4", USER)

@@ -195,6 +195,25 @@ def test_side_requests_are_told_by_names_globs_and_functions() -> None:
         load_untrained([f"{__name__}:absent"])
 
 
+def broken(request: AgentRequest) -> bool:
+    return request.messages[-1].content == "sure?" and 1 / 0 > 0
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_function_about_side_requests_that_raises_fails_the_episode_by_name(counts: bool) -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        first = await message(endpoint, "q")
+        path = "/messages/count_tokens" if counts else "/chat/completions"
+        assert (await ask(endpoint, "q", first, "sure?", path=path))[0] == 500
+        await asyncio.Event().wait()
+
+    name = f"{__name__}:broken"
+    reason, detail = reason_of(AgentBench(agent, untrained=load_untrained([name])))
+    assert reason is FailReason.AGENT_ERROR
+    assert detail.startswith(f"rollout.untrained_agents '{name}': ZeroDivisionError: ")
+    assert "(test_agent_player.py:" in detail
+
+
 # -- prompts without a template --------------------------------------------------------------------------
 
 

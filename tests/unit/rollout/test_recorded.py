@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.data import samples_path
-from asyncrl.episodes.recorded import evaluated, judged_turns, kept_turns
+from asyncrl.episodes.recorded import evaluated, judged_turns, kept_turns, reward_input
+from asyncrl.gateway import Endpoint
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, Judged
+from asyncrl.rewards import RewardInput
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Failed, Finished
+from tests.fakes.agents import AgentBench, message
+from tests.fakes.chat import call
 from tests.fakes.data import rows, stored
 from tests.fakes.viewed import MARKUP, SPANS, save_run
 from tests.unit.buffer.machine import turn_payload
@@ -68,6 +73,38 @@ def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_p
         judged = Judged(which, "a", RESULT, EpisodeStats(1, untrained_turns=1))
         (read,) = judged_turns(reader, judged)
     assert (read.ids, read.index, read.row) == (turn.ids, 0, 0)
+
+
+def test_an_agents_episode_is_regraded_by_what_its_reward_saw() -> None:
+    """All but the agent's own messages, which are not recorded: the conversation is that of the last turn."""
+    seen: list[RewardInput] = []
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+        await message(endpoint, "a plan?")
+        calling = await message(endpoint, "q", tools=[tool])
+        (made,) = calling["tool_calls"]
+        reply = {"role": "tool", "tool_call_id": made["id"], "content": "7"}
+        await message(endpoint, "q", calling, reply, tools=[tool])
+
+    def said(prompt: str) -> str:
+        return "so " + call("look") if prompt.endswith("q") else "it is " + call("look")
+
+    def reward(given: RewardInput) -> float:
+        seen.append(given)
+        return 1.0
+
+    bench = AgentBench(agent, said, reward)
+    stats = bench.finished().stats
+    (live,), parts = seen, SimpleNamespace(rules=bench.context.rules)
+    found = reward_input(parts, bench.sample, bench.turns, live.end, stats.tool_calls)  # type: ignore[arg-type]
+
+    def texts(given: RewardInput) -> list[str]:
+        return [one.content for one in given.messages if one.role == "assistant"]
+
+    assert (live.answer, live.tool_calls, texts(live)) == ("it is", 2, ["so", "it is"])
+    assert (found.answer, found.tool_calls, texts(found)) == ("it is", 2, ["so", "it is"])
+    assert (found.turns, found.end, found.transcript) == (live.turns, live.end, live.transcript)
 
 
 def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left_out(tmp_path: Path) -> None:
