@@ -194,7 +194,7 @@ def install(name: str, library: Library, place: Path, python312: str) -> None:
     else:
         python = python312 if library.python312 else sys.executable
         subprocess.run([python, "-m", "venv", place], check=True)
-        quiet = ("--disable-pip-version-check", "--progress-bar=off", "--quiet")
+        quiet = ("--disable-pip-version-check", "--progress-bar=off", "-qq")
         words = [place / "bin/python", "-m", "pip", "install", *quiet]
     subprocess.run([*words, *library.packages.split()], check=True)
     (place / STAMP).write_text(library.packages)
@@ -226,13 +226,13 @@ def run(name: str, library: Library, place: Path, case: str) -> Outcome:
 
     async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, str]:
         gateway: Any = bench.shared.gateway
-        body = gateway._body
+        by_key = gateway._by_key
 
-        async def noted(request: Any) -> bytes:
+        def noted(request: Any) -> Any:
             paths.add(request.path.removeprefix("/v1/"))
-            return await body(request)
+            return by_key(request)
 
-        gateway._body = noted
+        gateway._by_key = noted
         return {"said": await talk(name, place, case, endpoint)}
 
     def reward(given: RewardInput) -> float:

@@ -24,6 +24,7 @@ from asyncrl.wire.messages.worker import Failed, Finished
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
 from tests.fakes.episodes import read
+from tools import clients
 
 NUMBER = {"type": "number"}
 TOOL: dict[str, Any] = {
@@ -260,6 +261,12 @@ def test_clients(client: Client) -> None:
     if client.script is adder:
         (row,) = bench.rows
         assert row.endswith(f"let me see {ADD}[3]it is 3")
+
+
+def test_a_client_of_the_table_in_the_docs_leads_an_episode() -> None:
+    """Of `make clients`, with the packages that are here."""
+    outcome = clients.run("openai_python", clients.LIBRARIES["openai_python"], Path(sys.prefix), "chat")
+    assert outcome == clients.Outcome("2→1", False, {"chat/completions"})
 
 
 # -- what single clients see -------------------------------------------------------------------------
