@@ -3,12 +3,3 @@
 from asyncrl.data.order import EpochOrder
 from asyncrl.data.samples import RowLayout, load_samples
 from asyncrl.data.storage import Samples, check_same_data, samples_path
-
-__all__ = [
-    "EpochOrder",
-    "RowLayout",
-    "Samples",
-    "check_same_data",
-    "load_samples",
-    "samples_path",
-]

@@ -12,17 +12,3 @@ from asyncrl.environments.openenv import OpenEnv
 from asyncrl.environments.user import ScriptedUser, SimulatedUser
 from asyncrl.environments.verifiers import Verifiers
 from asyncrl.isolation.calls import in_thread
-
-__all__ = [
-    "Environment",
-    "Gymnasium",
-    "OpenEnv",
-    "ScriptedUser",
-    "SimulatedUser",
-    "Verifiers",
-    "environments",
-    "extra_info",
-    "in_thread",
-    "load_environment",
-    "text_observation",
-]

@@ -5,20 +5,3 @@ from asyncrl.tools.calculator import calculator
 from asyncrl.tools.loading import load_tool, load_tools
 from asyncrl.tools.sample_tools import check_sample_tools
 from asyncrl.tools.toolbox import Toolbox, ToolSession, call_tool, unknown_tool
-
-__all__ = [
-    "Replay",
-    "Rewarded",
-    "Tool",
-    "ToolError",
-    "ToolSession",
-    "Toolbox",
-    "calculator",
-    "call_tool",
-    "check_sample_tools",
-    "load_tool",
-    "load_tools",
-    "tool",
-    "tools",
-    "unknown_tool",
-]
