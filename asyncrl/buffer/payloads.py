@@ -1,13 +1,13 @@
 """The payloads of turns: what training takes for granted of them, and what becomes of an episode without.
 
-They are checked when they come, before they are acknowledged; and when a run is loaded, as a power cut or a
-bad sector may have taken some. When they are taken the store compares their digests, no more.
+They are checked when they come, before they are acknowledged. When they are read, the store compares their
+digests: a power cut or a bad sector may have taken some.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -72,20 +72,6 @@ def check_logprobs(uid: str, turn: Turn) -> None:
     not ask: it leaves tokens out whose ratio is not finite.)"""
     if turn.logprobs and not (math.isfinite(sum(turn.logprobs)) and max(turn.logprobs) <= MOST_LOGPROB):
         raise ProtocolError(f"episode {uid} turn {turn.index}: log-probs that are no finite numbers up to 0")
-
-
-def sound_turns(uid: str, frames: Iterable[bytes]) -> Iterable[tuple[Turn, bytes, bytes]]:
-    """(turn, its payload, that of its replies) for each two of `frames`. ProtocolError at a bad one."""
-    pairs, rows = iter(frames), 0
-    for index, (payload, replied) in enumerate(zip(pairs, pairs, strict=True)):
-        turn = decode_turn(payload)
-        check_turn(uid, turn, rows)
-        if turn.index != index:
-            raise ProtocolError(f"episode {uid}: turn {turn.index} in the place of turn {index}")
-        if replied:
-            check_reply(replied)
-        rows = max(rows, turn.row + 1)
-        yield turn, payload, replied
 
 
 def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.algorithms.advantages import credit_of
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.flow_control import LiveLimit
-from asyncrl.buffer.payloads import cut_back, sound_turns
+from asyncrl.buffer.payloads import cut_back, decode_turn
 from asyncrl.buffer.prompts import ComparedParts, Prompts
 from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
@@ -196,9 +196,9 @@ class RunState:
             return frames
         uid, stored = episode.uid, self.store.read.frames(episode.uid, episode.turns)
         try:
-            for turn, *payloads in sound_turns(uid, stored):
-                turns.append(turn)
-                frames += payloads
+            for payload, replied in zip(stored, stored, strict=True):
+                turns.append(decode_turn(payload))
+                frames += payload, replied
         except (StoreError, ProtocolError) as error:
             log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
             if uid in self.held_out.episodes:
