@@ -220,23 +220,6 @@ def _state_share(trainer: TrainerConfig) -> float:
     return sum(value.numel() for value in state.values() if isinstance(value, Tensor)) // 64 / 64
 
 
-def coverage(path: str) -> str:
-    """The matrices that adapters adapt and those they leave, by kind, with their number and their share of
-    all parameters."""
-    model = ModelSizes(path)
-    kinds = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
-    for name, shape in model.shapes.items():
-        parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
-        if len(shape) > 1:
-            kinds[name in model.linear][".".join(parts[-2:])].append(prod(shape))
-    total = count(model.shapes)
-    adapted, left = (
-        ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in kinds[which].items())
-        for which in (True, False)
-    )
-    return f"{adapted}; not adapted: {left or 'nothing'} (shares of all parameters)"
-
-
 def version_bytes(config: RunConfig) -> int:
     """Main memory of a trainer rank for versions on their way out, at most: copies of its shards that ranks
     collect, and the next one; where only what has changed is published, the one that was published last."""
@@ -291,7 +274,10 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         f"{sized(out)} of main memory"
     )
     if config.model.lora_rank:
-        yield ok(f"adapters      {coverage(config.model.path)}")
+        from asyncrl.trainer.layers import coverage
+
+        model = ModelSizes(config.model.path)
+        yield ok(f"adapters      {coverage(model.shapes, model.linear)}")
     needed = ranks * (found.total if gpu else found.total + out)
     if there is not None and needed > there:
         yield warning(

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -87,7 +87,8 @@ class Adapters:
         }
         if not self._layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
-        self.coverage = _coverage(model, self._layers.keys())
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.coverage = coverage(shapes, self._layers.keys())
         stacks = (name for name, parameter in model.named_parameters() if parameter.dim() > 2)
         self.leaves_experts = any(".experts." in name for name in stacks)
         model.requires_grad_(False)
@@ -130,16 +131,15 @@ class Adapters:
         return (stem + A, stem + B) if name in self._layers else None
 
 
-def _coverage(model: PreTrainedModel, adapted: Container[str]) -> str:
-    """The matrices by kind, with their number and share of all parameters. (Stacked experts are no linear
-    layers.)"""
+def coverage(shapes: Mapping[str, Sequence[int]], adapted: Container[str]) -> str:
+    """The matrices that adapters adapt and those they leave, by kind, with their number and their share of
+    all parameters. (Stacked experts are no linear layers.)"""
     sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
-    named = dict(model.named_parameters())
-    for name, parameter in named.items():
+    for name, shape in shapes.items():
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
-        if parameter.dim() > 1:
-            sizes[name in adapted][".".join(parts[-2:])].append(parameter.numel())
-    total = sum(parameter.numel() for parameter in named.values())
+        if len(shape) > 1:
+            sizes[name in adapted][".".join(parts[-2:])].append(math.prod(shape))
+    total = sum(map(math.prod, shapes.values()))
     yes, no = (
         ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())
         for which in (True, False)
