@@ -23,6 +23,7 @@ from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig
+from asyncrl.trainer import report
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
@@ -40,21 +41,6 @@ from asyncrl.trainer.optimizer import (
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.performance import FlopCount, Stopwatch
 from asyncrl.trainer.prefix_tree import common
-from asyncrl.trainer.report import (
-    MetricSums,
-    Ratios,
-    advantage_factor,
-    advantage_tokens,
-    batch_metrics,
-    merged,
-    tally_computed,
-    tally_credit,
-    tally_examples,
-    tally_routes,
-    tally_terms,
-    tally_tokens,
-    tally_unscored,
-)
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -103,10 +89,10 @@ class Learner:
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
-        self.ratios: Ratios | None = None  # who looks at single tokens
+        self.ratios: report.Ratios | None = None  # who looks at single tokens
         self._expected = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held: list[Example] = []
-        self._tally = MetricSums()
+        self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
         self._computed, self._flops = 0, 0.0  # tokens, padding included, of its forwards in this step
 
@@ -130,7 +116,7 @@ class Learner:
             example(planned, turns, self.step, self.bound, rule, mask_truncated=masked, choices=choices)
             for planned, turns in work
         ]
-        tally_examples(self._tally, examples, self.config.rollout.longest_prompt)
+        report.tally_examples(self._tally, examples, self.config.rollout.longest_prompt)
         if self.behind_barrier:
             self._held += examples
             return
@@ -140,13 +126,13 @@ class Learner:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks.
         Raises SpikeError, on all ranks, if it is to be left out: this learner is of no use then."""
         if self.behind_barrier:
-            tally = merged(self.world.gather_data(self._tally, MetricSums))
+            tally = report.merged(self.world.gather_data(self._tally, report.MetricSums))
             tally.merge(self._train_held())
         else:
             tally = self.apply(self._tally)
-        self._held, self._tally = [], MetricSums()
+        self._held, self._tally = [], report.MetricSums()
         self.step += 1
-        metrics = batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
+        metrics = report.batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
         self._advance(tally, metrics)
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
@@ -157,7 +143,7 @@ class Learner:
             metrics["perf/compiled_graphs"] = compiled_graphs()
         return metrics
 
-    def _advance(self, tally: MetricSums, metrics: dict[str, float]) -> None:
+    def _advance(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
         """Update what the next batch uses: the KL coefficient, the running moments of advantages."""
         kl = self.config.kl
         if kl.where != "none":
@@ -167,11 +153,11 @@ class Learner:
                 self.state["kl_coef"], metrics.get("actor/ref_kl", kl.target), kl.target, episodes, kl.horizon
             )
         if self.recipe.scale == "whiten_running":
-            self.state |= Whitening.updated(self.whitening, advantage_tokens(tally)).state()
+            self.state |= Whitening.updated(self.whitening, report.advantage_tokens(tally)).state()
 
     # -- behind the barrier ----------------------------------------------------------------------------
 
-    def _train_held(self) -> MetricSums:
+    def _train_held(self) -> report.MetricSums:
         """Score, compare and prepare the held batch, then take its optimizer steps: `epochs` passes over
         `steps_per_batch` mini-batches. The tally is that of all ranks.
 
@@ -188,7 +174,7 @@ class Learner:
         for index in range(self.recipe.optimizer_steps):
             epoch, k = divmod(index, steps)
             part_of = deal(groups, steps, f"{self.config.seed}/{self.step}/{epoch}")
-            tally = MetricSums()
+            tally = report.MetricSums()
             part = [e for e in held if part_of[e.group] == k]
             self._train(part, tally, progress=index / self.recipe.optimizer_steps)
             whole.merge(self.apply(tally))
@@ -250,7 +236,7 @@ class Learner:
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
-    def _train(self, examples: Sequence[Example], tally: MetricSums, progress: float = 0.0) -> None:
+    def _train(self, examples: Sequence[Example], tally: report.MetricSums, progress: float = 0.0) -> None:
         """Forward and backward of some episodes; gradients add up, undivided, and counts go to `tally`.
 
         Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
@@ -260,12 +246,12 @@ class Learner:
         if not self.behind_barrier and not (self.recipe.critic or self.recipe.reference):
             examples = self._credited(examples, tally)
         if self.recipe.skips_inert:
-            tally_unscored(tally, [e for e in examples if not e.is_read])
+            report.tally_unscored(tally, [e for e in examples if not e.is_read])
             examples = [e for e in examples if e.is_read]
         for part in self._micro_batches(examples):
             self._backward(part, tally, progress)
 
-    def _backward(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> None:
+    def _backward(self, examples: Sequence[Example], tally: report.MetricSums, progress: float) -> None:
         """Runs one micro-batch."""
         if not self.behind_barrier and self.reference is not None:
             with self.watch.phase("ref"):
@@ -277,7 +263,7 @@ class Learner:
         (loss * (self.averaging / self._expected)).backward()
         self.pulse()
 
-    def _evaluate(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> Tensor:
+    def _evaluate(self, examples: Sequence[Example], tally: report.MetricSums, progress: float) -> Tensor:
         """The loss of some episodes, undivided; what it is made of goes to `tally`."""
         micro = self._collate(examples)
         computed, scored = micro.selected.ids.numel(), len(micro.selected.labels)
@@ -297,33 +283,33 @@ class Learner:
             self.ratios.note(examples, scores.logp.detach() - micro.mu, state.correction.masked & state.fresh)
         denominator = math.fsum(e.denominator for e in examples)
         if self.policy.replay is not None:
-            tally_routes(tally, micro.selected.routes, computed)
+            report.tally_routes(tally, micro.selected.routes, computed)
         tally.total("_D", denominator)
-        tally_tokens(tally, token_sums(found.state), denominator)
-        tally_terms(tally, found.terms, denominator)
+        report.tally_tokens(tally, token_sums(found.state), denominator)
+        report.tally_terms(tally, found.terms, denominator)
         return found.loss
 
-    def _credited(self, examples: Sequence[Example], tally: MetricSums) -> list[Example]:
+    def _credited(self, examples: Sequence[Example], tally: report.MetricSums) -> list[Example]:
         """Advantages of episodes that need no others of the batch."""
         if self.config.kl.where == "reward":
             examples = [penalised(e, self.state["kl_coef"], self.recipe.kl_estimator)[0] for e in examples]
         with self.watch.phase("adv"):
             examples = [credit(e, self.recipe) for e in examples]
-        tally_credit(tally, examples)
+        report.tally_credit(tally, examples)
         whitening = self.whitening if self.recipe.scale == "whiten_running" else None
         return [rescaled(e, whitening.apply) for e in examples] if whitening else examples
 
     # -- an optimizer step -----------------------------------------------------------------------------
 
-    def apply(self, tally: MetricSums) -> MetricSums:
+    def apply(self, tally: report.MetricSums) -> report.MetricSums:
         """Divide by the true D, clip, step. Returns the tally of all ranks, with what was done in it.
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
-        tally_computed(tally, self._computed, self._flops)
+        report.tally_computed(tally, self._computed, self._flops)
         self._computed, self._flops = 0, 0.0
         self.size = (0, 0)
-        whole = merged(self.world.gather_data(tally, MetricSums))
+        whole = report.merged(self.world.gather_data(tally, report.MetricSums))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
         if denominator:
             scale = self._expected / denominator
@@ -340,7 +326,7 @@ class Learner:
             self.critic.optimizer.zero_grad()
         return whole
 
-    def _apply_actor(self, whole: MetricSums, scale: float) -> None:
+    def _apply_actor(self, whole: report.MetricSums, scale: float) -> None:
         """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
         config, recipe = self.config, self.recipe
         warming = recipe.critic and self.step < config.critic.warmup_steps
@@ -369,7 +355,7 @@ class Learner:
             if taken:
                 whole.high("actor/grad_norm", norm)
 
-    def _apply_critic(self, critic: Critic, whole: MetricSums, scale: float) -> None:
+    def _apply_critic(self, critic: Critic, whole: report.MetricSums, scale: float) -> None:
         lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
         whole.high("critic/lr", lr)
         if whole.totals.get("_fresh"):
@@ -380,17 +366,17 @@ class Learner:
     def _rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
 
-    def _end_factor(self, whole: MetricSums) -> float:
+    def _end_factor(self, whole: report.MetricSums) -> float:
         """Factor of the gradient from the whole batch: 1/std of advantages, 1/mean weight. Behind a barrier
         the advantages were divided already."""
         factor = 1.0
         if self.recipe.batch_mean_weight and whole.totals.get("_weight"):
             factor *= whole.totals["trainer/kept_tokens"] / whole.totals["_weight"]
         if not self.behind_barrier:
-            factor *= advantage_factor(self.recipe.scale, whole)
+            factor *= report.advantage_factor(self.recipe.scale, whole)
         return factor
 
-    def _ess_factor(self, whole: MetricSums) -> float:
+    def _ess_factor(self, whole: report.MetricSums) -> float:
         """√(ESS/N) of the batch's episodes (VCPO), at least 0.1; 1 unless `algorithm.ess_lr`."""
         totals = whole.totals
         if not self.config.algorithm.ess_lr or not totals.get("_episodes"):
