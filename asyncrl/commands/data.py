@@ -34,7 +34,6 @@ Then: asyncrl train data.train=gsm8k/train.parquet data.test=gsm8k/test.parquet 
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, write the files, and print what was written."""
     parser = command_parser("data", HELP, run_dir="")
     parser.add_argument("name", help=f"{', '.join(BENCHMARKS)}, or {GYM}TASK[,TASK]")
     parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")

@@ -27,7 +27,6 @@ NO_MODEL = ["model.path=none", "data.train=none"]  # of a configuration for chec
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, run the checks and print what they find."""
     parser = command_parser("doctor", HELP, run_dir="")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")

@@ -20,7 +20,6 @@ from asyncrl.launch.placement import ENGINE, ROLLOUT
 
 
 def main(argv: list[str]) -> int:
-    """Ask the launcher, and print what it gives."""
     from asyncrl.launch.session import ask_for_token  # imports zmq
     from asyncrl.wire.enrolment import read_token
 

@@ -24,7 +24,6 @@ All files are compared with the checksums of the checkpoint."""
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments and write the directory."""
     parser = command_parser("merge", HELP)
     parser.add_argument("checkpoint", help="a checkpoint, or a run")
     parser.add_argument("out", type=Path, help="the directory to write, which is not there yet")

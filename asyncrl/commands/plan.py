@@ -91,7 +91,6 @@ class Measurements(msgspec.Struct, frozen=True):
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, measure where no run is named, predict and print."""
     parser = command_parser("plan", HELP)
     parser.add_argument("what", nargs="+", metavar="RUN|KEY=VALUE", help="runs, or directories; overrides")
     parser.add_argument("--devices", type=int, default=0, help="of engines and trainer ranks; as they are")

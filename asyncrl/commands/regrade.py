@@ -59,7 +59,6 @@ class Row(msgspec.Struct):
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, score, print a table and perhaps write it."""
     parser = command_parser("regrade", HELP)
     parser.add_argument("run", help="name of a run, or its directory")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")

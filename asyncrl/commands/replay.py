@@ -34,7 +34,6 @@ on. Without any, on one CPU rank and the same machine, loss and gradient norm ar
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, train the steps, print a table."""
     parser = command_parser("replay", HELP)
     parser.add_argument("run", help="name of a run, or its directory")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")

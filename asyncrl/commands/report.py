@@ -17,7 +17,6 @@ account of a run's episodes is not exact."""
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, write the file, and print its path."""
     parser = command_parser("report", HELP)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="names or directories; else the newest one")
     parser.add_argument("--out", type=Path, help="report.html in the directory of the first run by default")

@@ -12,7 +12,6 @@ from asyncrl.values import printable
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments and run the action."""
     parser = command_parser(
         "runs", "List runs, show the summary or the transcripts of one, or restore its run.db."
     )

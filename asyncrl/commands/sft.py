@@ -37,8 +37,6 @@ docs/sft.md shows what a row is, and a whole example."""
 
 
 def main(argv: list[str]) -> int:
-    """Run `train.main` with the preset."""
-
     def with_preset(overrides: list[str], config_dir: Path | None) -> RunConfig:
         if other := [one for one in overrides if one.startswith("algorithm=") and one != "algorithm=sft"]:
             raise ConfigError(f"asyncrl sft is algorithm=sft; for {other[0]} use asyncrl train")

@@ -17,7 +17,6 @@ SILENT = 5.0  # seconds after which a status is old: there are two a second
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments and print, once or until the run has ended."""
     parser = command_parser("status", __doc__)
     parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
     parser.add_argument("--watch", action="store_true", help=f"again every {WATCH_EVERY:g} s, until it ends")

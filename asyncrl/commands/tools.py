@@ -27,7 +27,6 @@ SHOWN = ("timeout", "retries", "concurrency", "rate", "replay", "blocking", "pro
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments and run the action."""
     parser = argparse.ArgumentParser(
         prog="asyncrl tools",
         description="list [SPEC...]: name, parameters, description and options of tools. call SPEC [JSON]: "

@@ -27,7 +27,6 @@ From another machine: ssh -C -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments; write the page, or serve it until Ctrl-C."""
     parser = command_parser("view", HELP)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="names or directories; else the newest one")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file instead")

@@ -62,12 +62,7 @@ def _context(
 
 
 def _turn(
-    rules: Rules,
-    at: Turn,
-    said: tuple[Message, ...],
-    message: Message,
-    tools: tuple[str, ...],
-    version: int,
+    rules: Rules, at: Turn, said: tuple[Message, ...], message: Message, tools: tuple[str, ...], version: int
 ) -> Turn:
     """The turn `at` that says `message`. ConfigError where the model could not say that, or the run would not
     read it so."""

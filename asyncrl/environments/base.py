@@ -92,10 +92,8 @@ def _check(made: Environment, where: str) -> None:
 
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:
-    """An observation of one message of the user's."""
     return Observation((Message("user", text),), reward, done)
 
 
 def extra_info(sample: Sample) -> dict[str, Any]:
-    """The sample's `extra_info`, decoded."""
     return msgspec.json.decode(sample.extra_info, type=dict[str, Any])

@@ -133,7 +133,6 @@ class Verifiers(Environment):
             self._asked.put_nowait(None)
 
     def _agents(self, traces: list[Any]) -> SimpleNamespace:
-        """Their agents, by name."""
         from asyncrl.environments.verifiers_proxy import AgentProxy, TaskTools
 
         tools, config, others = TaskTools(), self._env.config, self._others

@@ -55,11 +55,7 @@ class TaskTools:
         toolset.register(server)
         for tool in await server.list_tools():
             name = f"{prefix}_{tool.name}" if prefix else tool.name
-            body = {
-                "name": name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            }
+            body = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
             self.schemas.append({"type": "function", "function": body})
             self._servers[name] = (server, tool.name)
 

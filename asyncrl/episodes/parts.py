@@ -46,7 +46,6 @@ class EpisodeParts:
 
     @cached_property
     def toolbox(self) -> Toolbox:
-        """The tools of `rollout.tools`."""
         rollout = self.config.rollout
         return Toolbox(load_tools(rollout.tools, rollout.tool_args), rollout.tool_timeout)
 

@@ -92,7 +92,6 @@ class Placing:
         return next((pool for role, pool in self._config.launch.pools.items() if role == place.role), "")
 
     def machines(self, role: str) -> set[str]:
-        """Return the machines of all processes of a role."""
         return {self._at[place.name] for place in self._places if place.role == role}
 
     def describe(self, nodes: Sequence[Node]) -> list[str]:

@@ -229,11 +229,7 @@ class Math:
         importlib.import_module("math_verify")
 
     def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: dict[str, Any] | None = None,
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -82,11 +82,7 @@ class Code:
         self._places = asyncio.Semaphore(at_once)
 
     async def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: dict[str, Any] | None = None,
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         truth = read_truth(ground_truth)
         answer = last_block(solution_str)

@@ -85,11 +85,7 @@ class RewardModel:
         async with self._alone:
             ids = await asyncio.to_thread(self._ids, given)
         answer = await post(
-            self._url,
-            {"input_ids": ids},
-            seconds=self._timeout,
-            retries=self._retries,
-            headers=self._headers,
+            self._url, {"input_ids": ids}, seconds=self._timeout, retries=self._retries, headers=self._headers
         )
         try:
             values = _classified(answer).embedding

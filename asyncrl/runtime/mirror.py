@@ -238,10 +238,8 @@ class Mirror:
     def _read_from(self, opened: OpenedVersion, arriving: Arriving, lock: Path, until: float) -> None:
         """Read what has not arrived so far, in order."""
         wanted = iter(range(arriving.have, opened.size, PIECE))
-        asked, end = (
-            dict[int, int](),
-            arriving.have,
-        )  # sizes of pieces by where they begin; what was asked for
+        asked: dict[int, int] = {}  # sizes of pieces by where they begin
+        end = arriving.have  # of what was asked for
         barren_at = time.monotonic() + BARREN_S
         with self._link(opened.address, opened.key) as link:
             while True:

@@ -89,7 +89,6 @@ class Tool:
 
     @functools.cached_property
     def schema_text(self) -> str:
-        """The schema as JSON."""
         return json.dumps(self.schema, ensure_ascii=False)
 
     def __post_init__(self) -> None:

@@ -39,7 +39,6 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
 
 
 def load_tool(spec: str, **arguments: Any) -> Tool:
-    """The one tool of a spec."""
     found = load_all(spec, arguments)
     if len(found) != 1:
         raise ConfigError(f"tool {spec!r} gives {len(found)} tools, not one; use load_tools")

@@ -251,7 +251,6 @@ async def close_servers() -> None:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The first one within groups of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

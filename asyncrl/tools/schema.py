@@ -32,8 +32,7 @@ def signature_of(function: Callable[..., Any], name: str, described: Any) -> Sig
     struct = _struct(function, name, notes)
     decoder = msgspec.json.Decoder(struct, strict=False)
     return Signature(
-        _schema(name, description, struct),
-        lambda text: msgspec.structs.asdict(decoder.decode(text or "{}")),
+        _schema(name, description, struct), lambda text: msgspec.structs.asdict(decoder.decode(text or "{}"))
     )
 
 

@@ -131,10 +131,7 @@ def _passages(answer: bytes) -> list[Passage]:
 
 
 def _search_tool(
-    look_up: Callable[[str], str | Awaitable[str]],
-    name: str,
-    description: str,
-    **options: Any,
+    look_up: Callable[[str], str | Awaitable[str]], name: str, description: str, **options: Any
 ) -> Tool:
     look_up.__doc__ = f"{description}\n\nArgs:\n    query: what to look for, in a few words\n"
     return tool(name=name, **options)(look_up)

@@ -148,7 +148,6 @@ class MicroBatch:
         return replace(self, **added)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """All tensors on `device`."""
         tensors = ((f.name, getattr(self, f.name)) for f in fields(self))
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None})
 

@@ -103,7 +103,6 @@ def write(
 
 
 def manifest_of(learner: Learner, **lineage: Any) -> CheckpointManifest:
-    """The manifest of a checkpoint of the learner as it is now."""
     return CheckpointManifest(step=learner.step, state=_carried(learner, learner.state), **lineage)
 
 

@@ -28,12 +28,7 @@ Create = Callable[[str], Any]  # a new file of that name, to be written
 
 
 def export_hf(
-    create: Create,
-    policy: Policy,
-    weights: Mapping[str, Any],
-    world: World,
-    source: str,
-    template: str = "",
+    create: Create, policy: Policy, weights: Mapping[str, Any], world: World, source: str, template: str = ""
 ) -> None:
     """Write what `from_pretrained` reads, in the configured dtype, buffers as they are, adapters merged, no
     value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.

@@ -186,8 +186,6 @@ ROWS = 1024  # that are compared at once
 
 
 class FileTensor(NamedTuple):
-    """Names one tensor of a file."""
-
     file: str
     key: str
 

@@ -93,12 +93,7 @@ def build(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> 
 
 
 def take_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    lr: float,
-    scale: float,
-    clip: float,
-    limit: float = math.inf,
+    model: nn.Module, optimizer: Optimizer, lr: float, scale: float, clip: float, limit: float = math.inf
 ) -> tuple[float, bool]:
     """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip; step.
 

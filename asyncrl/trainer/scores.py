@@ -89,7 +89,6 @@ class Selected:
         return cls(ids, ids[0, token], predictor, temperature, positions, ForestAttention(forest), laid)
 
     def to(self, device: torch.device) -> Selected:
-        """All of it on `device`."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {
             name: x.to(device) for name, x in given.items() if isinstance(x, Tensor | ForestAttention)

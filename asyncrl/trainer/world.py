@@ -233,7 +233,6 @@ def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeo
 
 
 def leave() -> None:
-    """Leave the process group, if in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

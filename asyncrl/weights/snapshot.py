@@ -173,9 +173,7 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        write: Callable[[Snapshot], WeightsRef],
-        announce: Callable[[WeightsRef, float, float], None],
+        self, write: Callable[[Snapshot], WeightsRef], announce: Callable[[WeightsRef, float, float], None]
     ) -> None:
         self._write, self._announce = write, announce
         self.error: Exception | None = None

@@ -36,12 +36,7 @@ class SGLangClient:
     """
 
     def __init__(
-        self,
-        api: ServerApi,
-        config: RunConfig,
-        vocabulary: int,
-        use: EngineUse | None = None,
-        salt: str = "",
+        self, api: ServerApi, config: RunConfig, vocabulary: int, use: EngineUse | None = None, salt: str = ""
     ) -> None:
         self.api, self.use = api, use or EngineUse(api.url)
         self._config, self._vocabulary, self._salt = config, vocabulary, salt

@@ -80,8 +80,6 @@ class Loads(msgspec.Struct, frozen=True):
 
 
 class ServerApi:
-    """The server at `url`."""
-
     def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
         self._http = HttpTransport(url, api_key, admin_key)
 

@@ -152,7 +152,6 @@ def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list
 
 
 def _shape_of(path: str) -> Any:
-    """A model's config.json."""
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
