@@ -201,6 +201,7 @@ def test_nothing_that_a_template_writes_passes_through_a_reply(name: str) -> Non
     assert not own & {*tokenizer.encode(read, add_special_tokens=False)}
 
 
+@pytest.mark.full  # a small one is in test_tokenizer.py
 def test_a_real_configuration_that_misnames_its_class() -> None:
     """DeepSeek's says LlamaTokenizerFast, of which transformers makes a tokenizer that loses spaces."""
     folder = FETCHED / "deepseek-v3"

@@ -48,6 +48,7 @@ def test_any_ranks_publish_the_same(one: Any, tmp_path: Path, ranks: int, replic
     assert run_ranks(ranks, partial(in_replicas, replicas), tmp_path) == one
 
 
+@pytest.mark.full
 def test_ranks_on_two_machines_publish_the_same(one: Any) -> None:
     """They share no memory: versions are in that of rank 0's machine only."""
     if why := forbidden():
