@@ -34,7 +34,6 @@ def test_each_kind_of_fault_once(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
 
 
-@pytest.mark.full
 def test_kill_9(tmp_path: Path) -> None:
     """A process of each role, one after another in one run; a lost rank ends the other one, too. At last the
     coordinator in the last validation, which is repeated."""
