@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from asyncrl.isolation.sandbox.base import Program, RunEnding, RunResult, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
+from asyncrl.isolation.sandbox.needs import needed_by
 from tests.integration.test_sandbox import KINDS
 
 LIMITS = SandboxLimits(memory=0, resident=100, disk=80, file=80)
@@ -142,6 +144,21 @@ async def test_what_cannot_be_sent_is_refused_and_its_pipes_are_closed() -> None
             assert running.stdout.read() + running.stderr.read() == b""  # nobody else has their other ends
             running.close_input()
         assert (await run(box, "true"))[0].ending == RunEnding.DONE
+
+
+async def test_streams_have_names_and_there_are_terminals_of_its_own() -> None:
+    terminals = """
+        import errno, os
+        before = os.listdir("/dev/pts")
+        try:
+            while True: os.open("/dev/ptmx", os.O_RDWR)
+        except OSError as error: print(before, len(os.listdir("/dev/pts")), errno.errorcode[error.errno])
+    """
+    async with jail() as box:
+        shell = "cat <(echo fd) /dev/stdin; echo err > /dev/stderr; id -un; id -gn"
+        assert (await run(box, "bash", "-c", shell))[1:] == (b"fd\nsandbox\nsandbox\n", b"err\n")
+        output = (await python(box, textwrap.dedent(terminals)))[1]
+        assert output == b"['ptmx'] 33 ENOSPC\n"
 
 
 # How it ends
@@ -360,6 +377,68 @@ async def test_64_at_once_cannot_read_each_others_files_nor_the_users(tmp_path: 
         secrets = {text.split(b".")[0] for text in output.split(b"secret of ")[1:]}
         assert secrets == {b"%d" % number}
     await asyncio.gather(*(box.close() for box, _ in started))
+
+
+# What a program needs
+
+
+def plant(root: Path) -> dict[str, Path]:
+    """Programs as they are installed, each of which says "works", with a file called `secret` that is not
+    theirs close by."""
+    files = {
+        ".local/share/tool/1/tool": "#!/bin/sh\necho works",
+        "env/bin/script": f"#!{root}/env/bin/python\nimport of_env",
+        "env/lib/python{}.{}/site-packages/of_env.py".format(*sys.version_info): "print('works')",
+        "lib/node_modules/@us/agent/package.json": "{}",
+        "lib/node_modules/@us/agent/bin/cli.js": "#!/usr/bin/env -S node --no-warnings\nrequire('nested')",
+        "lib/node_modules/@us/agent/node_modules/nested/index.js": "console.log('works')",
+        "project/node_modules/.package-lock.json": "{}",
+        "project/node_modules/agent/cli.js": "#!/usr/bin/env node\nrequire('beside')",
+        "project/node_modules/beside/index.js": "console.log('works')",
+        "unpacked/package.json": "{}",
+        "unpacked/vendor/bin/agent": "#!/bin/sh\ncat ${0%/*}/../said",
+        "unpacked/vendor/said": "works\n",
+        "package.json": "{}",
+        "plain": "#!/bin/sh\necho works",
+    }
+    links = {
+        ".local/bin/tool": "../share/tool/1/tool",
+        "bin/agent": "../lib/node_modules/@us/agent/bin/cli.js",
+        "project/node_modules/.bin/agent": "../agent/cli.js",
+        "current": "env",
+    }
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root / "env"], check=True)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+        (root / name).chmod(0o755)
+    for name, target in links.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(target)
+    for place in ("", ".local/bin", ".local/share", "bin", "lib/node_modules/other", "project"):
+        (root / place).mkdir(exist_ok=True)
+        (root / place / "secret").write_text("of the user")
+    return {
+        "link": root / ".local/bin/tool",
+        "Python": root / "env/bin/script",
+        "directory that is a link": root / "current/bin/script",
+        "npm -g": root / "bin/agent",
+        "npm": root / "project/node_modules/.bin/agent",
+        "unpacked": root / "unpacked/vendor/bin/agent",
+        "in a home that is a package": root / "plain",
+    }
+
+
+async def test_what_a_program_needs_is_shown_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for kind, program in plant(tmp_path).items():
+        async with Jail(LIMITS, require=(), show=needed_by(str(program))) as box:
+            result, output, errors = await run(box, str(program))
+            assert (result.ending, output) == (RunEnding.DONE, b"works\n"), (kind, errors)
+            look = f"ls {tmp_path}; cat $(find {tmp_path} -name secret)"
+            assert "of the user" not in (await run(box, "sh", "-c", look))[1].decode(), kind
 
 
 # Machines that allow less

@@ -22,7 +22,7 @@ from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import check, libc, prctl, syscall
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 READ_ONLY, NO_SUID, NO_DEVICES = 1, 2, 4  # of mount_setattr
@@ -38,9 +38,20 @@ OWN_USERS = 0x70000000
 OWN_PROCESSES = 3  # the guard, the warden and the interpreter are allowed on top of the code's limit
 HOME = "/sandbox"
 NEW_ROOT = "/proc"  # the new root is built here: /proc exists everywhere, and no path below it is shown
+SHELLS = ("/bin/bash", "/bin/sh")
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 """Name inside: device outside. /dev/zero is /dev/full, which reads as zeros too but cannot be mapped: mapped
 memory of /dev/zero is not counted against any limit."""
+LINKS = {
+    "tmp": HOME,
+    "dev/shm": HOME,
+    "dev/ptmx": "pts/ptmx",
+    "dev/fd": "/proc/self/fd",
+    "dev/stdin": "fd/0",
+    "dev/stdout": "fd/1",
+    "dev/stderr": "fd/2",
+}
+TERMINALS = "newinstance,ptmxmode=666,max=32"  # the machine has 3,072 for all sandboxes, and 1,024 for itself
 
 
 class ConfinementPlan(NamedTuple):
@@ -148,6 +159,9 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
         attempt(lambda: mount("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV), [])
         for name, source in DEVICES.items():
             mount(f"/dev/{source}", f"{NEW_ROOT}/dev/{name}", "", MS_BIND)
+        attempt(
+            lambda: mount("devpts", f"{NEW_ROOT}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, TERMINALS), []
+        )
         os.chdir(NEW_ROOT)
         syscall("pivot_root", SYS_PIVOT_ROOT[kernel.MACHINE], b".", b".")
         check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -160,15 +174,16 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
 def _fill(shown: Sequence[str], uid: int) -> None:
     for path in shown:
         _show(path)
-    for name in ("proc", "dev", "etc", HOME[1:]):
+    for name in ("proc", "dev/pts", "etc", HOME[1:]):
         os.makedirs(f"{NEW_ROOT}/{name}", exist_ok=True)
     for name in DEVICES:
         os.close(os.open(f"{NEW_ROOT}/dev/{name}", os.O_CREAT))
-    for name in ("tmp", "dev/shm"):
+    for name, target in LINKS.items():
         if not os.path.lexists(f"{NEW_ROOT}/{name}"):
-            os.symlink(HOME, f"{NEW_ROOT}/{name}")
+            os.symlink(target, f"{NEW_ROOT}/{name}")
     names = {
-        "passwd": f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh",
+        "passwd": f"sandbox:x:{uid}:{uid}::{HOME}:{shell()}",
+        "group": f"sandbox:x:{uid}:",
         "hosts": "127.0.0.1 localhost\n::1 localhost",
         "nsswitch.conf": "hosts: files",
     }
@@ -178,6 +193,10 @@ def _fill(shown: Sequence[str], uid: int) -> None:
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0)
     arguments = (AT_FDCWD, NEW_ROOT.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
     syscall("mount_setattr", SYS_MOUNT_SETATTR, *arguments)
+
+
+def shell() -> str:
+    return next(path for path in SHELLS if os.path.exists(path))
 
 
 def _show(path: str) -> None:

@@ -147,6 +147,9 @@ class Jail:
     ) -> RunResult:
         ours = list(streams)
         try:
+            for fd in ours:
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                    os.fchmod(fd, 0o666)  # another user opens /dev/stdin by that name
             source = frames.exec_source(program.words, program.environment, program.directory)
             return await self._report(frames.RunRequest(b"e", seconds, source), ours)
         finally:
@@ -292,11 +295,11 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _existing(paths: Iterable[str]) -> list[str]:
-    """Keep the paths that exist, links resolved beside their names."""
+    """Keep the paths that exist, links resolved beside their names; a directory before what is in it."""
     found: dict[str, None] = {}
     for path in filter(os.path.exists, paths):
         found |= dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
-    return list(found)
+    return sorted(found, key=len)
 
 
 # -- what a sandbox isolates on this machine -----------------------------------------------------------------

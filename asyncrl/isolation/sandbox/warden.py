@@ -37,7 +37,6 @@ SURE_SECONDS = 0.02  # until the second one: a process that is starting another 
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
 PIPE = 65_536
 MAX_FILES = 256  # descriptors that this process may have open
-SHELLS = ("/bin/bash", "/bin/sh")
 
 
 class BoundedOutput:
@@ -327,8 +326,7 @@ def set_limits(limits: SandboxLimits, count: int, cpu: int) -> None:
 
 
 def _run_shell(command: bytes) -> None:
-    shell = next(path for path in SHELLS if os.path.exists(path))
-    os.execv(shell, [shell, "-c", command.decode("utf-8", "replace")])
+    os.execv(confine.shell(), [confine.shell(), "-c", command.decode("utf-8", "replace")])
 
 
 def _run_exec(source: bytes) -> int:

@@ -1,0 +1,67 @@
+"""Finds what a sandbox must show so that a program runs inside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from asyncrl.isolation.sandbox.jail import SYSTEM
+
+
+def needed_by(program: str) -> list[str]:
+    """Paths to show (`Jail(show=…)`) for a command or a file: the file and the links that lead to it, its npm
+    package or its Python environment, and the same of its interpreter. Paths of the system are left out, as
+    a sandbox shows them, and so is a whole home. Libraries elsewhere are not found."""
+    found: dict[Path, None] = {}
+    _find(Path(os.path.abspath(shutil.which(program) or program)), found)
+    home = Path.home().resolve()
+    left_out = (home, *home.parents)
+    system = [path for path in found if any(path.is_relative_to(top) for top in SYSTEM)]
+    return [str(path) for path in found if path not in (*system, *left_out)]
+
+
+def _find(path: Path, found: dict[Path, None]) -> None:
+    if path in found or not path.is_file():
+        return
+    found[path] = None
+    prefix, real = path.parent.parent, path.resolve()
+    if (prefix / "pyvenv.cfg").exists():
+        found[prefix] = None
+        _find(prefix / "bin/python", found)
+    if path.is_symlink():
+        _find(Path(os.path.abspath(path.parent / path.readlink())), found)
+    elif path != real:  # a directory above it is a link
+        _find(real, found)
+    elif package := _npm_package(path):
+        found[package] = None
+    elif path.name.startswith("python") and any(prefix.glob("lib/python3*")):
+        found[prefix] = None
+    for interpreter in _interpreter(path):
+        _find(Path(interpreter), found)
+
+
+def _npm_package(file: Path) -> Path | None:
+    """The package of a file: below the outermost `node_modules`, all of which is taken where packages of a
+    project lie side by side; else the nearest directory with a package.json that is no repository."""
+    parts = file.parts
+    if "node_modules" in parts:
+        at = parts.index("node_modules") + 1
+        modules = Path(*parts[:at])
+        if (modules / ".package-lock.json").exists():
+            return modules
+        return modules.joinpath(*parts[at : at + (2 if parts[at].startswith("@") else 1)])
+    with_json = (above for above in file.parents if (above / "package.json").exists())
+    package = next(with_json, None)
+    return None if package is None or (package / ".git").exists() else package
+
+
+def _interpreter(file: Path) -> list[str]:
+    """The interpreter of a script, as its first line names it."""
+    with file.open("rb") as opened:
+        line = os.fsdecode(opened.readline(1000))
+    words = line[2:].split() if line.startswith("#!") else []
+    if words and os.path.basename(words[0]) == "env":
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+        words[:1] = [shutil.which(word) or word for word in words[:1]]
+    return words[:1]
