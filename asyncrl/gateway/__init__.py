@@ -1,7 +1,7 @@
 """Lets agents lead an episode themselves, through an endpoint that speaks OpenAI's and Anthropic's APIs."""
 
 from asyncrl.gateway.agents import Agent, AgentError, agents, load_agent, load_untrained, result_of
-from asyncrl.gateway.programs import Command, Harness
+from asyncrl.gateway.programs import Command, Harness, TimeUp
 from asyncrl.gateway.server import Endpoint, Gateway, Host
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Gateway",
     "Harness",
     "Host",
+    "TimeUp",
     "agents",
     "load_agent",
     "load_untrained",

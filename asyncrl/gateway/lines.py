@@ -66,19 +66,21 @@ def _interprets(word: str) -> bool:
 
 
 def located(words: list[str]) -> list[str]:
-    """Make the first word absolute that names a program by a path, and the file that an interpreter is to
-    run: the program does not run where the run was started. `python` is the run's own interpreter."""
+    """Make the paths of the program and of its script absolute: it does not run where the run was started.
+    `python` is the run's own interpreter."""
     program, *rest = words
-    if "/" in program:
-        program = str(Path(program).absolute())
-    elif program in ("python", "python3"):
+    if program in ("python", "python3"):
         program = sys.executable
-    if _interprets(program):
-        for index, word in enumerate(rest):
-            if not word.startswith("-") and Path(word).is_file():
-                rest[index] = str(Path(word).absolute())
-                break
-    return [program, *rest]
+    found = [str(Path(program).absolute()) if "/" in program else program, *rest]
+    if script := script_of(found):
+        found[script] = str(Path(found[script]).absolute())
+    return found
+
+
+def script_of(words: list[str]) -> int:
+    """The index of the file that an interpreter is to run; 0 if there is none."""
+    files = (index for index, word in enumerate(words) if index and word[:1] != "-" and Path(word).is_file())
+    return next(files, 0) if _interprets(words[0]) else 0
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

@@ -1,9 +1,10 @@
 """A place for each episode of a program: a directory to work in, a HOME and a TMPDIR that no other one has.
 
-    /var/tmp/asyncrl-UID/NAMESPACE-PID-START-TOKEN/{work,home,tmp}
+    /sandbox/{work,home,tmp}                                   in a sandbox, with which it ends
+    /var/tmp/asyncrl-UID/NAMESPACE-PID-START-TOKEN/{work,…}    without one
 
-It is removed when the episode is over. A killed worker leaves it: its owner is known by pid and start time,
-and the next worker removes it. Not in /tmp: Codex does not install its helpers there.
+The latter is removed when the episode is over. A killed worker leaves it: its owner is known by pid and start
+time, and the next worker removes it. Not in /tmp: Codex does not install its helpers there.
 """
 
 from __future__ import annotations
@@ -11,21 +12,28 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shlex
 import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
+from typing import Protocol
 
 from asyncrl.errors import ConfigError
 from asyncrl.gateway.lines import CommandError
+from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.sandbox import emptying
+from asyncrl.isolation.sandbox.base import Program, RunEnding, SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.jail import Jail, detect_isolation
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 
 PARENT = f"/var/tmp/asyncrl-{os.getuid()}"
+ISOLATED = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
+COPY_SECONDS = 60.0
 PARTS = ("work", "home", "tmp")
 CREDENTIALS = (
     *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc"),
@@ -37,21 +45,32 @@ Streams = tuple[int, int, int]
 """Descriptors of a program's standard input, output and error."""
 
 
-class DirectoryPlace:
-    """A place beside the run: whatever runs there can do what the user can."""
+class EpisodePlace(Protocol):
+    """`root`: what `work`, `home` and `tmp` are in. `endpoint`: as programs there reach it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = str(root)
+    root: str
+    endpoint: Endpoint
 
-    def write(self, path: str, text: str) -> None:
-        """Write a file at a path in the place."""
-        file = Path(self.root, path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, errors="replace")
+    async def write(self, path: str, text: str) -> None:
+        """Write a file at a path below `root`."""
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
         """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
         when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
+
+
+class OpenPlace:
+    """A place without a sandbox: whatever runs there can do what the user can."""
+
+    def __init__(self, root: Path, endpoint: Endpoint) -> None:
+        self.root, self.endpoint = str(root), endpoint
+
+    async def write(self, path: str, text: str) -> None:
+        file = Path(self.root, path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, errors="replace")  # noqa: ASYNC240
+
+    async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
         stdin, stdout, stderr = streams
         try:
             process = await asyncio.create_subprocess_exec(
@@ -78,8 +97,29 @@ class DirectoryPlace:
                 await asyncio.wait([ended], timeout=2 * KILL_SECONDS)
 
 
+class SandboxPlace:
+    """A place in a sandbox: nothing but programs, and what is shown, can be read there."""
+
+    def __init__(self, jail: Jail, endpoint: Endpoint) -> None:
+        self.root, self.endpoint, self._jail = jail.home, endpoint, jail
+
+    async def write(self, path: str, text: str) -> None:
+        await self._jail.write_file(path, text.encode(errors="replace"))
+
+    async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
+        result = await self._jail.execute(Program(words, environment, "work"), streams)
+        if result.ending is RunEnding.OVER:
+            most = self._jail.limits.resident
+            raise CommandError(
+                f"it took more than {most} MiB with its files, and was killed; raise memory_mb"
+            )
+        if result.ending is RunEnding.DIED:
+            raise CommandError("its sandbox ended")
+        return result.status
+
+
 @asynccontextmanager
-async def new_place(files: str = "") -> AsyncIterator[DirectoryPlace]:
+async def open_place(endpoint: Endpoint, files: str) -> AsyncIterator[EpisodePlace]:
     """Make a place, its `work` a copy of the tree `files`; it is removed in the end. CommandError where it
     cannot be made."""
     try:
@@ -87,9 +127,69 @@ async def new_place(files: str = "") -> AsyncIterator[DirectoryPlace]:
     except OSError as error:
         raise CommandError(f"no place for the episode could be made: {error}") from error
     try:
-        yield DirectoryPlace(root)
+        yield OpenPlace(root, endpoint)
     finally:
         await in_thread(partial(emptying.remove, str(root)), "place")
+
+
+@asynccontextmanager
+async def sandbox_place(
+    endpoint: Endpoint, files: str, limits: SandboxLimits, show: Iterable[str]
+) -> AsyncIterator[EpisodePlace]:
+    """The same in a sandbox, whose only network is the endpoint (one without a key is not served)."""
+    shown = (*show, files) if files else show
+    async with Jail(limits, require=ISOLATED, show=shown, listen=True) as jail:
+        assert jail.listener is not None
+        with jail.listener:
+            served = await endpoint.through(jail.listener) if endpoint.api_key else endpoint
+        work = f"cp -a -- {shlex.quote(files)} work" if files else "mkdir work"
+        made = await jail.run("shell", f"mkdir home tmp && {work}", COPY_SECONDS)
+        if made.ending is not RunEnding.DONE:
+            raise CommandError(f"files {files!r} could not be copied: {made.output[-300:].strip()}")
+        yield SandboxPlace(jail, served)
+
+
+def check_sandbox() -> None:
+    """ConfigError where this machine lets no sandbox isolate a program."""
+    try:
+        missing = sorted(ISOLATED.intersection((found := detect_isolation()).missing))
+        why = f"it cannot isolate {', '.join(missing)} ({found.notes})" if missing else ""
+    except SandboxError as error:
+        why = str(error)
+    if why:
+        raise ConfigError(
+            f"sandbox: jail cannot be on this machine: {why}; allow namespaces (docs/sandbox.md), or set "
+            "sandbox: none, and the model can read and write what you can"
+        )
+
+
+def needed_by(program: str) -> Iterator[str]:
+    """The paths beside the system's that a program needs: itself, each link to it, the package or the
+    environment that it is of, the libraries beside its `bin`, and, of a script, its interpreter."""
+    path = shutil.which(program) or program
+    while True:
+        yield path
+        yield from _around(Path(path))
+        if not os.path.islink(path):
+            break
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+    with suppress(OSError), open(path, "rb") as file:
+        first = file.readline(256)
+        if first.startswith(b"#!") and (words := first[2:].decode(errors="replace").split()):
+            yield from needed_by(words[-1] if Path(words[0]).name == "env" else words[0])
+
+
+def _around(path: Path) -> Iterator[str]:
+    modules = [parent for parent in path.parents if parent.name == "node_modules"]
+    marked = [
+        parent
+        for parent in path.parents
+        if any((parent / mark).is_file() for mark in ("package.json", "pyvenv.cfg"))
+        and parent not in (Path.home(), *Path.home().parents)
+    ]
+    yield from map(str, (modules[-1:] or marked[:1]))
+    if path.parent.name == "bin" and (libraries := path.parents[1] / "lib").is_dir():
+        yield str(libraries)
 
 
 def _make(files: str) -> Path:

@@ -15,22 +15,36 @@ import re
 import shutil
 import site
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncrl.errors import ConfigError
-from asyncrl.gateway.lines import CommandError, fill, fill_word, located, words_of
-from asyncrl.gateway.places import DirectoryPlace, Streams, check_tree, new_place
+from asyncrl.config.base import Count, Seconds
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
+from asyncrl.gateway.places import (
+    EpisodePlace,
+    Streams,
+    check_sandbox,
+    check_tree,
+    needed_by,
+    open_place,
+    sandbox_place,
+)
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import inherited
+from asyncrl.isolation.sandbox.base import SandboxLimits
 from asyncrl.isolation.wrapper import KILL_SECONDS
 from asyncrl.types import Sample
 
+STARTS = 2  # at once, for each CPU
+VERSION_SECONDS = 60.0  # to say it, on a busy machine and from a cold disk
+VERSION = re.compile(r"\d+\.\d+[\w.+-]*")
 MAX_RESULT = 1 << 20  # bytes of a result, as JSON
 MAX_ERROR = 1 << 16  # bytes of stderr that are kept
 MAX_COMPLAINT = 300  # characters
@@ -38,21 +52,33 @@ FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Pyt
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 NOT_PASSED = re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME")  # the user's own, with logins
 
+
+class TimeUp(AsyncrlError):
+    """The time of an agent is up: its episode ends as `timeout`, and is scored for its turns."""
+
+
 Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
+NewPlace = Callable[[Endpoint], AbstractAsyncContextManager[EpisodePlace]]
+NOWHERE = Endpoint("http://127.0.0.1:9/v1", "")
+
+
+NEEDS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
     """Describes a program that leads episodes. `line`, the values of `environment` and the texts of `files`
     (by their paths in HOME) have placeholders, see lines.py. `stdin`: what it reads there; only a program
-    that reads the sample gives a result. `resident_mb`: memory that it takes with
-    its children. `tested`: the version that was."""
+    that reads the sample gives a result. `needs`: limits in a sandbox that leave it room. `resident_mb`:
+    memory that it usually takes with its children. `tested`: the version that was."""
 
     name: str
     line: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     stdin: Literal["sample", "prompt", "nothing"] = "prompt"
+    needs: SandboxLimits = NEEDS
+    sandbox: Literal["jail", "none"] = "jail"
     resident_mb: int = 0
     tested: str = ""
 
@@ -65,6 +91,7 @@ COMMAND = Harness(
         "OPENAI_MODEL": "{model}",
     },
     stdin="sample",
+    sandbox="none",
 )
 
 
@@ -75,6 +102,12 @@ class Command:
     path of another program for the first word. Of the sample's `extra_info`, which may hold the answer, a
     program gets the entries named here, with commas; of the environment variables those that say where
     programs and libraries are (PATH, LANG, …), and those in `env`, with commas: `NAME`, or `NAME=value`.
+
+    `sandbox`: `jail`, in which it can read its place, the system's programs, its own and the paths in `show`
+    (with commas), and reach nothing but its endpoint, or `none`. Limits there: `memory_mb` of all processes
+    with their files, `processes` with threads, `disk_mb`; 0: as many as the harness needs. `setup_seconds`:
+    until its first request; of so many episodes of a worker as `starts` (0: two per CPU) at once. `seconds`:
+    from then on (0: as long as the episode).
     ConfigError for options that cannot be used."""
 
     def __init__(
@@ -89,6 +122,14 @@ class Command:
         files: str = "",
         allow: str = "",
         env: str = "",
+        sandbox: Literal["", "jail", "none"] = "",
+        show: str = "",
+        memory_mb: Count = 0,
+        processes: Count = 0,
+        disk_mb: Count = 0,
+        setup_seconds: Seconds = 60.0,
+        seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0,
+        starts: Count = 0,
     ) -> None:
         if not (line or harness.line):
             raise ConfigError("option 'line' is missing; set rollout.agent.command.line")
@@ -97,7 +138,7 @@ class Command:
                 "each episode has a directory of its own: instead of `directory` set `files`, a tree that is "
                 "copied there; paths of the program and its script start where the run does"
             )
-        self.harness, self._extra_info, self._files = harness, _names(extra_info), files
+        self.harness, self._extra_info = harness, _names(extra_info)
         words = words_of(line or harness.line) + words_of(arguments, "arguments")
         self._named = words[0]
         self._words = located([program or words[0], *words[1:]])
@@ -108,42 +149,91 @@ class Command:
             )
         if files:
             check_tree(files, _names(allow))
+            files = os.path.abspath(files)
         given = [name.partition("=") for name in _names(env)]
         self._env = {name: value for name, equals, value in given if equals}
         self._inherited = {name for name, equals, _ in given if not equals}
+        self.sandbox = sandbox or harness.sandbox
+        self._place: NewPlace = partial(open_place, files=files)
+        if self.sandbox == "jail":
+            chosen = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
+            limits = harness.needs._replace(**{name: most for name, most in chosen.items() if most})
+            script = script_of(self._words)
+            shown = [*needed_by(self._words[0]), *(needed_by(self._words[script]) if script else ())]
+            check_sandbox()
+            self._place = partial(
+                sandbox_place, files=files, limits=limits, show=[*shown, *map(os.path.abspath, _names(show))]
+            )
+        self._setup_seconds, self._seconds = setup_seconds, seconds or None
+        self._starts = asyncio.Semaphore(starts or STARTS * len(os.sched_getaffinity(0)))
 
     async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
         """CommandError on an exit code other than 0, with the last line of stderr and, of an error in Python,
-        its place."""
-        async with new_place(self._files) as place:
-            return await self._run(sample, endpoint, place)
+        its place; and if there is no request in time. TimeUp after `seconds`."""
+        tasks = list[asyncio.Future[Any]]()
+        try:
+            async with self._starts:
+                tasks += map(asyncio.ensure_future, (self._run(sample, endpoint), endpoint.asked()))
+                running, asked = tasks
+                await asyncio.wait(tasks, timeout=self._setup_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not (running.done() or asked.done()):
+                seconds = f"setup_seconds ({self._setup_seconds:g} s)"
+                raise CommandError(f"{self._named} made no request within {seconds}")
+            await asyncio.wait([running], timeout=self._seconds)
+            if not running.done():
+                raise TimeUp(f"{self._named} was ended after seconds ({self._seconds:g} s)")
+            return running.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, sample: Sample, endpoint: Endpoint, place: DirectoryPlace) -> Any:
-        harness = self.harness
-        prompt = "\n\n".join(message.content for message in sample.prompt)
-        values = {
-            "base_url": endpoint.base_url,
-            "anthropic_url": endpoint.anthropic_url,
-            "model": endpoint.model,
-            "max_tokens": str(endpoint.max_tokens),
-            "workspace": f"{place.root}/work",
-            "prompt": prompt,
-            "prompt_file": f"{place.root}/prompt",
-        }
-        words = [fill_word(word, values) for word in self._words]
-        if "{prompt_file}" in " ".join(self._words):
-            place.write("prompt", prompt)
-        values = {**values, "key": endpoint.api_key}
-        for path, text in harness.files.items():
-            place.write(f"home/{path}", fill(text, values))
+    async def version(self) -> str:
+        """The version that a harness' program says it has, in its place and without an endpoint; '' of a
+        `command`. CommandError, or SandboxError, where it cannot be run there."""
+        async with (
+            asyncio.timeout(VERSION_SECONDS),
+            self._place(NOWHERE) as place,
+        ):
+            words = [self._words[0], "--version"] if self.harness.tested else ["true"]
+            run = partial(place.run, words, self._environment(place, self._values(place, "")))
+            status, out, err = await _talk(b"", run)
+            if status:
+                said = _complaint(err) or f"exit code {status}"
+                raise CommandError(f"{' '.join(words)} fails: {said}")
+        found = VERSION.search("\n".join(out + err))
+        return found[0] if found else ""
+
+    async def _run(self, sample: Sample, endpoint: Endpoint) -> Any:
+        harness, prompt = self.harness, "\n\n".join(message.content for message in sample.prompt)
         given = {"sample": _written(sample, self._extra_info), "prompt": prompt.encode(errors="replace")}
-        run = partial(place.run, words, self._environment(place, values))
-        status, out, err = await _talk(given.get(harness.stdin, b""), run)
+        async with self._place(endpoint) as place:
+            values = self._values(place, prompt)
+            words = [fill_word(word, values) for word in self._words]
+            if any("{prompt_file}" in word for word in self._words):
+                await place.write("prompt", prompt)
+            values["key"] = endpoint.api_key
+            for path, text in harness.files.items():
+                await place.write(f"home/{path}", fill(text, values))
+            run = partial(place.run, words, self._environment(place, values))
+            status, out, err = await _talk(given.get(harness.stdin, b""), run)
         if status:
             raise CommandError(f"{self._named} ended with code {status}: {_complaint(err) or 'no message'}")
         return _result("".join(out[-1:])) if harness.stdin == "sample" else None
 
-    def _environment(self, place: DirectoryPlace, values: Mapping[str, str]) -> dict[str, str]:
+    def _values(self, place: EpisodePlace, prompt: str) -> dict[str, str]:
+        """What placeholders stand for, but for the key."""
+        return {
+            "base_url": place.endpoint.base_url,
+            "anthropic_url": place.endpoint.anthropic_url,
+            "model": place.endpoint.model,
+            "max_tokens": str(place.endpoint.max_tokens),
+            "workspace": f"{place.root}/work",
+            "prompt": prompt,
+            "prompt_file": f"{place.root}/prompt",
+        }
+
+    def _environment(self, place: EpisodePlace, values: Mapping[str, str]) -> dict[str, str]:
         """Its environment variables; the endpoint is not reached through a proxy."""
         named = self._inherited
         own = {
@@ -151,7 +241,8 @@ class Command:
             for name, value in inherited(named).items()
             if name in named or not NOT_PASSED.fullmatch(name)
         }
-        no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), "127.0.0.1")))
+        host = urlsplit(place.endpoint.base_url).hostname
+        no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), host)))
         return {
             "HOME": f"{place.root}/home",
             "TMPDIR": f"{place.root}/tmp",

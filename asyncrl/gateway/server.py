@@ -14,6 +14,7 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -71,6 +72,13 @@ class Endpoint(msgspec.Struct, frozen=True):
         served = asyncio.run_coroutine_threadsafe(gateway.listen(self.api_key, listener), gateway.loop)
         return replace(self, base_url=await asyncio.wrap_future(served))
 
+    async def asked(self) -> None:
+        """Wait for the agent's first request for a turn, in any event loop; for ever, where no gateway of
+        this process runs the episode."""
+        gateway = _gateways.get(self.api_key)
+        asked = gateway.asked(self.api_key) if gateway is not None else Future[None]()
+        await asyncio.shield(asyncio.wrap_future(asked))
+
 
 _gateways: dict[str, Gateway] = {}  # by the keys of episodes that run in this process
 
@@ -97,6 +105,7 @@ Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
 @dataclass(eq=False)
 class _Admitted:
     host: Host
+    asked: Future[None] = field(default_factory=Future)  # done with the first request for a turn
     running: set[Answering] = field(default_factory=set)
     listeners: list[asyncio.Server] = field(default_factory=list)  # its own
     bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BODIES))
@@ -201,6 +210,10 @@ class Gateway:
         await server.start_serving()
         return _url(own)
 
+    def asked(self, key: str) -> Future[None]:
+        """See `Endpoint.asked`."""
+        return self._admitted[key].asked
+
     # -- requests ------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -218,6 +231,8 @@ class Gateway:
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
+        if not admitted.asked.done():
+            admitted.asked.set_result(None)
         asked = dialect.read(await _body(request, admitted))
         self._log_unheeded(asked.unheeded)
         events = _Events(asked) if asked.request.stream else None

@@ -51,6 +51,7 @@ RUN = (
     preflight.check_launch,
     preflight.check_models,
     preflight.check_plugins,
+    machine.check_agent,
     preflight.load_data,
     preflight.check_device,
     preflight.check_room,

@@ -3,6 +3,7 @@ on, and what they say."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,8 @@ from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, sample
 from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.gateway import Command
 from asyncrl.launch.run_directory import begun_with, changes, stored
 from asyncrl.rewards.answers import is_number
 from asyncrl.tools import ToolError, check_sample_tools
@@ -265,6 +267,25 @@ class Inputs:
         from asyncrl.episodes.parts import EpisodeParts  # imports transformers
 
         return EpisodeParts(self.config)
+
+    @cached_property
+    def agent_version(self) -> dict[str, str]:
+        """The version of the program that leads episodes, by its harness' name; empty where none does.
+        ConfigError where it cannot be run as episodes run it."""
+        agent = self.parts.agent
+        if not isinstance(agent, Command):
+            return {}
+        name = agent.harness.name
+        try:
+            return {name: asyncio.run(agent.version())}
+        except (AsyncrlError, TimeoutError) as error:
+            where, more = "in the sandbox", ", show what it needs to read, or set sandbox: none"
+            if agent.sandbox == "none":
+                where, more = "here", ""
+            why = str(error) or "it has not answered in time"
+            raise ConfigError(
+                f"rollout.agent.{name}: it cannot be run {where}: {why}; give its path as program{more}"
+            ) from error
 
     @cached_property
     def samples(self) -> RunData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import platform
 import shutil
 import subprocess
@@ -12,8 +13,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
+
 import asyncrl
 from asyncrl.errors import ConfigError, one_line, recorded
+from asyncrl.gateway import Command
 from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES, describe_exit
 from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import sized
@@ -184,6 +188,32 @@ def check_disk(inputs: Inputs) -> Iterator[Note]:
     free = shutil.disk_usage(where).free
     text = f"{sized(free)} free in {where}"
     yield ok(text) if free >= LITTLE_DISK else warning(f"{text}; free some, or set run_dir=…")
+
+
+@check("agent", needs=("plug-ins",))
+def check_agent(inputs: Inputs) -> Iterator[Note]:
+    """A program that leads episodes can be run as they run it, its version was tested, and there is memory
+    for as many as run at once."""
+    agent, rollout = inputs.parts.agent, inputs.config.rollout
+    if not isinstance(agent, Command):
+        return
+    harness, found = agent.harness, inputs.agent_version[agent.harness.name]
+    where = f"rollout.agent.{harness.name}"
+    if harness.tested not in ("", found):
+        yield warning(f"{where}: version {found or 'unknown'} was not tried; {harness.tested} was")
+    if agent.sandbox == "none":
+        yield warning(
+            f"{where}: sandbox is none: the model that leads it can read and write what {getpass.getuser()} "
+            f"can, {Path.home()} for one, and use the network"
+        )
+    slots = rollout.workers * rollout.slots
+    needed, memory = slots * harness.resident_mb * 2**20, psutil.virtual_memory().total
+    if needed > memory and inputs.config.launch.kind == "local":
+        yield warning(
+            f"{slots} slots (rollout.workers * rollout.slots) of {harness.name} take {sized(needed)}, "
+            f"{harness.resident_mb} MB each, and this machine has {sized(memory)}; lower rollout.slots"
+        )
+    yield ok(f"{harness.name} {found}, {'in a sandbox' if agent.sandbox == 'jail' else 'without a sandbox'}")
 
 
 @check("sandbox")

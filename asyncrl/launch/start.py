@@ -40,14 +40,14 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         return _dry_run(config)
     defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
     inputs, warnings = checks.check(config)
-    config, data = inputs.config, inputs.samples
+    config, data, versions = inputs.config, inputs.samples, inputs.agent_version
     del inputs  # its tokenizer is needed no more
     run_dir, units, changed = run_directory(config), placement.processes_of(config), resumed_with(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     with ExitStack() as stack:
         stack.enter_context(locked(config))
         data.save(run_dir)
-        record_machine(run_dir)
+        record_machine(run_dir, versions)
         _remove_outside_weights(config)  # of a launcher that was killed
         preflight.record_place(config)
         stack.callback(_remove_outside_weights, config)

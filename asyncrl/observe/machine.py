@@ -41,10 +41,11 @@ def describe_machine() -> dict[str, str]:
     return found
 
 
-def record_machine(run_dir: Path) -> None:
-    """Keep it with the run: of its newest launch. A full disk costs no more than that."""
+def record_machine(run_dir: Path, versions: Mapping[str, str]) -> None:
+    """Keep it, with further versions, with the run: of its newest launch. A full disk costs no more than
+    that."""
     with suppress(OSError):
-        (run_dir / "machine.json").write_bytes(msgspec.json.encode(describe_machine()))
+        (run_dir / "machine.json").write_bytes(msgspec.json.encode({**describe_machine(), **versions}))
 
 
 def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:

@@ -25,7 +25,7 @@ from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untr
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
-from asyncrl.gateway import Agent, AgentError, Endpoint, Gateway, result_of
+from asyncrl.gateway import Agent, AgentError, Endpoint, Gateway, TimeUp, result_of
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
@@ -188,10 +188,10 @@ class AgentPlayer:
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
         self._branches = Branches(self.run.context.rules, recorded, self.shared.untrained)
-        result = await self._serve_agent()
+        late, result = await self._serve_agent()
         self._check_replayed()
         if trained(self._branches.turns):
-            self._ended = self._branches.end, result
+            self._ended = EpisodeEnd.TIMEOUT if late else self._branches.end, result
             return await self._scored(*self._ended)
         if self._branches.refused is not None:
             return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
@@ -208,8 +208,9 @@ class AgentPlayer:
     async def close(self) -> None:
         """Do nothing: the agent has ended with `play`."""
 
-    async def _serve_agent(self) -> Any:
-        """Return what the agent returned; None if it gave up because a limit refused its request."""
+    async def _serve_agent(self) -> tuple[bool, Any]:
+        """Return if the agent's time was up, and what it returned; None if it gave up because a limit refused
+        its request."""
         host = AgentHost(self.run, self._branches, self._idle)
         self._idle.start()
         try:
@@ -220,11 +221,13 @@ class AgentPlayer:
         if host.failed.done():
             raise host.failed.result()
         try:
-            return result_of(agent.result())
+            return False, result_of(agent.result())
+        except TimeUp:
+            return True, None
         except Exception as error:
             if self._branches.refused is None:
                 raise AgentError(describe(error)) from error
-            return None
+            return False, None
 
     async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
         """Run the agent until it ends, or `failed` is done; it is done in both cases."""

@@ -80,7 +80,7 @@ def recorded(page: Path) -> dict[str, Any]:
 
 def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, "a$b$", trainer={"lr": 0.5})
-    record_machine(run_dir)
+    record_machine(run_dir, {"codex": "0.1"})
     assert main(["a$b$", "--run-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(run_dir / "report.html")]
     rows, machine = tables(run_dir), recorded_machine(run_dir)

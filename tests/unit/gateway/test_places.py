@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,12 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import Command, Endpoint, load_agent, places
+from asyncrl.gateway import Command, Endpoint, Gateway, TimeUp, load_agent, places
+from asyncrl.gateway.lines import CommandError
+from asyncrl.gateway.places import needed_by
+from asyncrl.isolation.sandbox.jail import Isolation
 from asyncrl.types import Message, Sample
+from tests.fakes.hosts import FakeHost
 from tests.fakes.processes import gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
@@ -128,6 +133,179 @@ def test_a_directory_of_places_that_others_can_enter_is_refused(tmp_path: Path, 
     (tmp_path / "open").mkdir(mode=0o755)
     monkeypatch.setattr(places, "PARENT", str(tmp_path / "open"))
     places._parent.cache_clear()
-    with pytest.raises(places.CommandError, match="is open to other users; remove it"):
+    with pytest.raises(CommandError, match="is open to other users; remove it"):
         places._parent()
     places._parent.cache_clear()
+
+
+# -- in a sandbox ------------------------------------------------------------------------------------
+
+
+SPY = """
+import json, os, pathlib, sys, urllib.request
+user, told = sys.argv[1:]
+for name in ("work", "home", "tmp"):
+    pathlib.Path("/sandbox", name, "secret").write_text(os.environ["OPENAI_API_KEY"])
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": "all there?"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+urllib.request.urlopen(request).read()  # once all of them have asked
+read = {}
+for path in (user, told, "/var/tmp", "/root", "/etc/shadow", os.path.dirname(os.path.dirname(user))):
+    try:
+        read[path] = sorted(os.listdir(path)) if os.path.isdir(path) else open(path).read()
+    except OSError:
+        pass
+for top, _, names in os.walk("/sandbox"):
+    read |= {os.path.join(top, name): open(os.path.join(top, name)).read() for name in names}
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        read[pid] = open(f"/proc/{pid}/environ").read()
+    except OSError:
+        pass
+print(json.dumps({"key": os.environ["OPENAI_API_KEY"], "read": read, "cwd": os.getcwd()}))
+"""
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(64, marks=pytest.mark.full)])
+def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_path: Path, count: int) -> None:
+    """They try when all of them are there: absolute paths, /proc, the directories of the others."""
+    user = tmp_path / "users"
+    user.write_text("a secret of the user")
+    (tmp_path / "spy.py").write_text(SPY)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "given").write_text("given")
+    line = f"python {tmp_path}/spy.py {user} {PLACES}"
+    options = {"sandbox": "jail", "files": str(tmp_path / "tree"), "setup_seconds": 300, "starts": 64}
+    command, hosts = load_agent({"command": {"line": line, **options}}), [FakeHost() for _ in range(count)]
+
+    async def play(gateway: Gateway, host: FakeHost) -> Any:
+        async with gateway.admit(host) as endpoint:
+            return await command(SAMPLE, endpoint), endpoint.api_key
+
+    async def main() -> list[tuple[Any, str]]:
+        gateway = Gateway(str)
+        await gateway.start()
+        try:
+            for host in hosts:
+                host.gate.clear()
+            playing = asyncio.gather(*(play(gateway, host) for host in hosts))
+            there = asyncio.gather(*(host.entered.wait() for host in hosts))
+            await asyncio.wait([playing, there], return_when=asyncio.FIRST_COMPLETED)
+            for host in hosts:
+                host.gate.set()
+            return await playing
+        finally:
+            await gateway.close()
+
+    results = asyncio.run(main())
+    keys = {key for _, key in results}
+    for found, key in results:
+        text = json.dumps(found["read"])
+        assert found["key"] == key and found["cwd"] == "/sandbox/work" and key in text
+        assert not [other for other in keys - {key} if other in text]
+        assert "a secret of the user" not in text and found["read"]["/sandbox/work/given"] == "given"
+        assert not {str(PLACES), "/var/tmp", "/etc/shadow"} & found["read"].keys()
+
+
+def test_what_a_program_needs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of npm its packages, of an environment all of it, of a script its interpreter."""
+    package = tmp_path / "lib/node_modules/agent"
+    (tmp_path / "bin").mkdir()
+    package.mkdir(parents=True)
+    (package / "package.json").write_text("{}")
+    (package / "cli.js").write_text("#!/usr/bin/env node\n")
+    (tmp_path / "bin/agent").symlink_to("../lib/node_modules/agent/cli.js")
+    (tmp_path / "bin/node").write_text("")
+    for made in (package / "cli.js", tmp_path / "bin/node"):
+        made.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    shown = set(map(os.path.realpath, needed_by("agent")))
+    assert {f"{tmp_path}/{path}" for path in ("bin/node", "lib", "lib/node_modules")} <= shown
+    assert str(tmp_path) not in shown
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/pyvenv.cfg").write_text("")
+    (tmp_path / "venv/bin/mini").write_text(f"#!{tmp_path}/venv/bin/python\n")
+    assert f"{tmp_path}/venv" in set(needed_by(f"{tmp_path}/venv/bin/mini"))
+
+
+def test_a_program_that_takes_too_much_memory_is_killed() -> None:
+    line = "python -c 'x = bytearray(300 << 20); import time; time.sleep(60)'"
+    command = Command(line=line, sandbox="jail", memory_mb=200)
+    with pytest.raises(
+        CommandError, match="took more than 200 MiB with its files, and was killed; raise memory_mb"
+    ):
+        played_with(command)
+
+
+def test_a_machine_without_namespaces_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = Isolation(frozenset({"network", "processes"}), "unshare: no")
+    monkeypatch.setattr(places, "detect_isolation", lambda: without)
+    with pytest.raises(ConfigError, match=r"isolate files, orphans \(unshare: no\); .* sandbox: none"):
+        load_agent({"command": {"line": "true", "sandbox": "jail"}})
+
+
+# -- stages ------------------------------------------------------------------------------------------
+
+
+def played_with(command: Command) -> Any:
+    async def main() -> Any:
+        gateway = Gateway(str)
+        await gateway.start()
+        try:
+            async with gateway.admit(FakeHost()) as endpoint:
+                return await command(SAMPLE, endpoint)
+        finally:
+            await gateway.close()
+
+    return asyncio.run(main())
+
+
+ASK = (
+    "import json, os, time, urllib.request as u; "
+    'u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", '
+    'json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode(), '
+    '{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})).read(); '
+)
+
+
+def test_a_program_that_does_not_ask_in_time_is_ended() -> None:
+    with pytest.raises(CommandError, match=r"sleep made no request within setup_seconds \(0.2 s\)"):
+        played_with(Command(line="sleep 600", setup_seconds=0.2))
+
+
+def test_a_program_whose_time_is_up_is_ended() -> None:
+    """That is no failure: the episode is scored for its turns."""
+    with pytest.raises(TimeUp, match=r"after seconds \(0.2 s\)"):
+        played_with(Command(line=f"python -c '{ASK} time.sleep(600)'", seconds=0.2))
+
+
+async def test_so_many_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start is over with the first request: the second begins while the first goes on."""
+    begun, over = asyncio.Queue[int](), asyncio.Event()
+
+    class Asking:
+        def __init__(self, name: int) -> None:
+            self.name, self.first = name, asyncio.Event()
+
+        async def asked(self) -> None:
+            await self.first.wait()
+
+    async def run(sample: Sample, endpoint: Asking) -> int:
+        begun.put_nowait(endpoint.name)
+        await over.wait()
+        return endpoint.name
+
+    command, both = Command(line="true", starts=1), [Asking(0), Asking(1)]
+    monkeypatch.setattr(command, "_run", run)
+    playing = [asyncio.ensure_future(command(SAMPLE, one)) for one in both]  # type: ignore[arg-type]
+    assert await begun.get() == 0
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert begun.empty()
+    both[0].first.set()
+    assert await begun.get() == 1 and not playing[0].done()
+    over.set()
+    assert await asyncio.gather(*playing) == [0, 1]

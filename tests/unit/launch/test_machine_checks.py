@@ -73,6 +73,17 @@ def python(script: str, seconds: float = 20.0) -> Spoil:
     return spoil
 
 
+def claude(script: str, seconds: float = 20.0, **options: str) -> Spoil:
+    """In the place of Claude Code."""
+
+    def spoil(given: Given) -> Keys:
+        given.patch.setattr("asyncrl.gateway.programs.VERSION_SECONDS", seconds)
+        given.program("claude", script)
+        return {"rollout.agent": {"claude_code": options}}
+
+    return spoil
+
+
 def shared_memory(total: int, model: int) -> Spoil:
     """/dev/shm of this size, all free, and a model of so many bytes, or none."""
 
@@ -230,6 +241,34 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (
             [*FILES, {"rollout.workers": 300}],
             ": 256, .* 903 connections to the coordinator have no room; raise the hard",
+        )
+    ],
+    "ok: agent": [
+        (claude("echo '2.1.331 (Claude Code)'"), "claude_code 2.1.331, in a sandbox"),
+    ],
+    "warning: agent": [
+        (claude("echo 1.0"), "rollout.agent.claude_code: version 1.0 was not tried; 2.1.331 was"),
+        (
+            claude("echo 2.1.331", sandbox="none"),
+            "can read and write what .* can, .* the network",
+        ),
+        (
+            [claude("echo 2.1.331"), {"rollout.slots": 10**6}],
+            "1000000 slots .* take 314572.8 GB, 300 MB",
+        ),
+    ],
+    "error: agent": [
+        (claude("echo no loader >&2; exit 1"), "cannot be run in the sandbox: .* fails: no loader; give its"),
+        (claude("exec sleep 100", 0.2), "cannot be run in the sandbox: it has not answered in time"),
+        (
+            claude("exit 3", sandbox="none"),
+            "cannot be run here: claude --version fails: exit code 3; give its path as program$",
+        ),
+    ],
+    "error: plug-ins": [
+        (
+            {"rollout.agent": {"codex": {"program": "/no/codex"}}},
+            "there is no program '/no/codex'; install it",
         )
     ],
     "ok: Python": [(PYTHONS[0], "asyncrl"), (PYTHONS[2], "asyncrl")],
