@@ -1,15 +1,16 @@
-"""Fetch coding agents for tests, as their packages ship them: `make harnesses`.
+"""Fetch coding agents for tests and record their first requests: `make harnesses`.
 
     python tools/fetch_harnesses.py [--all] [--to .harnesses]
 
 Packages come through npm, as this machine has it configured, for Linux on x86-64; nothing of them is part of
-the repository. Each becomes a directory with the package's files. mini-swe-agent is a package of the tests'
-environment, so it is not fetched here.
+the repository. Each becomes a directory with the files that it ships; mini-swe-agent is a package of the
+tests' environment. The requests that each sends first, to a server that refuses them, are in requests/.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import hashlib
 import json
@@ -19,7 +20,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from asyncrl.gateway import Endpoint, load_agent
+from asyncrl.gateway.lines import CommandError
+from asyncrl.types import Message, Sample
 
 TARGET = Path(__file__).resolve().parents[1] / ".harnesses"
 PACKAGES = {  # each with the SHA-512 of its archive, as npm writes it
@@ -42,6 +50,14 @@ OTHERS = {  # for `make full`
         "pmexy/Nj+BKd3Un1ogqGQE8V4GJn5B6N9PQOrU1GH+lMR29kn6Bgf6YdbZa8hNIoTmAKT1LTPK+P8TibZRPPVg==",
     ),
 }
+PROGRAMS = {  # of each package
+    "claude_code": "claude_code/claude",
+    "codex": "codex/vendor/x86_64-unknown-linux-musl/bin/codex",
+    "opencode": "opencode/bin/opencode",
+    "qwen_code": "qwen_code/cli-entry.js",
+    "mini_swe_agent": f"{sys.prefix}/bin/mini",
+}
+SAMPLE = Sample(0, "test", (Message("user", "Count the lines of all files."),), "")
 
 
 def main() -> None:
@@ -72,6 +88,9 @@ def main() -> None:
         for program in described.get("bin", {}).values():
             (target / name / program).chmod(0o755)  # as npm does when it installs
         print(f"{name}: {described['version']}")
+    for name, program in PROGRAMS.items():
+        if (target / program).exists():
+            record(name, target / program, target / "requests")
 
 
 def packed(npm: str, package: str, folder: Path) -> Path:
@@ -84,6 +103,36 @@ def packed(npm: str, package: str, folder: Path) -> Path:
         text=True,
     )
     return folder / made.stdout.split()[-1]
+
+
+def record(name: str, program: Path, folder: Path) -> None:
+    """Write down the bodies of its requests and where they went."""
+    asked: list[dict[str, str]] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            asked.append({"path": self.path.partition("?")[0], "body": body.decode()})
+            answer = b'{"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}'
+            self.send_response(400)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "key", max_tokens=65536)
+        agent = load_agent({name: {"program": str(program), "sandbox": "none"}})
+        with suppress(CommandError):  # its requests are refused
+            asyncio.run(agent(SAMPLE, endpoint))
+        server.shutdown()
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    print(f"{name}: {len(asked)} first requests")
 
 
 if __name__ == "__main__":

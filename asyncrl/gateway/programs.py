@@ -44,7 +44,7 @@ from asyncrl.types import Sample
 
 STARTS = 2  # at once, for each CPU
 VERSION_SECONDS = 60.0  # to say it, on a busy machine and from a cold disk
-VERSION = re.compile(r"\d+\.\d+[\w.+-]*")
+VERSION = re.compile(r"\d+\.\d+([\w.+-]*\w)?")
 MAX_RESULT = 1 << 20  # bytes of a result, as JSON
 MAX_ERROR = 1 << 16  # bytes of stderr that are kept
 MAX_COMPLAINT = 300  # characters
@@ -70,7 +70,8 @@ class Harness:
     """Describes a program that leads episodes. `line`, the values of `environment` and the texts of `files`
     (by their paths in HOME) have placeholders, see lines.py. `stdin`: what it reads there; only a program
     that reads the sample gives a result. `needs`: limits in a sandbox that leave it room. `resident_mb`:
-    memory that it usually takes with its children. `tested`: the version that was."""
+    memory that it usually takes with its children. `version`: the option with which it says which it is;
+    `tested`: the one that was."""
 
     name: str
     line: str = ""
@@ -80,6 +81,7 @@ class Harness:
     needs: SandboxLimits = NEEDS
     sandbox: Literal["jail", "none"] = "jail"
     resident_mb: int = 0
+    version: str = "--version"
     tested: str = ""
 
 
@@ -195,7 +197,7 @@ class Command:
             asyncio.timeout(VERSION_SECONDS),
             self._place(NOWHERE) as place,
         ):
-            words = [self._words[0], "--version"] if self.harness.tested else ["true"]
+            words = [self._words[0], self.harness.version] if self.harness.tested else ["true"]
             run = partial(place.run, words, self._environment(place, self._values(place, "")))
             status, out, err = await _talk(b"", run)
             if status:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = Path(os.environ.get("ASYNCRL_TOKENIZERS") or ROOT / ".tokenizers")
 HARNESSES = ROOT / ".harnesses"
+IN_THE_GATE = ("claude_code", "codex")  # coding agents that `make harnesses` fetches; others: harnesses-all
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 
 
@@ -26,11 +27,17 @@ def missing(what: str, target: str = "tokenizers") -> NoReturn:
     pytest.skip(why)
 
 
-def harness(program: str) -> Path:
-    """The program of a coding agent."""
-    if not (HARNESSES / program).exists():
-        missing(program, "harnesses" if program.startswith(("claude_code", "codex")) else "harnesses-all")
-    return HARNESSES / program
+def harness(path: str) -> Path:
+    """A file of a coding agent."""
+    if not (HARNESSES / path).exists():
+        missing(path, "harnesses" if any(name in path for name in IN_THE_GATE) else "harnesses-all")
+    return HARNESSES / path
+
+
+def first_requests(name: str) -> list[Any]:
+    """The path and the body, as text, of the requests that a coding agent sends first."""
+    file = harness(f"requests/{name}.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def needs_smollm2() -> None:

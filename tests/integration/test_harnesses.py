@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from asyncrl.config import RolloutConfig
 from asyncrl.config.composition import config_root
 from asyncrl.conversation.turns import rows_of, trained
-from asyncrl.gateway import load_agent, load_untrained, server
+from asyncrl.gateway import Command, load_agent, load_untrained, server
 from asyncrl.types import EpisodeEnd, Message
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
 from tests.fakes.episodes import read
-from tests.fakes.fetched import harness
+from tests.fakes.fetched import IN_THE_GATE, harness
 
 TASK = "write fizz.py, run it, show it"
 FULL = 400_000  # tokens of a row; a character is a token here
@@ -54,21 +54,25 @@ CLIENTS = {
         end_calls=1,
     ),
 }
-IN_THE_GATE = ("claude_code", "codex")
 every_client = pytest.mark.parametrize(
     "name", [name if name in IN_THE_GATE else pytest.param(name, marks=pytest.mark.full) for name in CLIENTS]
 )
 
 
+def agent_of(name: str, **options: Any) -> Command:
+    agent = load_agent({name: {"program": str(harness(CLIENTS[name].program)), **options}})
+    assert isinstance(agent, Command) and agent.sandbox == "jail"
+    return agent
+
+
 def bench_of(
     name: str, script: Callable[[str], str], task: str = TASK, size: int = FULL, **options: Any
 ) -> AgentBench:
-    """Its limits and its side requests are those that the name brings, but for `size`."""
-    options["program"] = str(harness(CLIENTS[name].program))
+    """Limits and side requests are those that the name brings, but for `size`. It runs in a sandbox."""
     text = (config_root() / "configs" / "agent" / f"{name}.yaml").read_text()
     config = msgspec.convert(msgspec.yaml.decode(text)["rollout"], RolloutConfig)
     bench = AgentBench(
-        load_agent({name: options}),
+        agent_of(name, **options),
         script,
         untrained=load_untrained(config.untrained_agents),
         max_tokens=size,
@@ -107,6 +111,12 @@ def solves(client: Client) -> Callable[[str], str]:
         return "I write it. " + client.runs("echo 'print(6006 * 7)' > fizz.py; echo WRITTEN")
 
     return script
+
+
+@every_client
+def test_its_version_is_found_in_a_sandbox(name: str) -> None:
+    agent = agent_of(name)
+    assert asyncio.run(agent.version()) == agent.harness.tested
 
 
 @every_client

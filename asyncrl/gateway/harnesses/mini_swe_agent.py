@@ -12,9 +12,11 @@ HARNESS = Harness(
         "OPENAI_API_KEY": "{key}",
         "MSWEA_CONFIGURED": "true",  # or it asks for settings
         "MSWEA_COST_TRACKING": "ignore_errors",  # the model has no price
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # or it repeats what a limit refused, for minutes
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is fetched
     },
     stdin="nothing",
     resident_mb=180,
+    version="--help",
     tested="2.4.6",
 )

@@ -19,6 +19,8 @@ HARNESS = Harness(
         "OPENAI_BASE_URL": "{base_url}",
         "OPENAI_API_KEY": "{key}",
         "OPENAI_MODEL": "{model}",
+        "QWEN_STREAM_IDLE_TIMEOUT_MS": "0",  # or it repeats a turn that takes 4 minutes: it hears no comments
+        "QWEN_STREAM_MAX_LIFETIME_MS": "0",
     },
     files={".qwen/settings.json": SETTINGS},
     resident_mb=480,

@@ -18,10 +18,11 @@ from asyncrl.conversation import templates
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
 from asyncrl.conversation.watch import GrowingText
+from asyncrl.gateway import completions, messages, responses
 from asyncrl.types import Message, ToolCall
 from tests.fakes import families
 from tests.fakes.families import FAMILIES, TEMPLATES, Family
-from tests.fakes.fetched import FETCHED, fetched_tokenizer, missing
+from tests.fakes.fetched import FETCHED, fetched_tokenizer, first_requests, missing
 from tests.unit.conversation.test_chat import TODAY, TOOL
 
 pytestmark = pytest.mark.slow
@@ -181,6 +182,26 @@ FEW, MORE, MANY = range(10), range(10, 50), range(50, 1000)
 def test_deltas_are_the_templates_own_tokens(name: str, seeds: range) -> None:
     for seed in seeds:
         check(name, seed)
+
+
+READ = {
+    "/v1/messages": messages.read,
+    "/v1/responses": responses.read,
+    "/v1/chat/completions": completions.read,
+}
+
+
+@pytest.mark.parametrize("agent", ["claude_code", "codex", "opencode", "qwen_code", "mini_swe_agent"])
+def test_first_requests_of_coding_agents_are_written_whole(agent: str) -> None:
+    """By each template: it refuses none of their messages, and drops no text. Some show no tools."""
+    for sent in first_requests(agent):
+        ask = READ[sent["path"]](sent["body"].encode()).ask
+        for name in REAL:
+            chat = chat_of(name)
+            folded = chat.fold(ask.messages, True)
+            text = normalize("NFC", chat.decode(chat.prompt_ids(folded, ask.tools)))
+            for message in ask.messages:
+                assert normalize("NFC", message.content.strip()) in text, (name, message.role)
 
 
 @pytest.mark.parametrize("name", REAL)
