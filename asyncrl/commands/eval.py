@@ -21,16 +21,8 @@ from msgspec.structs import replace
 
 from asyncrl.commands import command_parser
 from asyncrl.commands.merge import find_checkpoint
-from asyncrl.config import RunConfig, read_config, texts
+from asyncrl.config import RunConfig, read_config, texts, training
 from asyncrl.config.composition import compose, recompose
-from asyncrl.config.training import (
-    AlgorithmConfig,
-    BufferConfig,
-    CheckpointConfig,
-    CriticConfig,
-    KLConfig,
-    TrainerConfig,
-)
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_summary
 from asyncrl.observe.held_out import Judged, PerSample, interval, losses, means, per_sample, sizes
@@ -159,12 +151,12 @@ def _untrained(config: RunConfig) -> RunConfig:
         config,
         data=replace(config.data, train=config.data.test, shuffle=False, order="", epochs=0),
         model=replace(config.model, lora_rank=0),
-        algorithm=config.algorithm if imitates(config) else AlgorithmConfig(),
-        buffer=BufferConfig(groups_per_batch=1),
-        trainer=TrainerConfig(),
-        kl=KLConfig(),
-        critic=CriticConfig(),
-        checkpoint=CheckpointConfig(),
+        algorithm=config.algorithm if imitates(config) else training.AlgorithmConfig(),
+        buffer=training.BufferConfig(groups_per_batch=1),
+        trainer=training.TrainerConfig(),
+        kl=training.KLConfig(),
+        critic=training.CriticConfig(),
+        checkpoint=training.CheckpointConfig(),
         weights=replace(config.weights, transport="disk", full_every=1),
     )
 

@@ -44,18 +44,7 @@ from torch import Tensor
 
 from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.collective_messages import (
-    BroadcastPlan,
-    BucketReady,
-    BucketRequest,
-    MemoryPlan,
-    Refused,
-    Sent,
-    VersionRequest,
-    receive_question,
-    seconds_left,
-    send_answer,
-)
+from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.ipc import BucketMemory, ServerMemory
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, Superseded, TensorEntry, WeightsRef, describe, split
@@ -168,9 +157,9 @@ class EngineConnection:
             if self._group is not None:
                 self._group.close()
 
-    def _next(self, deadline: float) -> VersionRequest | None:
+    def _next(self, deadline: float) -> messages.VersionRequest | None:
         try:
-            return receive_question(self._socket, VersionRequest, deadline)
+            return messages.receive_question(self._socket, messages.VersionRequest, deadline)
         except TimeoutError:
             log.info("weights: %s has asked for nothing for long, and is disconnected", self._engine)
             return None
@@ -180,9 +169,10 @@ class EngineConnection:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _take_turn(self, request: VersionRequest, deadline: float) -> None:
-        self._sender.latest(request.version, seconds_left(deadline))  # waits, before it is this engine's turn
-        if not self._sender.turn.acquire(timeout=seconds_left(deadline)):
+    def _take_turn(self, request: messages.VersionRequest, deadline: float) -> None:
+        # Waits, before it is this engine's turn.
+        self._sender.latest(request.version, messages.seconds_left(deadline))
+        if not self._sender.turn.acquire(timeout=messages.seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
         try:
             snapshot = self._sender.latest(request.version, 0)
@@ -194,7 +184,7 @@ class EngineConnection:
         latest = snapshot.version.label if snapshot else "nothing"
         self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > request.version)
 
-    def _push(self, snapshot: Snapshot, request: VersionRequest, deadline: float) -> None:
+    def _push(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
         parts = (snapshot.layout[part] for part in self._parts(snapshot))
         # Large items first, so that every tensor starts at a multiple of its item size.
         buckets = tuple(tuple(sorted(part, key=lambda spec: -ITEM_BYTES[spec.dtype])) for part in parts)
@@ -208,18 +198,18 @@ class EngineConnection:
             ready = next(flattened)  # raises Superseded before the engine has done anything
             send(buckets, chain((ready,), flattened), request.ranks, deadline)
         manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout))
-        send_answer(self._socket, Sent(manifest), deadline)
+        messages.send_answer(self._socket, messages.Sent(manifest), deadline)
 
     def _broadcast(
         self, buckets: Sequence[Layout], flattened: Iterator[Tensor], ranks: int, deadline: float
     ) -> None:
         group, port = self._join(1 + ranks, deadline)
-        plan = BroadcastPlan(tuple(buckets), group.name, port, group.backend)
-        send_answer(self._socket, plan, deadline)
+        plan = messages.BroadcastPlan(tuple(buckets), group.name, port, group.backend)
+        messages.send_answer(self._socket, plan, deadline)
         under_way: Future[None] | None = None
         for index, ready in enumerate(flattened):  # read while the one before is under way
             self._arrived(index, under_way, deadline)
-            send_answer(self._socket, BucketReady(index), deadline)
+            messages.send_answer(self._socket, messages.BucketReady(index), deadline)
             under_way = group.broadcast(ready)
         self._arrived(len(buckets), under_way, deadline)
 
@@ -228,7 +218,7 @@ class EngineConnection:
     ) -> None:
         largest = max(sum(spec.nbytes for spec in bucket) for bucket in buckets)
         with ServerMemory(ranks, self._sender.memory(largest), self._socket) as memory:
-            send_answer(self._socket, MemoryPlan(tuple(buckets), memory.sockets), deadline)
+            messages.send_answer(self._socket, messages.MemoryPlan(tuple(buckets), memory.sockets), deadline)
             self._arrived(0, None, deadline)
             memory.open(deadline)
             for bucket, ready in zip(buckets, flattened, strict=True):
@@ -268,12 +258,14 @@ class EngineConnection:
 
     def _arrived(self, count: int, last: Future[None] | None, deadline: float) -> None:
         """Wait until the engine has `count` buckets, of which the last one was sent by `last`."""
-        asked = receive_question(self._socket, BucketRequest, deadline).bucket
+        asked = messages.receive_question(self._socket, messages.BucketRequest, deadline).bucket
         if asked != count:
             raise ProtocolError(f"asked for bucket {asked} when {count} were sent")
         if last is not None:
-            last.result(seconds_left(deadline))
+            last.result(messages.seconds_left(deadline))
 
     def _refuse(self, reason: str, superseded: bool) -> None:
         with suppress(OSError):
-            send_answer(self._socket, Refused(reason, superseded), time.monotonic() + REFUSAL_SECONDS)
+            messages.send_answer(
+                self._socket, messages.Refused(reason, superseded), time.monotonic() + REFUSAL_SECONDS
+            )

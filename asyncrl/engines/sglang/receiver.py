@@ -14,18 +14,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError, one_line
-from asyncrl.weights.collective_messages import (
-    BroadcastPlan,
-    BucketReady,
-    BucketRequest,
-    MemoryPlan,
-    Plan,
-    Question,
-    Refused,
-    Sent,
-    VersionRequest,
-    ask,
-)
+from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.ipc import is_safe, release
 from asyncrl.weights.manifest import Layout, Manifest, Superseded, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
@@ -44,13 +33,13 @@ class SenderConnection:
     writer: asyncio.StreamWriter
     group: str = ""
 
-    async def ask(self, question: Question, kind: type[T]) -> T:
+    async def ask(self, question: messages.Question, kind: type[T]) -> T:
         """Raises Superseded, WeightsError when the sender refuses or is gone, ProtocolError."""
         try:
-            answer = await ask(self.reader, self.writer, question)
+            answer = await messages.ask(self.reader, self.writer, question)
         except (OSError, EOFError) as error:
             raise WeightsError(f"weights {self.path}: the sender is gone ({one_line(error)})") from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise (Superseded if answer.superseded else WeightsError)(f"weights {self.path}: {answer.reason}")
         if not isinstance(answer, kind):
             raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
@@ -91,7 +80,7 @@ class BroadcastPush(Push):
     async def load(self) -> Manifest:
         last = len(self.buckets) - 1
         for index, specs in enumerate(self.buckets):
-            await self.connection.ask(BucketRequest(index), BucketReady)
+            await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
             await self.server.update_from_group(
                 [spec.name for spec in specs],
                 [spec.dtype for spec in specs],
@@ -100,7 +89,7 @@ class BroadcastPush(Push):
                 label=self.label if index == last else None,
                 seconds=self.seconds,
             )
-        sent = await self.connection.ask(BucketRequest(last + 1), Sent)
+        sent = await self.connection.ask(messages.BucketRequest(last + 1), messages.Sent)
         self.done = True
         return sent.manifest
 
@@ -113,7 +102,7 @@ class MemoryPush(Push):
     session: ClassVar[bool] = False
 
     async def load(self) -> Manifest:
-        sent = asyncio.create_task(self.connection.ask(BucketRequest(0), Sent))
+        sent = asyncio.create_task(self.connection.ask(messages.BucketRequest(0), messages.Sent))
         told = asyncio.create_task(self.server.update_from_ipc(self.sockets, self.label, self.seconds))
         try:
             # A server goes on with a request that nobody waits for any more: its end is to be seen.
@@ -172,12 +161,12 @@ class Receiver:
         connection = await self._connect(self._sender(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
         here = _is_here(connection.path) and _is_here(self._server.url)
-        request = VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds, here)
-        plan = await connection.ask(request, Plan)
-        if isinstance(plan, MemoryPlan):
+        request = messages.VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds, here)
+        plan = await connection.ask(request, messages.Plan)
+        if isinstance(plan, messages.MemoryPlan):
             _check_seen(plan.sockets)
             return MemoryPush(ref.label, plan.buckets, connection, self._server, deadline, plan.sockets)
-        assert isinstance(plan, BroadcastPlan)
+        assert isinstance(plan, messages.BroadcastPlan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
@@ -202,7 +191,7 @@ class Receiver:
             self._connection = await _open(path)
         return self._connection
 
-    async def _join(self, connection: SenderConnection, plan: BroadcastPlan, seconds: float) -> None:
+    async def _join(self, connection: SenderConnection, plan: messages.BroadcastPlan, seconds: float) -> None:
         connection.group = plan.group
         address = str(urlsplit(connection.path).hostname)
         try:
