@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_a_peer_that_a_message_does_not_reach_is_named() -> None:
     outbox.to_control(b"gone", Stop(""))
     outbox.flush()
     assert outbox.unreachable == {b"gone"}
+
+
+def test_nothing_is_sent_before_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, order = build(tmp_path), list[str]()
+    hub: Any = SimpleNamespace(send=lambda *_: order.append("sent") or True)
+    state.outbox = TransactionalOutbox(hub, hub)
+    state.outbox.to_control(b"peer", Stop(""))
+    commit = state.store.commit
+    monkeypatch.setattr(state.store, "commit", lambda: (commit(), order.append("durable")))
+    state.persist()
+    assert order == ["durable", "sent"]
 
 
 def play(state: RunState, groups: int) -> list[int]:
