@@ -46,7 +46,7 @@ def matches() -> Iterator[MatchOfMessages]:
             }
             for match in (node for node in nodes if isinstance(node, ast.Match)):
                 names = {
-                    ast.unparse(one.cls)
+                    ast.unparse(one.cls).rpartition(".")[2]
                     for case in match.cases
                     if case.guard is None
                     for one in ast.walk(case.pattern)
