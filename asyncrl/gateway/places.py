@@ -163,35 +163,6 @@ def check_sandbox() -> None:
         )
 
 
-def needed_by(program: str) -> Iterator[str]:
-    """The paths beside the system's that a program needs: itself, each link to it, the package or the
-    environment that it is of, the libraries beside its `bin`, and, of a script, its interpreter."""
-    path = shutil.which(program) or program
-    while True:
-        yield path
-        yield from _around(Path(path))
-        if not os.path.islink(path):
-            break
-        path = os.path.join(os.path.dirname(path), os.readlink(path))
-    with suppress(OSError), open(path, "rb") as file:
-        first = file.readline(256)
-        if first.startswith(b"#!") and (words := first[2:].decode(errors="replace").split()):
-            yield from needed_by(words[-1] if Path(words[0]).name == "env" else words[0])
-
-
-def _around(path: Path) -> Iterator[str]:
-    modules = [parent for parent in path.parents if parent.name == "node_modules"]
-    marked = [
-        parent
-        for parent in path.parents
-        if any((parent / mark).is_file() for mark in ("package.json", "pyvenv.cfg"))
-        and parent not in (Path.home(), *Path.home().parents)
-    ]
-    yield from map(str, (modules[-1:] or marked[:1]))
-    if path.parent.name == "bin" and (libraries := path.parents[1] / "lib").is_dir():
-        yield str(libraries)
-
-
 def _make(files: str) -> Path:
     root = _parent() / "-".join((*_owner(), secrets.token_hex(8)))
     root.mkdir(0o700)

@@ -32,13 +32,13 @@ from asyncrl.gateway.places import (
     Streams,
     check_sandbox,
     check_tree,
-    needed_by,
     open_place,
     sandbox_place,
 )
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import inherited
 from asyncrl.isolation.sandbox.base import SandboxLimits
+from asyncrl.isolation.sandbox.needs import needed_by
 from asyncrl.isolation.wrapper import KILL_SECONDS
 from asyncrl.types import Sample
 

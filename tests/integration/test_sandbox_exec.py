@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 import socket
@@ -105,7 +106,9 @@ async def test_words_environment_directory_and_streams_arrive_as_they_were_given
 
 async def test_output_is_read_while_it_runs_and_ends_when_the_program_closes_it() -> None:
     async with jail() as box:
-        running = begin(box, ["sh", "-c", "echo up; read a; echo $a; exec >&-; read b; exit $b"], seconds=9e9)
+        running = begin(
+            box, ["sh", "-c", "echo up; read a; echo $a; exec >&-; read b; exit $b"], seconds=math.inf
+        )
         assert await running.line() == b"up\n"
         running.write(b"more\n")
         assert [await running.line(), await running.line()] == [b"more\n", b""]
@@ -406,6 +409,7 @@ def plant(root: Path) -> dict[str, Path]:
         "bin/agent": "../lib/node_modules/@us/agent/bin/cli.js",
         "project/node_modules/.bin/agent": "../agent/cli.js",
         "current": "env",
+        "opt": "project",
     }
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", root / "env"], check=True)
     for name, text in files.items():
@@ -421,9 +425,10 @@ def plant(root: Path) -> dict[str, Path]:
     return {
         "link": root / ".local/bin/tool",
         "Python": root / "env/bin/script",
-        "directory that is a link": root / "current/bin/script",
+        "Python in a directory that is a link": root / "current/bin/script",
         "npm -g": root / "bin/agent",
         "npm": root / "project/node_modules/.bin/agent",
+        "npm in a directory that is a link": root / "opt/node_modules/agent/cli.js",
         "unpacked": root / "unpacked/vendor/bin/agent",
         "in a home that is a package": root / "plain",
     }

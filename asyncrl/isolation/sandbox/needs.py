@@ -25,18 +25,18 @@ def _find(path: Path, found: dict[Path, None]) -> None:
     if path in found or not path.is_file():
         return
     found[path] = None
-    prefix, real = path.parent.parent, path.resolve()
+    prefix = path.parent.parent
     if (prefix / "pyvenv.cfg").exists():
         found[prefix] = None
         _find(prefix / "bin/python", found)
     if path.is_symlink():
         _find(Path(os.path.abspath(path.parent / path.readlink())), found)
-    elif path != real:  # a directory above it is a link
-        _find(real, found)
-    elif package := _npm_package(path):
+        return
+    if package := _npm_package(path):
         found[package] = None
     elif path.name.startswith("python") and any(prefix.glob("lib/python3*")):
         found[prefix] = None
+    _find(path.resolve(), found)  # another path where a directory above is a link
     for interpreter in _interpreter(path):
         _find(Path(interpreter), found)
 

@@ -15,7 +15,6 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, Gateway, TimeUp, load_agent, places
 from asyncrl.gateway.lines import CommandError
-from asyncrl.gateway.places import needed_by
 from asyncrl.isolation.sandbox.jail import Isolation
 from asyncrl.types import Message, Sample
 from tests.fakes.hosts import FakeHost
@@ -208,27 +207,6 @@ def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_pa
         assert not [other for other in keys - {key} if other in text]
         assert "a secret of the user" not in text and found["read"]["/sandbox/work/given"] == "given"
         assert not {str(PLACES), "/var/tmp", "/etc/shadow"} & found["read"].keys()
-
-
-def test_what_a_program_needs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of npm its packages, of an environment all of it, of a script its interpreter."""
-    package = tmp_path / "lib/node_modules/agent"
-    (tmp_path / "bin").mkdir()
-    package.mkdir(parents=True)
-    (package / "package.json").write_text("{}")
-    (package / "cli.js").write_text("#!/usr/bin/env node\n")
-    (tmp_path / "bin/agent").symlink_to("../lib/node_modules/agent/cli.js")
-    (tmp_path / "bin/node").write_text("")
-    for made in (package / "cli.js", tmp_path / "bin/node"):
-        made.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
-    shown = set(map(os.path.realpath, needed_by("agent")))
-    assert {f"{tmp_path}/{path}" for path in ("bin/node", "lib", "lib/node_modules")} <= shown
-    assert str(tmp_path) not in shown
-    (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/pyvenv.cfg").write_text("")
-    (tmp_path / "venv/bin/mini").write_text(f"#!{tmp_path}/venv/bin/python\n")
-    assert f"{tmp_path}/venv" in set(needed_by(f"{tmp_path}/venv/bin/mini"))
 
 
 def test_a_program_that_takes_too_much_memory_is_killed() -> None:

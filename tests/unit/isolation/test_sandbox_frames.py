@@ -48,3 +48,12 @@ def test_requests_arrive_as_they_were_sent(kind: bytes, seconds: float, source: 
             frames.read_request(read)
     finally:
         os.close(read)
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0") | st.sampled_from("\udc80\udcff"))
+
+
+@given(st.lists(TEXT), st.dictionaries(TEXT.filter(lambda name: "=" not in name), TEXT), TEXT)
+def test_a_program_arrives_as_it_was_sent(words: list[str], environment: dict[str, str], where: str) -> None:
+    source = frames.exec_source(words, environment, where)
+    assert frames.read_exec(source) == (where, words, environment)
