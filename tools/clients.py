@@ -91,8 +91,8 @@ def shell(prompt: str) -> str:
 
 
 def qwen(prompt: str) -> str:
-    """Calls are text of its own, without `tools`."""
-    return ANSWER if "<tool_response>" in prompt else "\n" + ADD
+    """Calls are text of Qwen-Agent's own, without `tools`, in lines as Qwen's models write them."""
+    return ANSWER if "<tool_response>" in prompt else ADD.replace(">{", ">\n{").replace("}</", "}\n</")
 
 
 TEXT, JSON = says(ANSWER), says(json.dumps({"text": ANSWER}))
