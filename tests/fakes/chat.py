@@ -20,6 +20,11 @@ def encode(text: str) -> tuple[int, ...]:
     return tuple(map(ord, text))
 
 
+def read(ids: Sequence[int]) -> str:
+    """The text of a prompt."""
+    return "".join(chr(token) for token in ids if token > 3)
+
+
 def call(name: str, arguments: str = "{}") -> str:
     """What the model writes to call a tool."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from asyncrl.engines.base import Request
 from asyncrl.types import Generation, StopReason, VersionSpan
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
-from tests.fakes.chat import END, encode
+from tests.fakes.chat import END, encode, read
 
 
 def generation(text: str, version: int = 0, stop: StopReason = StopReason.STOP) -> Generation:
@@ -55,7 +55,10 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.session)
             raise
-        turn = await _watched(request, generation(self.script(request), self._version))
+        turn = generation(self.script(request), self._version)
+        if len(turn.ids) > (most := request.sampling.max_new_tokens):
+            turn = generation(read(turn.ids[:most]), self._version, StopReason.LENGTH)
+        turn = await _watched(request, turn)
         self.tokens += len(turn.ids)
         return turn
 

@@ -23,7 +23,7 @@ from asyncrl.types import Turn
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.outbox import Outbox
-from tests.fakes.chat import FakeChat, call, rules, sample
+from tests.fakes.chat import FakeChat, call, read, rules, sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 
@@ -46,11 +46,6 @@ def looker(calls: list[str], **options: Any) -> Tool:
         return f"saw {what}"
 
     return look
-
-
-def read(ids: Sequence[int]) -> str:
-    """The text of a prompt."""
-    return "".join(chr(token) for token in ids if token > 3)
 
 
 class Bench:

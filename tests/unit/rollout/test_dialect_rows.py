@@ -1,21 +1,29 @@
-"""An agent's rows do not depend on the API by which it speaks, which may change in mid-conversation."""
+"""An agent's rows do not depend on the API by which it speaks, which may change in mid-conversation, nor on
+clients that leave and ask again."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.conversation.branches import Branches
+from asyncrl.engines.base import Request
 from asyncrl.gateway import Endpoint
-from asyncrl.types import Message, Sample, Turn
+from asyncrl.types import Generation, Message, Sample, Turn
+from asyncrl.wire.messages.worker import Record
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
-from tests.fakes.dialects import DIALECTS, LOOK, events_of
+from tests.fakes.dialects import DIALECTS, LOOK, Dialect, events_of
+from tests.fakes.engine import ScriptedEngine
 
 # No thought without a beginning: what was streamed of it is content, which it turns out not to be.
 ANSWERS = (
@@ -32,70 +40,147 @@ ANSWERS = (
 REPLIES = ("7", "", "Error: it broke", " größe\n")
 
 
+class Said(NamedTuple):
+    """What tools reply to a turn, and what the user says next; the tokens at which the turn is cut."""
+
+    reply: str
+    question: str
+    limit: int | None
+
+
 class Way(NamedTuple):
-    """The way in which one turn is asked for."""
+    """The way in which one turn is asked for. `leaves`: its client leaves before it has the answer, while
+    that is sampled or before it is durable, and asks again."""
 
     dialect: str
     stream: bool
+    leaves: Literal["", "sampling", "posted"] = ""
 
 
 PLAIN = Way("chat", False)
-ways = st.builds(Way, st.sampled_from(list(DIALECTS)), st.booleans())
+limits = st.sampled_from([None, None, 1, 4, 30])
+says = st.builds(Said, st.sampled_from(REPLIES), st.sampled_from(["", "and?", "so"]), limits)
+ways = st.builds(
+    Way, st.sampled_from(list(DIALECTS)), st.booleans(), st.sampled_from(["", "", "sampling", "posted"])
+)
 
 
-def played(prompt: str, said: Sequence[tuple[str, str]], asked: Sequence[Way]) -> list[Turn]:
-    """The turns of a conversation. `said`: of each turn what its tools reply, and what the user says next."""
+class HoldingEngine(ScriptedEngine):
+    """Where it `holds`, the next request waits until its client has left."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.holds, self.entered, self.left = False, threading.Event(), threading.Event()
+
+    async def generate(self, request: Request) -> Generation:
+        if self.holds:
+            self.holds = False
+            self.entered.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.left.set()
+        return await super().generate(request)
+
+
+class LeavingBench(AgentBench):
+    """An agent whose clients leave, and notice that the endpoint knows."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__(agent, lambda text: ANSWERS[zlib.crc32(text.encode()) % len(ANSWERS)])
+        self.engine = self.holding = HoldingEngine(self.script)
+        self.posted, self.known = threading.Event(), threading.Event()
+
+    async def run(self, *given: Any, **assigned: Any) -> None:
+        self.loop, mark = asyncio.get_running_loop(), Branches.mark_undelivered
+
+        def marked(branches: Branches, turn: Turn) -> None:
+            mark(branches, turn)
+            self.known.set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Branches, "mark_undelivered", marked)
+            await super().run(*given, **assigned)
+
+    async def _send(self, record: Record, frames: Sequence[bytes]) -> None:
+        await super()._send(record, frames)
+        if not self.auto_ack:
+            self.posted.set()
+
+    async def leave(self, ask: Coroutine[Any, Any, Any], sampling: bool) -> None:
+        engine = self.holding
+        entered, left = (engine.entered, engine.left) if sampling else (self.posted, self.known)
+        entered.clear(), left.clear()
+        engine.holds, self.auto_ack = sampling, sampling
+        asking = asyncio.ensure_future(ask)
+        assert await asyncio.to_thread(entered.wait, 30)
+        asking.cancel()
+        assert await asyncio.to_thread(left.wait, 30)
+        self.auto_ack = True
+        self.loop.call_soon_threadsafe(self.outbox.ack, len(self.sent))
+
+
+async def asked_by(
+    session: aiohttp.ClientSession,
+    url: str,
+    dialect: Dialect,
+    messages: Sequence[Message],
+    limit: int | None,
+    stream: bool,
+) -> Any:
+    body = dialect.body(messages, [LOOK], limit=limit, **({"stream": True} if stream else {}))
+    async with session.post(url + dialect.path, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        if stream:
+            return dialect.heard(events_of(await answer.text()))
+        return dialect.whole(await answer.json())
+
+
+def played(prompt: str, said: Sequence[Said], asked: Sequence[Way]) -> tuple[list[Any], list[str]]:
+    """The turns of a conversation, and how its client was told that they ended."""
+    ends: list[str] = []
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         messages = [Message("system", "be brief"), Message("user", prompt)]
         headers = {"x-api-key": endpoint.api_key}
         async with aiohttp.ClientSession(headers=headers) as session:
-            for (reply, question), way in zip(said, asked, strict=True):
+            for one, way in zip(said, asked, strict=True):
                 dialect = DIALECTS[way.dialect]
-                body = dialect.body(messages, [LOOK], **({"stream": True} if way.stream else {}))
-                async with session.post(endpoint.base_url + dialect.path, json=body) as answer:
-                    assert answer.status == 200, await answer.text()
-                    if way.stream:
-                        heard = dialect.heard(events_of(await answer.text()))
-                    else:
-                        heard = dialect.whole(await answer.json())
+                ask = partial(asked_by, session, endpoint.base_url, dialect, messages, one.limit)
+                if way.leaves:
+                    await bench.leave(ask(not way.stream), way.leaves == "sampling")
+                heard = await ask(way.stream)
                 calls = tuple(heard.calls)
+                ends.append(heard.end)
                 messages.append(Message("assistant", heard.content, calls, reasoning=heard.reasoning))
-                messages += [Message("tool", reply, tool_call_id=one.id, name=one.name) for one in calls]
-                if question or not calls:
-                    messages.append(Message("user", question))
+                messages += [Message("tool", one.reply, tool_call_id=it.id, name=it.name) for it in calls]
+                if one.question or not calls:
+                    messages.append(Message("user", one.question))
 
-    bench = AgentBench(agent, lambda text: ANSWERS[zlib.crc32(text.encode()) % len(ANSWERS)])
+    bench = LeavingBench(agent)
     bench.finished()
-    return bench.turns
+    return [(turn.row, turn.context, turn.ids, turn.stop) for turn in bench.turns], ends
 
 
-conversations = st.tuples(
-    st.text("abc", max_size=3),
-    st.lists(
-        st.tuples(st.sampled_from(REPLIES), st.sampled_from(["", "and?", "so"]), ways), min_size=1, max_size=5
-    ),
-)
+conversations = st.tuples(st.text("abc", max_size=3), st.lists(st.tuples(says, ways), min_size=1, max_size=5))
 
 
-def check(conversation: tuple[str, list[tuple[str, str, Way]]]) -> None:
+def check(conversation: tuple[str, list[tuple[Said, Way]]]) -> None:
     prompt, turns = conversation
-    said = [(reply, question) for reply, question, _ in turns]
+    said, asked = zip(*turns, strict=True)
     wanted = played(prompt, said, [PLAIN] * len(said))
-    found = played(prompt, said, [way for _, _, way in turns])
-    assert [(one.row, one.context, one.ids) for one in found] == [
-        (one.row, one.context, one.ids) for one in wanted
-    ]
+    assert played(prompt, said, asked) == wanted
+    assert len(wanted[0]) == len(said)
 
 
 @settings(max_examples=40, deadline=None)
 @given(conversations)
-def test_rows_are_the_same_in_every_dialect(conversation: tuple[str, list[tuple[str, str, Way]]]) -> None:
+def test_rows_are_the_same_in_every_dialect(conversation: tuple[str, list[tuple[Said, Way]]]) -> None:
     check(conversation)
 
 
 @pytest.mark.full
 @settings(max_examples=1000, deadline=None)
 @given(conversations)
-def test_rows_of_a_thousand_conversations(conversation: tuple[str, list[tuple[str, str, Way]]]) -> None:
+def test_rows_of_a_thousand_conversations(conversation: tuple[str, list[tuple[Said, Way]]]) -> None:
     check(conversation)
