@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
@@ -29,6 +28,7 @@ from asyncrl.conversation.requests import (
     AgentRequest,
     Placement,
     Refusal,
+    TokenRow,
     Untrained,
     characters_of,
     common,
@@ -36,28 +36,14 @@ from asyncrl.conversation.requests import (
     row_is_full,
     short,
 )
+from asyncrl.conversation.text_prompts import TextPrompt, TextRows
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
 from asyncrl.conversation.watch import before
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
+Job = tuple[Any, Callable[..., tuple[int, ...] | None]]  # what is tokenised, and by what
 ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
-
-
-class TokenRow(msgspec.Struct, frozen=True):
-    """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. (The
-    message of a turn that ended at a text has that text, too, as its ids do; the agent got what is before.)
-    `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn.
-    `untrained`: it is of side requests."""
-
-    request: AgentRequest
-    session: int
-    messages: tuple[Message, ...]
-    ids: tuple[int, ...]
-    last: Turn
-    busy: bool = False
-    undelivered: bool = False
-    untrained: bool = False
 
 
 class Branches:
@@ -75,6 +61,8 @@ class Branches:
         self.hints = self.followed = 0  # turns of which a form was asked, and those that have it
         self.folded = 0  # system messages that the template got as others
         self._rules, self._recorded, self._untrained = rules, recorded, untrained
+        self._texts = TextRows(rules.chat)
+        self._parsed: tuple[Turn, tuple[str, ...], Message] | None = None  # the newest, with its stop texts
         self._begun = 0  # rows, cancelled ones included
         self._pending: dict[int, Placement] = {}  # by session
         self._rendered: dict[Any, tuple[int, ...] | None] = {}  # tokenised for a request that comes next
@@ -269,28 +257,38 @@ class Branches:
 
     def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
         """The tokenising that `find` would do, where it takes long: call it, in any thread, before `find`."""
-        chat, row = self._rules.chat, self._extended(request)
-        jobs: list[tuple[Any, Callable[..., tuple[int, ...] | None]]] = []
-        if request.prompt is not None:
-            return None
-        if row is not None:
-            old = self.rows[row]
-            new = request.messages[len(old.messages) :]
-            key = chat.fold(new, False), old.ids[-1]
-            if self._too_long(new, len(old.ids)) or (short(new) and chat.delta_ids(*key) is not None):
-                return None
-            jobs.append((key, chat.delta_ids))
-        messages, shown = self._known(request)
-        size = sum(map(len, request.tools))
-        prompt_key = chat.fold(messages, True), request.tools
-        if row is not None or not (self._too_long(messages[shown:], 0, size) or short(messages, size)):
-            jobs.append((prompt_key, chat.prompt_ids))
+        jobs = (
+            self._chat_jobs(request) if request.prompt is None else self._text_jobs(request, request.prompt)
+        )
         if not jobs or any(self._rendered.get(key) for key, _ in jobs):
             return None
         self._rendered.clear()  # of requests before
 
         # The prompt is needed where the template rewrites the row.
         return lambda: any(self._rendered.setdefault(key, make(*key)) for key, make in jobs)
+
+    def _chat_jobs(self, request: AgentRequest) -> list[Job]:
+        chat, row, jobs = self._rules.chat, self._extended(request), list[Job]()
+        if row is not None:
+            old = self.rows[row]
+            new = request.messages[len(old.messages) :]
+            key = chat.fold(new, False), old.ids[-1]
+            if self._too_long(new, len(old.ids)) or (short(new) and chat.delta_ids(*key) is not None):
+                return []
+            jobs.append((key, chat.delta_ids))
+        messages, shown = self._known(request)
+        size = sum(map(len, request.tools))
+        prompt_key = chat.fold(messages, True), request.tools
+        if row is not None or not (self._too_long(messages[shown:], 0, size) or short(messages, size)):
+            jobs.append((prompt_key, chat.prompt_ids))
+        return jobs
+
+    def _text_jobs(self, request: AgentRequest, prompt: TextPrompt) -> list[Job]:
+        row, rest = self._texts.rest(prompt, self._free(request))
+        said = (Message("user", str(rest)),)
+        if isinstance(rest, tuple) or short(said) or self._too_long(said, 0):
+            return []
+        return [((rest, row is None), self._rules.chat.text_ids)]
 
     def _folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
         """The number of system messages that the template does not get as such."""
@@ -305,27 +303,17 @@ class Branches:
         return shown + request.messages[len(shown) :], len(shown)
 
     def _find_text(
-        self, request: AgentRequest, prompt: str | tuple[int, ...], pending: Sequence[Placement]
+        self, request: AgentRequest, prompt: TextPrompt, pending: Sequence[Placement]
     ) -> Placement | Refusal:
-        """The place of an answer to a prompt without a template: it continues the longest free row that it
-        begins with. A text never does with the end of a turn: no text has that token."""
-        chat, row, size = self._rules.chat, None, 0
-        for number, known in self._free(request):
-            shown: Any = known.ids if isinstance(prompt, tuple) else chat.decode(known.ids)
-            if isinstance(prompt, str) and not prompt.startswith(shown):  # its beginning is the tokenizer's
-                shown = shown.removeprefix(chat.decode(chat.text_ids("", True)))
-            ended = isinstance(prompt, str) and known.ids[-1] in chat.stop_ids
-            fits = known.request.prompt is not None and not ended
-            if fits and len(shown) > size and prompt[: len(shown)] == shown:
-                row, size = number, len(shown)
+        chat, (row, rest) = self._rules.chat, self._texts.rest(prompt, self._free(request))
         if row is None and (refusal := self._too_many_rows(pending, self._untrained(request))):
             return refusal
-        rest = prompt[size:]
         if isinstance(rest, str):
             tokens = 0 if row is None else len(self.rows[row].ids)
             if refusal := self._too_long((Message("user", rest),), tokens):
                 return refusal
-            rest = chat.text_ids(rest, row is None)
+            key = rest, row is None
+            rest = self._rendered.get(key) or chat.text_ids(*key)
         elif rest and max(rest) >= chat.vocabulary:
             raise ConfigError(f"the prompt has the id {max(rest)}; the tokenizer knows {chat.vocabulary}")
         old = () if row is None else self.rows[row].messages
@@ -388,9 +376,13 @@ class Branches:
     def _said(self, request: AgentRequest, turn: Turn, whole: bool = False) -> Message:
         """The model's message; `whole`: with the text at which it was asked to stop."""
         stops = () if whole else request.stops
-        if request.prompt is not None:
-            return Message("assistant", before(self._rules.chat.decode(turn.ids), stops))
-        return turn_message(self._rules, turn, request.tools, stops)
+        if self._parsed is None or self._parsed[0] is not turn or self._parsed[1] != stops:
+            if request.prompt is not None:
+                message = Message("assistant", before(self._rules.chat.decode(turn.ids), stops))
+            else:
+                message = turn_message(self._rules, turn, request.tools, stops)
+            self._parsed = turn, stops, message
+        return self._parsed[2]
 
     def _number(self, place: Placement) -> int:
         return len(self.rows) if place.row is None else place.row

@@ -1,4 +1,4 @@
-"""The requests of an agent, the places of their answers, and the limits that refuse them."""
+"""The requests of an agent, the rows and places of their answers, and the limits that refuse them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from asyncrl.conversation.forms import AnswerForm
-from asyncrl.types import EpisodeEnd, Message
+from asyncrl.types import EpisodeEnd, Message, Turn
 
 CHARACTERS = 16  # of a token, at most, on average: more text than that is too long whatever its tokens are
 LONG = 16_384  # characters that take some 5 ms to tokenise
@@ -44,6 +44,22 @@ class Placement(msgspec.Struct, frozen=True):
     context: tuple[int, ...]
     max_new_tokens: int
     messages: tuple[Message, ...]
+    untrained: bool = False
+
+
+class TokenRow(msgspec.Struct, frozen=True):
+    """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. (The
+    message of a turn that ended at a text has that text, too, as its ids do; the agent got what is before.)
+    `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn.
+    `untrained`: it is of side requests."""
+
+    request: AgentRequest
+    session: int
+    messages: tuple[Message, ...]
+    ids: tuple[int, ...]
+    last: Turn
+    busy: bool = False
+    undelivered: bool = False
     untrained: bool = False
 
 

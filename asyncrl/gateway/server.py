@@ -267,19 +267,18 @@ class Gateway:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        await _send(response, begun)
+        await response.write(_written(begun))
         while not task.done():
             changed = await events.wait(BEAT_SECONDS)
-            await _send(response, events.take() if changed else list(asked.ping()))
-        await _send(response, events.take())
+            await response.write(_written(events.take() if changed else asked.ping()))
+        last = events.take()
         try:
             replies = await _outcome(task)
         except Exception as error:
-            await _send(response, [("error", dialect.error(_error(request, error)))])
+            await response.write_eof(_written([*last, ("error", dialect.error(_error(request, error)))]))
         else:
-            await _send(response, list(asked.end(replies, self._texts(asked, replies))))
-            await response.write(dialect.done)
-        await response.write_eof()
+            last += asked.end(replies, self._texts(asked, replies))
+            await response.write_eof(_written(last) + dialect.done)
         return response
 
     def _texts(self, asked: Exchange, replies: Sequence[AgentReply]) -> list[list[str]]:
@@ -338,13 +337,13 @@ def _finished(task: Answering) -> Sequence[AgentReply]:
     return () if isinstance(found, Refusal) else found
 
 
-async def _send(response: web.StreamResponse, events: Sequence[Event]) -> None:
-    """Write the events; a comment line if there are none."""
-    for kind, data in events:
-        named = f"event: {kind}\n".encode() if kind else b""
-        await response.write(named + b"data: " + msgspec.json.encode(data) + b"\n\n")
-    if not events:
-        await response.write(b":\n\n")
+def _written(events: Iterable[Event]) -> bytes:
+    """The bytes of events, for one write; a comment line if there are none."""
+    lines = [
+        (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+        for kind, data in events
+    ]
+    return b"".join(lines) or b":\n\n"
 
 
 @web.middleware

@@ -114,6 +114,10 @@ class CountingChat(FakeChat):
         self.rendered += ["delta"] * (found is not None)
         return found
 
+    def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
+        self.rendered += ["text"] * len(text)
+        return super().text_ids(text, beginning)
+
 
 LENGTHY = Message("user", "x" * 100)
 PRERENDERED: dict[str, tuple[tuple[str, ...], Message, Message, list[str]]] = {
@@ -147,6 +151,28 @@ def test_what_is_rendered_before_is_not_rendered_again(
     assert branches.count(request) > 100
     found = branches.find(request, 1 if rendered == ["delta"] else 3)
     assert isinstance(found, list) and chat.rendered == rendered
+
+
+def test_a_long_text_without_a_template_is_tokenised_before_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the beginning of a row, and where it goes on."""
+    monkeypatch.setattr("asyncrl.conversation.requests.LONG", 100)
+    branches = Branches(rules(chat=(chat := CountingChat()), max_tokens=4096))
+
+    def asked(prompt: str, new: int) -> Placement:
+        request = AgentRequest((Message("user", prompt),), prompt=prompt)
+        render = branches.rendering(request)
+        assert render is not None and chat.rendered == []
+        render()
+        assert branches.rendering(request) is None
+        found = branches.place(request)
+        assert isinstance(found, Placement) and chat.rendered == ["text"] * new
+        chat.rendered.clear()
+        return found
+
+    answered(branches, asked("x" * 200, 200), "42", StopReason.LENGTH)
+    assert asked("x" * 200 + "42" + "y" * 150, 150).row == 0
+    short = AgentRequest((Message("user", "z"),), prompt="z")
+    assert branches.rendering(short) is None and chat.rendered == []
 
 
 def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:

@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.conversation import templates
 from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.requests import AgentRequest, TokenRow
+from asyncrl.conversation.text_prompts import TextRows
 from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.gateway import completions, messages, responses
-from asyncrl.types import Message, ToolCall
+from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 from tests.fakes import families
 from tests.fakes.families import FAMILIES, TEMPLATES, Family
 from tests.fakes.fetched import FETCHED, fetched_tokenizer, first_requests, missing
@@ -242,3 +244,23 @@ def test_the_text_of_ids_that_come_one_by_one_is_their_text(folder: str) -> None
             growing.grow(ids[:count])
         whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         assert whole.startswith(growing.text) and set(whole[len(growing.text) :]) <= {"\ufffd"}
+
+
+@pytest.mark.parametrize("folder", ["gemma3", "llama3.1", "qwen3"])
+def test_the_text_of_a_row_that_grows_is_that_of_its_ids(folder: str) -> None:
+    """In steps that may split characters: a prompt that continues the row is found out as by decoding all."""
+    tokenizer, rng = fetched_tokenizer(folder), Random(folder)
+    chat = Chat(tokenizer)
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in SAID]
+    request = AgentRequest((), prompt="")
+    for ids in (*texts, *(rng.choices(range(len(tokenizer)), k=60) for _ in range(20))):
+        growing, count = TextRows(chat), 0
+        while count < len(ids):
+            count = min(len(ids), count + rng.randint(1, 12))
+            span = VersionSpan(0, count, 0, 0)
+            turn = Turn(0, (), tuple(ids[:count]), (0.0,) * count, (span,), StopReason.LENGTH)
+            row = TokenRow(request, 0, (), tuple(ids[:count]), turn)
+            prompt = chat.decode(row.ids) + "x"
+            found = growing.rest(prompt, [(0, row)])
+            assert found == TextRows(chat).rest(prompt, [(0, row)])
+            assert found == ((None, prompt) if row.ids[-1] in chat.stop_ids else (0, "x"))
