@@ -362,9 +362,12 @@ async def test_64_at_once_cannot_read_each_others_files_nor_the_users(tmp_path: 
     (tmp_path / "secret").write_text("secret of the user")
     (tmp_path / "secret").chmod(0o644)
 
+    starting = asyncio.Semaphore(16)
+
     async def start(number: int) -> tuple[Jail, Execution]:
         box = Jail(LIMITS, require=())
-        await box.start()
+        async with starting:
+            await box.start()
         words = [sys.executable, "-I", "-S", "-c", LOOK_AROUND, f"secret of {number}."]
         running = begin(box, words, 100, KEY=f"secret of {number}.")
         assert await running.line() == b"ready\n"

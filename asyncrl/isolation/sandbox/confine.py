@@ -13,8 +13,9 @@ import ctypes
 import fcntl
 import os
 import struct
-from _socket import AF_INET, SOCK_DGRAM, SOCK_STREAM, socket  # the module socket is slow to import
+from _socket import AF_INET, SOCK_STREAM, socket  # the module socket is slow to import
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from asyncrl.isolation.sandbox import kernel
@@ -103,7 +104,9 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     attempt(lambda: unshare(NEWIPC | NEWUTS), notes)
     if attempt(lambda: unshare(NEWNET), notes):
         holds.add("network")
-    listener = open_listener() if plan.listen and "network" in holds else None
+    listener = socket(AF_INET, SOCK_STREAM) if plan.listen and "network" in holds else None
+    if listener and not attempt(partial(listen, listener), notes):
+        listener = None
     uid = _user(plan, spaces)
     home = HOME
     if attempt(lambda: new_root(plan, uid), notes):
@@ -137,14 +140,11 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     return Confinement(home, frozenset(holds), alone, count, files, filtered, listener, "; ".join(notes))
 
 
-def open_listener() -> socket:
-    """Bring up the loopback interface of this network namespace, and listen on it."""
-    listener, any_socket = socket(AF_INET, SOCK_STREAM), socket(AF_INET, SOCK_DGRAM)
-    fcntl.ioctl(any_socket.fileno(), SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
-    any_socket.close()
+def listen(listener: socket) -> None:
+    """Listen on the loopback interface of this network namespace, which is brought up."""
+    fcntl.ioctl(listener.fileno(), SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
     listener.bind(("127.0.0.1", 0))
     listener.listen(BACKLOG)
-    return listener
 
 
 def new_root(plan: ConfinementPlan, uid: int) -> None:

@@ -32,6 +32,7 @@ from asyncrl.isolation.wrapper import CANNOT_RUN
 
 LINK = 0  # the connection to the owner
 PASSAGE = 1  # the one that brings the streams of an exec, and takes the listener to the owner
+INODE = 1024  # bytes that the kernel holds for a file or directory in memory
 LOOK_SECONDS = 0.25  # between two measurements of the memory
 SURE_SECONDS = 0.02  # until the second one: a process that is starting another counts twice for a moment
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
@@ -228,6 +229,7 @@ class Warden:
         for pause in (SURE_SECONDS, 0):
             files = os.statvfs(self._confinement.home)
             held = kernel.resident() + (files.f_blocks - files.f_bfree) * files.f_frsize
+            held += (files.f_files - files.f_ffree) * INODE
             if not 0 < self._limits.resident << 20 < held:
                 return False
             time.sleep(pause)
