@@ -86,6 +86,12 @@ class RolloutConfig(Section, frozen=True):
         """Rows that an episode can become."""
         return self.max_rows if self.agent or self.history != "append" else 1
 
+    @property
+    def full_rows(self) -> int:
+        """Full rows of one episode that memory is kept for. An agent's limits are wide, and most of its rows
+        are short or share their beginning."""
+        return 1 if self.agent else self.rows
+
 
 class EngineConfig(Section, frozen=True):
     """The inference engines."""

@@ -209,7 +209,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     def largest_rows(self, budget: int) -> int:
         """Rows of `rollout.max_tokens` tokens in the largest micro-batch: as many as `budget` tokens hold, or
         as one episode may have."""
-        return max(self.rollout.rows, budget // self.rollout.max_tokens, 1)
+        return max(self.rollout.full_rows, budget // self.rollout.max_tokens)
 
     @property
     def group_bytes(self) -> int:

@@ -66,7 +66,7 @@ def try_largest(learner: Learner) -> None:
     config, began = learner.config, time.monotonic()
     rows, length = config.largest_rows(learner.budget), config.rollout.max_tokens
     tokens, entropy_grad = largest(rows, length, learner.packing), config.algorithm.entropy_coef > 0
-    learner.size = rows * length, rows // config.rollout.rows  # an episode may have several rows
+    learner.size = rows * length, rows // config.rollout.full_rows
     for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
         micro = tried.to(learner.world.device)
         forward_backward(learner.policy, learner.critic, learner.reference, micro, entropy_grad)

@@ -32,6 +32,8 @@ def test_it_is_as_large_as_may_be(tmp_path: Path) -> None:
     assert config_of(tmp_path).largest_rows(10) == 1  # after a lack of memory
     forking = config_of(tmp_path, rollout={"history": "fork", "max_rows": 5})
     assert forking.largest_rows(70) == 5
+    led = config_of(tmp_path, rollout={"agent": "a.py:b", "max_rows": 32})
+    assert (led.largest_rows(70), led.largest_rows(10)) == (3, 1), "32 full rows would fit nowhere"
     for packing in ("padded", "packed", "tree"):
         tokens = largest(3, 20, packing)
         assert tokens.ids.numel() == 3 * 20 and len(tokens.labels) == 3 * 19
