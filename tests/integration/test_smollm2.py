@@ -38,6 +38,20 @@ def test_a_pretrained_model_takes_two_steps_in_bfloat16(tmp_path: Path) -> None:
     assert summary["probe_noise_floor"] > 1e-3, "bfloat16 was not rounded"
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_mini_swe_agent_leads_a_pretrained_model_and_no_episode_fails(tmp_path: Path) -> None:
+    needs_smollm2()
+    pytest.importorskip("minisweagent")
+    few = ("buffer.groups_per_batch=1", "rollout.slots=8", "validation.samples=0", "checkpoint.every=0")
+    with Run(tmp_path, *few, "launch.lease=60", experiment="smollm2_mini_swe_agent") as run:
+        run.wait(800)
+        summary = run.completed(5)
+    assert summary["flow"]["issued"] == summary["flow"]["trained"] == 5 * 4
+    assert not summary.get("reasons"), "an attempt failed"
+    assert summary["skipped_steps"] == 0 and summary["k3_same_version"] < 0.05
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_pretrained_model_learns_a_tool_in_seven_steps(tmp_path: Path) -> None:
