@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shlex
-import shutil
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from fnmatch import fnmatchcase
@@ -33,11 +31,12 @@ from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 
 PARENT = f"/var/tmp/asyncrl-{os.getuid()}"
 ISOLATED = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
-COPY_SECONDS = 60.0
+MAKE_SECONDS = 60.0  # for three directories, on a busy machine
 PARTS = ("work", "home", "tmp")
 CREDENTIALS = (
-    *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc"),
-    *("auth.json", ".credentials.json", "*token*", "id_rsa*", "id_ed25519*", "*.pem", ".env"),
+    *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc", ".env"),
+    *("auth.json", ".credentials.json", "*token", "*tokens", "*token.*", "*tokens.*"),
+    *("id_rsa*", "id_ed25519*", "*.pem"),
 )
 """Names of files and directories in which logins lie."""
 
@@ -119,11 +118,10 @@ class SandboxPlace:
 
 
 @asynccontextmanager
-async def open_place(endpoint: Endpoint, files: str) -> AsyncIterator[EpisodePlace]:
-    """Make a place, its `work` a copy of the tree `files`; it is removed in the end. CommandError where it
-    cannot be made."""
+async def open_place(endpoint: Endpoint) -> AsyncIterator[EpisodePlace]:
+    """Make a place, which is removed in the end. CommandError where it cannot be made."""
     try:
-        root = await in_thread(partial(_make, files), "place")
+        root = _made()
     except OSError as error:
         raise CommandError(f"no place for the episode could be made: {error}") from error
     try:
@@ -134,18 +132,14 @@ async def open_place(endpoint: Endpoint, files: str) -> AsyncIterator[EpisodePla
 
 @asynccontextmanager
 async def sandbox_place(
-    endpoint: Endpoint, files: str, limits: SandboxLimits, show: Iterable[str]
+    endpoint: Endpoint, limits: SandboxLimits, show: Iterable[str]
 ) -> AsyncIterator[EpisodePlace]:
     """The same in a sandbox, whose only network is the endpoint (one without a key is not served)."""
-    shown = (*show, files) if files else show
-    async with Jail(limits, require=ISOLATED, show=shown, listen=True) as jail:
+    async with Jail(limits, require=ISOLATED, show=show, listen=True) as jail:
         assert jail.listener is not None
         with jail.listener:
             served = await endpoint.through(jail.listener) if endpoint.api_key else endpoint
-        work = f"cp -a -- {shlex.quote(files)} work" if files else "mkdir work"
-        made = await jail.run("shell", f"mkdir home tmp && {work}", COPY_SECONDS)
-        if made.ending is not RunEnding.DONE:
-            raise CommandError(f"files {files!r} could not be copied: {made.output[-300:].strip()}")
+        await jail.run("shell", f"mkdir {' '.join(PARTS)}", MAKE_SECONDS)
         yield SandboxPlace(jail, served)
 
 
@@ -163,14 +157,10 @@ def check_sandbox() -> None:
         )
 
 
-def _make(files: str) -> Path:
+def _made() -> Path:
     root = _parent() / "-".join((*_owner(), secrets.token_hex(8)))
-    root.mkdir(0o700)
-    for part in PARTS:
-        if files and part == "work":
-            shutil.copytree(files, root / part, symlinks=True)
-        else:
-            (root / part).mkdir()
+    for directory in (root, *(root / part for part in PARTS)):
+        directory.mkdir(0o700)
     return root
 
 
@@ -182,10 +172,10 @@ def _parent() -> Path:
     found = parent.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or parent.is_symlink():
         raise CommandError(f"{parent} is open to other users; remove it")
-    for place in parent.iterdir():
-        space, pid, start, _ = place.name.split("-")
-        if space == _owner()[0] and start != _start_of(pid):
-            emptying.remove(str(place))
+    for name in os.listdir(parent):
+        match name.split("-"):
+            case space, pid, start, _ if space == _owner()[0] and start != _start_of(pid):
+                emptying.remove(f"{parent}/{name}")
     return parent
 
 
@@ -204,10 +194,12 @@ def _start_of(pid: str) -> str:
 
 
 def check_tree(files: str, allow: Sequence[str]) -> None:
-    """ConfigError where the tree is none, or has files with logins by their names that are not in `allow`."""
+    """ConfigError where the tree is none, or has files that by their names hold logins, and that no path or
+    glob of `allow` names."""
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
-    if found := sorted(set(_credentials(files)).difference(allow)):
+    unlisted = (path for path in _credentials(files) if not any(fnmatchcase(path, glob) for glob in allow))
+    if found := sorted(unlisted):
         raise ConfigError(
             f"files {files!r}: the model could read {', '.join(found)}, which may hold logins; remove them, "
             f"or set allow: {found[0]}"

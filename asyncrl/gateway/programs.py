@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import site
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,6 @@ from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
 from asyncrl.gateway.places import (
     EpisodePlace,
-    Streams,
     check_sandbox,
     check_tree,
     open_place,
@@ -149,23 +148,27 @@ class Command:
                 f"line {line or harness.line!r}: there is no program {program or self._named!r}; install it, "
                 "or give its path"
             )
+        if extra_info and harness.stdin != "sample":
+            raise ConfigError(f"extra_info is for command: {harness.name} reads the prompt and nothing else")
         if files:
             check_tree(files, _names(allow))
-            files = os.path.abspath(files)
+        self._files = files and os.path.abspath(files)
         given = [name.partition("=") for name in _names(env)]
         self._env = {name: value for name, equals, value in given if equals}
         self._inherited = {name for name, equals, _ in given if not equals}
         self.sandbox = sandbox or harness.sandbox
-        self._place: NewPlace = partial(open_place, files=files)
+        self._place: NewPlace = open_place
+        chosen = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
+        chosen = {name: most for name, most in chosen.items() if most}
         if self.sandbox == "jail":
-            chosen = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
-            limits = harness.needs._replace(**{name: most for name, most in chosen.items() if most})
+            check_sandbox()
             script = script_of(self._words)
             shown = [*needed_by(self._words[0]), *(needed_by(self._words[script]) if script else ())]
-            check_sandbox()
-            self._place = partial(
-                sandbox_place, files=files, limits=limits, show=[*shown, *map(os.path.abspath, _names(show))]
-            )
+            shown += [os.path.abspath(os.path.expanduser(path)) for path in _names(show)]
+            shown += [self._files] * bool(files)
+            self._place = partial(sandbox_place, limits=harness.needs._replace(**chosen), show=shown)
+        elif chosen or show:
+            raise ConfigError("memory_mb, processes, disk_mb and show are of a sandbox; set sandbox: jail")
         self._setup_seconds, self._seconds = setup_seconds, seconds or None
         self._starts = asyncio.Semaphore(starts or STARTS * len(os.sched_getaffinity(0)))
 
@@ -198,12 +201,8 @@ class Command:
             self._place(NOWHERE) as place,
         ):
             words = [self._words[0], self.harness.version] if self.harness.tested else ["true"]
-            run = partial(place.run, words, self._environment(place, self._values(place, "")))
-            status, out, err = await _talk(b"", run)
-            if status:
-                said = _complaint(err) or f"exit code {status}"
-                raise CommandError(f"{' '.join(words)} fails: {said}")
-        found = VERSION.search("\n".join(out + err))
+            said = await _talk(words, place, self._environment(place, self._values(place, "")))
+        found = VERSION.search("\n".join(said))
         return found[0] if found else ""
 
     async def _run(self, sample: Sample, endpoint: Endpoint) -> Any:
@@ -217,11 +216,11 @@ class Command:
             values["key"] = endpoint.api_key
             for path, text in harness.files.items():
                 await place.write(f"home/{path}", fill(text, values))
-            run = partial(place.run, words, self._environment(place, values))
-            status, out, err = await _talk(given.get(harness.stdin, b""), run)
-        if status:
-            raise CommandError(f"{self._named} ended with code {status}: {_complaint(err) or 'no message'}")
-        return _result("".join(out[-1:])) if harness.stdin == "sample" else None
+            environment = self._environment(place, values)
+            if self._files:
+                await _talk(["cp", "-a", "--", f"{self._files}/.", "."], place, environment)
+            said = await _talk(words, place, environment, given.get(harness.stdin, b""))
+        return _result("".join(said[-1:])) if harness.stdin == "sample" else None
 
     def _values(self, place: EpisodePlace, prompt: str) -> dict[str, str]:
         """What placeholders stand for, but for the key."""
@@ -255,17 +254,22 @@ class Command:
         }
 
 
-async def _talk(given: bytes, run: Callable[[Streams], Awaitable[int]]) -> tuple[int, list[str], list[str]]:
-    """The exit code of what `run` runs, and the last lines of its output and of its errors."""
+async def _talk(
+    words: Sequence[str], place: EpisodePlace, environment: Mapping[str, str], given: bytes = b""
+) -> list[str]:
+    """Run a program in a place: the last lines of its output. CommandError, with the last line of its errors,
+    if it fails."""
     (stdin, feed), (read_out, stdout), (read_err, stderr) = (os.pipe() for _ in range(3))
     out = asyncio.ensure_future(_tail(read_out, MAX_RESULT))
     err = asyncio.ensure_future(_tail(read_err, MAX_ERROR))
     fed = asyncio.ensure_future(_feed(feed, given))
     try:
-        status = await run((stdin, stdout, stderr))
+        status = await place.run(words, environment, (stdin, stdout, stderr))
     finally:  # all of its processes have ended, and so do the pipes
         await asyncio.wait([fed, out, err], timeout=KILL_SECONDS)
-    return status, out.result(), err.result()
+    if status:
+        raise CommandError(f"{words[0]} ended with code {status}: {_complaint(err.result()) or 'no message'}")
+    return out.result()
 
 
 async def _feed(descriptor: int, given: bytes) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from asyncrl import cli
 from asyncrl.config import RunConfig, composition, parse
 from asyncrl.errors import ConfigError
+from asyncrl.gateway import agents
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = ["name=x", "model.path=m", "data.train=t"]
@@ -144,6 +146,29 @@ def test_every_choice_composes() -> None:
 def test_overrides_win_over_an_experiment() -> None:
     config = composition.compose(["experiment=calculator", "trainer.lr=1e-5", "buffer.max_staleness=0"])
     assert (config.trainer.lr, config.buffer.max_staleness) == (1e-5, 0)
+
+
+@pytest.mark.parametrize("name", sorted(set(agents.names()) - {"command"}))
+def test_a_harness_brings_its_limits_as_defaults(name: str) -> None:
+    brought = composition.compose([*NAMED, f"rollout.agent={name}"]).rollout
+    assert brought == replace(composition.compose([*NAMED, f"agent={name}"]).rollout, agent=name)
+    assert brought.max_tokens > 30_000 and brought.episode_timeout == 3600
+
+
+def test_what_is_said_beside_a_harness_wins(tmp_path: Path) -> None:
+    agent = "rollout.agent={codex: {seconds: 60}}"
+    own = composition.compose([*NAMED, agent, "rollout.max_rows=5"]).rollout
+    assert (own.agent, own.max_rows, own.max_tokens) == ({"codex": {"seconds": 60}}, 5, 65536)
+    assert composition.compose([*NAMED, agent, "~agent"]).rollout.max_tokens == 4096
+    experiment = tmp_path / "experiment" / "mine.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text(
+        "# @package _global_\nname: mine\nmodel: {path: m}\ndata: {train: t}\n"
+        "rollout: {agent: {codex: {seconds: 60}}, slots: 3}\n"
+    )
+    assert composition.compose(["experiment=mine", "rollout.max_rows=5"], tmp_path).rollout == replace(
+        own, slots=3
+    )
 
 
 @pytest.mark.parametrize(

@@ -258,18 +258,18 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
     ],
     "error: agent": [
-        (claude("echo no loader >&2; exit 1"), "cannot be run in the sandbox: .* fails: no loader; give its"),
+        (
+            claude("echo no loader >&2; exit 1"),
+            "in the sandbox: claude ended with code 1: no loader; give its path",
+        ),
         (claude("exec sleep 100", 0.2), "cannot be run in the sandbox: it has not answered in time"),
         (
             claude("exit 3", sandbox="none"),
-            "cannot be run here: claude --version fails: exit code 3; give its path as program$",
+            "here: claude ended with code 3: no .* its path as program$",
         ),
     ],
     "error: plug-ins": [
-        (
-            {"rollout.agent": {"codex": {"program": "/no/codex"}}},
-            "there is no program '/no/codex'; install it",
-        )
+        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "there is no program '/no/codex'; install")
     ],
     "ok: Python": [(PYTHONS[0], "asyncrl"), (PYTHONS[2], "asyncrl")],
     "warning: Python": [(PYTHONS[1], "crashes after some failed writes")],
