@@ -153,7 +153,9 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path: Path, events: Events) -> 
     assert gone(list(children))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(  # SIGTERM ends whole runs in test_recovery and test_launchers
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_signal_ends_everything_in_time(tmp_path: Path, events: Events, number: signal.Signals) -> None:
     parent = launcher(tmp_path, "ranks=2", "stop_timeout=60")
     started = events.wait_for("running", "rollout", "trainer", "trainer")

@@ -172,6 +172,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_good_episodes_do_not_wait_for_bad_tools() -> None:
     """One that hangs (in three ways), crashes, ignores cancellation, replies 10 MB: all episodes end, and the
     turns of the good ones end long before the deadline of the bad tools."""

@@ -234,7 +234,7 @@ class Launcher:
     ("ranks", "sharing", "faults"),
     [
         (1, 1, (*OF_RANKS, *OF_COORDINATOR)),
-        (2, 1, ("handed out", "trained", *OF_COORDINATOR)),
+        pytest.param(2, 1, ("handed out", "trained", *OF_COORDINATOR), marks=pytest.mark.full),
         (4, 2, ("trained", "given")),
     ],
     ids=["1 rank", "2 ranks", "4 ranks, 2 of which share a micro-batch"],

@@ -107,7 +107,7 @@ def left_in(folder: Path) -> set[str]:
     return {path.name for path in (folder / "run/weights").iterdir() if path.is_dir()}
 
 
-@pytest.mark.parametrize("how", ["killed", "skipped"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("skipped", marks=pytest.mark.full)])
 def test_a_version_that_lacks_a_part_never_appears(tmp_path: Path, how: str) -> None:
     """And the next start's first one is whole, of whatever ranks."""
     if how == "killed":

@@ -93,7 +93,7 @@ def collect_twice(world: World, folder: Path) -> Any:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_whole_tensors_as_they_were_copied(tmp_path: Path, ranks: int):
     result = run_ranks(ranks, collect_twice, tmp_path)
     for wanted, copies in zip(result["wanted"], result["found"], strict=True):
@@ -321,7 +321,7 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
     return received
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_ranks_deliver_only_what_has_changed(tmp_path: Path, ranks: int) -> None:
     """Across machines; within one not even all of a whole version."""
     own, *_, whole, one, two, three = run_ranks(ranks, deltas_of_ranks, tmp_path)
