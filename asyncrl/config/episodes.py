@@ -55,8 +55,8 @@ class RolloutConfig(Section, frozen=True):
     such a turn is the answer."""
     agent: Plugin = ""
     """A program that leads the episode through an endpoint with OpenAI's and Anthropic's APIs:
-    `module:function` or `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is
-    asked turn by turn."""
+    a coding agent (`{claude_code: {}}`), `{command: {line: python agent.py}}`, `module:function` or
+    `file.py:function`; empty: the model is asked turn by turn."""
     agent_address: Text = "127.0.0.1"
     """Address on which each worker listens for agents, or a name that each machine has for one of its own.
     Other addresses than 127.0.0.1 are for private networks: nothing is encrypted."""
