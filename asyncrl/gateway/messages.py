@@ -182,9 +182,7 @@ def _text(blocks: Sequence[ContentBlock]) -> str:
 def _document(source: Any) -> str:
     """The text of a document that is a text; else the note."""
     match source:
-        case {"type": "text", "data": str(text)}:
-            return text
-        case {"type": "content", "content": str(text)}:
+        case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
             return text
         case {"type": "content", "content": list(blocks)}:
             texts = [block.get("text") if isinstance(block, dict) else None for block in blocks]
@@ -265,12 +263,7 @@ class MessagesExchange:
             {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
             for call in calls_of(reply)
         ]
-        return {
-            **self._message(reply.prompt_tokens),
-            "content": content,
-            **_end(reply),
-            **_usage(reply),
-        }
+        return {**self._message(reply.prompt_tokens), "content": content, **_end(reply), **_usage(reply)}
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         yield _event("message_start", message=self._message(prompt_tokens))
