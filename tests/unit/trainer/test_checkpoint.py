@@ -388,7 +388,6 @@ def train_with_critic(world: World, folder: Path) -> Any:
     return whole(learner)
 
 
-@pytest.mark.full
 def test_a_critic_goes_on_with_other_ranks(world: World, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     (tmp_path / "one").mkdir()

@@ -26,6 +26,7 @@ from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
 from tests.fakes.models import save_llama
+from tests.fakes.power import DurableFiles
 from tests.fakes.ranks import run_ranks
 from tests.fakes.traced import LiveBytes
 from tests.fakes.training import (
@@ -184,6 +185,19 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -
     assert to.steps() == [1] and checkpoint.newest(to) == 1
     to.prune(1, keep=2)
     assert not (tmp_path / "saved" / "step-2").exists()
+
+
+def test_a_checkpoint_survives_a_power_cut(tmp_path: Path) -> None:
+    files, to = DurableFiles(tmp_path), Checkpoints(tmp_path / "saved")
+    written: dict[str, tuple[int, str]] = {}
+    with files.recorded():
+        to.clear(1)
+        with to.create(1, "hf/model.safetensors", written) as file:
+            file.write(b"weights")
+        to.seal(CheckpointManifest(step=1, trainer_epoch=1, files=written))
+    files._note(tmp_path)  # the run directory
+    files.cut_power()
+    assert to.damage(1) == ""
 
 
 def export_on_ranks(world: World, folder: Path) -> Any:
