@@ -176,8 +176,9 @@ class Branches:
         seen: set[int] = set()
         for turn in self._recorded[len(self.turns) :]:
             row = turn.row if turn.row < len(self.rows) else None  # None: the turn begins it
-            same = (row, turn.context, turn.agent) == (place.row, place.context, place.request.agent)
-            if turn.row not in seen and same:
+            recorded = row, turn.context, turn.agent, turn.untrained
+            asked = place.row, place.context, place.request.agent, place.untrained
+            if turn.row not in seen and recorded == asked:
                 return turn
             seen.add(turn.row)
         raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")

@@ -84,16 +84,21 @@ def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequen
 
 
 def trained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The episode without the turns that are not trained, whose rows have no others. Turns and rows are
-    numbered anew."""
-    kept = [turn for turn in turns if not turn.untrained]
-    if len(kept) == len(turns):
+    """The episode without what is not trained: rows of such turns alone are gone, in the others their tokens
+    are context of the next turn. Turns and rows are numbered anew."""
+    if not any(turn.untrained for turn in turns):
         return tuple(turns)
-    rows: dict[int, int] = {}
-    return tuple(
-        replace(turn, index=index, row=rows.setdefault(turn.row, len(rows)))
-        for index, turn in enumerate(kept)
-    )
+    shown: dict[int, tuple[int, ...]] = {}  # of a row: tokens that no trained turn has shown yet
+    numbers: dict[int, int] = {}
+    found: list[Turn] = []
+    for turn in turns:
+        context = shown.pop(turn.row, ()) + turn.context
+        if turn.untrained:
+            shown[turn.row] = context + turn.ids
+        else:
+            row = numbers.setdefault(turn.row, len(numbers))
+            found.append(replace(turn, index=len(found), row=row, context=context))
+    return tuple(found)
 
 
 def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:

@@ -45,9 +45,8 @@ PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, d
 SUSPECT_SECONDS = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
 
 
-Connect = Callable[
-    [EngineEntry, EngineUse], "SGLangClient"
-]  # the client counts what it does in the EngineUse
+# The client counts what it does in the EngineUse.
+Connect = Callable[[EngineEntry, EngineUse], "SGLangClient"]
 
 
 @dataclass(eq=False)

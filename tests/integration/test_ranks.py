@@ -127,7 +127,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert torch.allclose(found["weights"][name], tensor, atol=1e-3), name
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_loss_curve_is_that_of_one_rank(runs: Runs, ranks: int) -> None:
     assert_same(runs.on(ranks), runs.on(1))
 

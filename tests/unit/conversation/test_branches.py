@@ -395,6 +395,16 @@ def test_an_agent_that_does_not_repeat_itself_is_found_out() -> None:
         second.recorded_turn(placed(second, AGAIN))
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_recorded_turn_is_not_that_of_a_request_that_is_trained_otherwise_now(before: bool) -> None:
+    """`untrained_agents` was changed in between: a row would have turns of both kinds."""
+    first = Branches(rules(), untrained=lambda request: before)
+    say(first, "42", USER)
+    second = Branches(rules(), first.turns, untrained=lambda request: not before)
+    with pytest.raises(ProtocolError, match="does not repeat its recorded turn 0"):
+        second.recorded_turn(placed(second, USER))
+
+
 def test_twins_are_recalled_one_by_one() -> None:
     first = Branches(rules())
     say(first, "a", USER)

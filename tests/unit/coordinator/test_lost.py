@@ -154,6 +154,7 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
     assert (found["0.0"].tokens, found["0.0"].oldest, found["0.0"].newest) == (40, 0, 1)
     assert found["2.0"].state is State.READY and again.buffer.counts()[State.DROPPED] == 1  # 2.1
     assert again.buffer.reasons == {"dropped/corrupt": 1}
+    assert again.buffer.abandoned_tokens == 20 + 10 + 10 + 10  # not those of 2.1: it had landed
     play(again, "0.0", 1)
     again.persist()
     assert list(again.store.read.frames("0.0", 3)) == [
