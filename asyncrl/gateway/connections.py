@@ -1,12 +1,14 @@
-"""Bounds on the connections of all listeners together, so that strangers cannot keep agents away.
+"""Bounds on the connections of all listeners together, so that nobody keeps agents away.
 
-A connection is a stranger's until a request on it has shown a known key. Of strangers the newest are served:
-the oldest is closed when there are too many, and each after HEADER_SECONDS.
+A connection is a stranger's until a request on it has shown a known key; each stranger's is closed after
+HEADER_SECONDS. When there are too many, the oldest of the episode that has most is closed. Strangers belong
+to the episode of their listener, those of the worker's own listener to none.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from aiohttp import web
@@ -30,15 +32,15 @@ class Connections:
 
     def trust(self, request: web.Request, episode: object) -> bool:
         """The request's connection has shown the key of this episode. False if it is a connection of another
-        one's listener. It is closed if there are too many of them."""
+        one's listener."""
         one = self._known.get(request.protocol) or self._strangers.get(request.protocol)
         if one is None or one.episode not in (None, episode):
             return False
         if self._strangers.pop(request.protocol, None):
             one.timer.cancel()
-            self._known[request.protocol] = one
+            one.owner, self._known[request.protocol] = episode, one
             if len(self._known) > KNOWN:
-                one.transport.abort()
+                _close_one(self._known)
         return True
 
     def end(self, episode: object) -> None:
@@ -49,7 +51,7 @@ class Connections:
 
     def opened(self, one: _Bounded) -> None:
         if len(self._strangers) >= STRANGERS:
-            self._strangers.pop(next(iter(self._strangers))).transport.abort()
+            _close_one(self._strangers)
         self._strangers[one.inner] = one
 
     def closed(self, one: _Bounded) -> None:
@@ -57,14 +59,21 @@ class Connections:
         self._known.pop(one.inner, None)
 
 
+def _close_one(held: dict[asyncio.BaseProtocol, _Bounded]) -> None:
+    """Close the oldest of the episode that has most."""
+    most, _ = Counter(one.owner for one in held.values()).most_common(1)[0]
+    oldest = next(inner for inner, one in held.items() if one.owner is most)
+    held.pop(oldest).transport.abort()
+
+
 class _Bounded(asyncio.Protocol):
-    """Hands everything to `inner`."""
+    """Hands everything to `inner`. `episode`: of its listener; `owner`: the one that it counts for."""
 
     transport: asyncio.Transport
     timer: asyncio.TimerHandle
 
     def __init__(self, all_of_them: Connections, inner: web.RequestHandler, episode: object) -> None:
-        self._all, self.inner, self.episode = all_of_them, inner, episode
+        self._all, self.inner, self.episode, self.owner = all_of_them, inner, episode, episode
         self.data_received, self.eof_received = inner.data_received, inner.eof_received  # type: ignore[method-assign]
         self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing  # type: ignore[method-assign]
 

@@ -179,6 +179,13 @@ async def test_its_processes_end_with_it() -> None:
         assert (await box.run("shell", "cat /proc/*/cmdline | tr '\\0' ' '", 5)).output.count("sleep") == 0
 
 
+async def test_orphans_that_have_ended_do_not_count_as_processes() -> None:
+    async with jail(LIMITS._replace(processes=24)) as box:
+        begun = "for n in $(seq 60); do (true &); sleep 0.02; done"
+        result, _, errors = await run(box, "bash", "-c", begun)
+        assert (result.ending, errors) == (RunEnding.DONE, b"")
+
+
 async def test_a_cancelled_one_ends_with_its_files() -> None:
     async with jail() as box:
         running = begin(box, ["sh", "-c", "touch file; echo up; setsid sleep 987 & sleep 987"])
@@ -223,11 +230,21 @@ _thread.start_new_thread(exec, ({FILL.format(count=150)!r}, {{}}))
 ctypes.CDLL(None).pthread_exit(None)
 """
 FILES = "for n in range(75): open(f'{n}', 'wb').write(bytes(1 << 20))\n" + FILL.format(count=40)
+TABLES = """
+import ctypes
+mmap = ctypes.CDLL(None).mmap
+mmap.restype, mmap.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 6
+start = mmap(0, 80 << 30, 1, 0x4022, 2**64 - 1, 0)
+ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(80 << 30), 15)
+for page in range(start, start + (80 << 30), 2 << 20): ctypes.c_char.from_address(page).value
+input()
+"""  # of pages that are only read, which take nothing themselves; small ones
 HOLDS = {
     "one process": FILL.format(count=150),
     "many together": TOGETHER,
     "a process without its first thread": WITHOUT_LEADER,
     "files and a process": FILES,
+    "page tables": TABLES,
 }
 
 

@@ -17,9 +17,10 @@ def remove(directory: str) -> None:
 def empty(directory: str) -> None:
     """Delete the contents of a directory. Directories inside are first moved to the top, so no path,
     recursion or number of open files grows with the depth of the tree, and no step goes up (`..`) out of it.
-    OSError when something cannot be deleted."""
-    os.chmod(directory, 0o700)
-    top = os.open(directory, os.O_DIRECTORY)
+    OSError when something cannot be deleted, and for a link, which another user may have put there."""
+    if not os.path.islink(directory):
+        os.chmod(directory, 0o700)
+    top = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
     prefix, count, ahead = os.urandom(16).hex(), 0, [""]  # of names that the code cannot have used
     try:
         while ahead:

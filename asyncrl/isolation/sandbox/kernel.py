@@ -64,8 +64,8 @@ def kill(pid: int, number: int) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory of every process in /proc: what no file holds, on a swap device or not. Pages that two
-    processes share after a fork count twice."""
+    """Bytes of memory of every process in /proc: what no file holds, on a swap device or not, and page
+    tables. Pages that two processes share after a fork count twice."""
     return sum(_held(f"/proc/{name}/task") for name in os.listdir("/proc") if name.isdigit())
 
 
@@ -74,7 +74,7 @@ def _held(tasks: str) -> int:
     with suppress(OSError):  # it ended meanwhile
         for task in os.listdir(tasks):
             with suppress(OSError), open(f"{tasks}/{task}/status", "rb") as file:
-                lines = [line.split() for line in file if line.startswith((b"RssAnon", b"VmSwap"))]
+                lines = [line.split() for line in file if line.startswith((b"RssAnon", b"VmPTE", b"VmSwap"))]
                 if lines:
                     return sum(int(line[1]) for line in lines) << 10
     return 0

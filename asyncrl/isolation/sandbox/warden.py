@@ -216,6 +216,7 @@ class Warden:
         process, nothing, over = WatchedProcess(pid, -1, -1), BoundedOutput(0), False
         until = time.monotonic() + request.seconds
         while not (ended := process.watch(nothing, min(LOOK_SECONDS, until - time.monotonic()))):
+            self._interpreter_ended()  # orphans that have ended would count as processes
             if (over := self._is_over()) or time.monotonic() >= until:
                 break
         self._kill_all()

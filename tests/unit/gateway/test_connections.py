@@ -194,3 +194,28 @@ async def test_strangers_are_bounded_on_all_listeners_together(
         assert (await ask(inner, "q"))[0] == 200
         for _, writer in opened:
             writer.close()
+
+
+@served
+async def test_an_agent_that_keeps_connections_keeps_nobody_away(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither with its key, nor, through its own listener, without."""
+    for name in ("STRANGERS", "KNOWN"):
+        monkeypatch.setattr(connections, name, 8)
+    async with gateway.admit(FakeHost()) as greedy, gateway.admit(FakeHost()) as other:
+        where = [one.base_url[7:-3].split(":") for one in (await greedy.through(listening()), other)]
+        asking = [
+            f"GET /v1/models HTTP/1.1\r\nHost:\r\nx-api-key: {one.api_key}\r\n\r\n".encode()
+            for one in (greedy, other)
+        ]
+        kept = [await asyncio.open_connection(*where[0]) for _ in range(12)]
+        for reader, writer in kept[4:]:
+            writer.write(asking[0])
+            assert (await reader.readline()).endswith(b" 200 OK\r\n")
+        reader, writer = await asyncio.open_connection(*where[1])
+        kept += [(reader, writer)] + [await asyncio.open_connection(*where[0]) for _ in range(12)]
+        writer.write(asking[1])
+        assert (await reader.readline()).endswith(b" 200 OK\r\n")
+        for _, writer in kept:
+            writer.close()

@@ -78,6 +78,16 @@ def test_a_tree_that_is_moved_meanwhile_leads_nowhere_else(
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
 
+def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+    """Another user, who sees its name in the list of processes, can make one in /tmp."""
+    other, home = tmp_path / "other", tmp_path / "home"
+    other.mkdir(0o755)
+    (other / "kept").touch()
+    home.symlink_to(other)
+    emptying.remove(str(home))
+    assert os.listdir(other) == ["kept"] and other.stat().st_mode & 0o777 == 0o755
+
+
 def test_remove_raises_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
