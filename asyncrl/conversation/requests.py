@@ -75,7 +75,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 def same_message(ours: Message, theirs: Message) -> bool:
     """True if an agent's message is the recorded one. Clients change messages of the model: white space
-    around the content, the spelling of arguments, the reasoning left out."""
+    around the content, the spelling of arguments and defaults among them, the reasoning left out."""
     if ours.role != "assistant":
         return ours == theirs
     return (
@@ -84,11 +84,17 @@ def same_message(ours: Message, theirs: Message) -> bool:
         and theirs.reasoning.strip() in ("", ours.reasoning.strip())
         and len(theirs.tool_calls) == len(ours.tool_calls)
         and all(
-            a.name == b.name
-            and (a.arguments == b.arguments or json.loads(a.arguments) == json.loads(b.arguments))
+            a.name == b.name and (a.arguments == b.arguments or _filled_in(a.arguments, b.arguments))
             for a, b in zip(ours.tool_calls, theirs.tool_calls, strict=True)
         )
     )
+
+
+def _filled_in(ours: str, theirs: str) -> bool:
+    """True for the same arguments, and if there are more of them: the client's defaults."""
+    made, shown = json.loads(ours), json.loads(theirs)
+    both = isinstance(made, dict) and isinstance(shown, dict)
+    return bool(made == shown or (both and made.items() <= shown.items()))
 
 
 def limit_reached(end: EpisodeEnd, what: str, most: int) -> Refusal:

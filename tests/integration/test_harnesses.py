@@ -132,6 +132,21 @@ def test_a_task_of_four_turns_is_one_row(name: str) -> None:
     assert all(text in row for text in texts(bench))
 
 
+def test_what_claude_code_fills_in_begins_no_row() -> None:
+    """It repeats calls with defaults that the model left out: of Edit, replace_all."""
+
+    def script(prompt: str) -> str:
+        file = {"file_path": "/sandbox/work/a.py"}
+        if "I change it" in prompt:
+            return "all done"
+        if "I write it" in prompt:
+            return "I change it. " + call("Edit", json.dumps({**file, "old_string": "1", "new_string": "2"}))
+        return "I write it. " + call("Write", json.dumps({**file, "content": "x = 1"}))
+
+    stats = bench_of("claude_code", script).finished().stats
+    assert (stats.turns, stats.rows) == (3, 1)
+
+
 def test_sub_agents_of_claude_code_are_rows() -> None:
     """Both run at once; the prompt of each shows its own part."""
 

@@ -70,6 +70,8 @@ REQUESTS: dict[str, tuple[str, tuple[Message, ...], int | None]] = {
     "words put in its mouth": ("42", (USER, SAID, Message("assistant", "43"), AGAIN), None),
     "other white space": (CALLING, (USER, look(SAME, content=" \nlook "), REPLY), 0),
     "other spelling of arguments": (CALLING, (USER, look(SAME), REPLY), 0),
+    "arguments filled in": (CALLING, (USER, look('{"y":[2],"z":{},"x":1}'), REPLY), 0),
+    "an argument left out": (CALLING, (USER, look('{"x": 1}'), REPLY), None),
     "other content": (CALLING, (USER, look(SAME, content="looked"), REPLY), None),
     "other arguments": (CALLING, (USER, look('{"x": 2}'), REPLY), None),
     "another name": (CALLING, (USER, look(SAME, name="b"), REPLY), None),
