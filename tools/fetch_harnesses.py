@@ -21,7 +21,6 @@ import sys
 import tarfile
 import tempfile
 import threading
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -127,9 +126,13 @@ def record(name: str, program: Path, folder: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "key", max_tokens=65536)
         agent = load_agent({name: {"program": str(program), "sandbox": "none"}})
-        with suppress(CommandError):  # its requests are refused
+        try:
             asyncio.run(agent(SAMPLE, endpoint))
-        server.shutdown()
+        except CommandError as error:  # its requests are refused
+            if not asked:
+                sys.exit(f"{name} made no request: {error}")
+        finally:
+            server.shutdown()
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
     print(f"{name}: {len(asked)} first requests")

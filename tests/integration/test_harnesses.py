@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from asyncrl.config.composition import config_root
 from asyncrl.conversation.turns import rows_of, trained
 from asyncrl.gateway import Command, load_agent, load_untrained, server
 from asyncrl.types import EpisodeEnd, Message
+from tests.fakes import episodes
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
 from tests.fakes.episodes import read
@@ -25,6 +27,12 @@ from tests.fakes.fetched import IN_THE_GATE, harness
 
 TASK = "write fizz.py, run it, show it"
 FULL = 400_000  # tokens of a row; a character is a token here
+
+
+@pytest.fixture(autouse=True)
+def time_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node takes ten seconds to start when nothing else runs."""
+    monkeypatch.setattr(episodes, "SECONDS", 200.0)
 
 
 class Client(NamedTuple):
@@ -147,6 +155,21 @@ def test_what_claude_code_fills_in_begins_no_row() -> None:
     assert (stats.turns, stats.rows) == (3, 1)
 
 
+def test_a_search_of_claude_code_is_not_trained() -> None:
+    """The tool asks the model for what it would find."""
+
+    def script(prompt: str) -> str:
+        if not prompt.startswith("{"):
+            return "I made it up"
+        if "I made it up" in prompt:
+            return "all done"
+        return "I search. " + call("WebSearch", json.dumps({"query": "asynchronous trainers"}))
+
+    bench = bench_of("claude_code", script)
+    stats = bench.finished().stats
+    assert (stats.turns, stats.untrained_turns, stats.rows) == (2, 1, 1)
+
+
 def test_sub_agents_of_claude_code_are_rows() -> None:
     """Both run at once; the prompt of each shows its own part."""
 
@@ -241,3 +264,26 @@ def test_a_long_turn_is_waited_for(
     monkeypatch.setattr(bench.engine, "generate", held)
     assert bench.finished().stats.turns == 1
     assert not bench.engine.cancelled
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_turn_of_six_minutes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every client at once, with its own timeouts; it asks once."""
+    monkeypatch.setattr(episodes, "SECONDS", 800.0)
+
+    def play(name: str) -> tuple[int, int]:
+        bench = bench_of(name, lambda prompt: CLIENTS[name].end)
+        generate, held_turns = bench.engine.generate, []
+
+        async def held(request: Any) -> Any:
+            if read(request.ids).startswith("{") and not held_turns:  # not for a title
+                held_turns.append(request)
+                await asyncio.sleep(370)
+            return await generate(request)
+
+        bench.engine.generate = held  # type: ignore[method-assign]
+        return bench.finished().stats.turns, len(bench.engine.cancelled)
+
+    with ThreadPoolExecutor(len(CLIENTS)) as pool:
+        assert list(pool.map(play, CLIENTS)) == [(1, 0)] * len(CLIENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.programs import Harness
 
 HARNESS = Harness(
@@ -22,3 +23,9 @@ HARNESS = Harness(
     resident_mb=300,
     tested="2.1.331",
 )
+
+
+def is_side_request(request: AgentRequest) -> bool:
+    """Tell a request without tools: what its tools ask, a search of the web (nobody searches: the model would
+    learn to make up results) or the summary of a page. Sub-agents and compactions have tools."""
+    return not request.tools

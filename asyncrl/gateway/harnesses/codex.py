@@ -22,6 +22,6 @@ HARNESS = Harness(
     line="codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox -",
     environment={"OPENAI_API_KEY": "{key}"},
     files={".codex/config.toml": CONFIG},
-    resident_mb=152,
+    resident_mb=170,
     tested="0.169.0",
 )

@@ -16,7 +16,7 @@ HARNESS = Harness(
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is fetched
     },
     stdin="nothing",
-    resident_mb=180,
+    resident_mb=200,
     version="--help",
     tested="2.4.6",
 )

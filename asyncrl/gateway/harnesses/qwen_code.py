@@ -23,7 +23,7 @@ HARNESS = Harness(
         "QWEN_STREAM_MAX_LIFETIME_MS": "0",
     },
     files={".qwen/settings.json": SETTINGS},
-    resident_mb=480,
+    resident_mb=510,
     tested="0.24.4",
 )
 
