@@ -166,6 +166,8 @@ class Command:
             shown = [*needed_by(self._words[0]), *(needed_by(self._words[script]) if script else ())]
             shown += [os.path.abspath(os.path.expanduser(path)) for path in _names(show)]
             shown += [self._files] * bool(files)
+            if own := sorted({"/", "/dev", "/etc", "/proc"}.intersection(shown)):
+                raise ConfigError(f"{own[0]} cannot be shown: a sandbox has its own; name what is in it")
             self._place = partial(sandbox_place, limits=harness.needs._replace(**chosen), show=shown)
         elif chosen or show:
             raise ConfigError("memory_mb, processes, disk_mb and show are of a sandbox; set sandbox: jail")

@@ -462,6 +462,27 @@ async def test_nothing_runs_between_calls() -> None:
         assert int((await box.run("cell", "n", 5)).output) - first < 100
 
 
+async def test_the_sandboxes_own_directories_are_not_the_machines() -> None:
+    """Files are made in them at the start, by root."""
+    async with Jail(SMALL, require=["files"], show=["/dev", "/proc", "/"]) as box:
+        found = await box.run("shell", "ls /dev", 5)
+    own = {
+        "fd",
+        "full",
+        "null",
+        "ptmx",
+        "pts",
+        "random",
+        "shm",
+        "stderr",
+        "stdin",
+        "stdout",
+        "urandom",
+        "zero",
+    }
+    assert set(found.output.split()) == own
+
+
 async def test_background_children_end_with_the_sandbox(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

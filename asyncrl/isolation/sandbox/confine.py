@@ -172,10 +172,15 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
 
 
 def _fill(shown: Sequence[str], uid: int) -> None:
+    for name in (
+        "proc",
+        "dev/pts",
+        "etc",
+        HOME[1:],
+    ):  # first: the machine's own are never shown in their place
+        os.makedirs(f"{NEW_ROOT}/{name}")
     for path in shown:
         _show(path)
-    for name in ("proc", "dev/pts", "etc", HOME[1:]):
-        os.makedirs(f"{NEW_ROOT}/{name}", exist_ok=True)
     for name in DEVICES:
         os.close(os.open(f"{NEW_ROOT}/dev/{name}", os.O_CREAT))
     for name, target in LINKS.items():

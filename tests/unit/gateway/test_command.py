@@ -166,6 +166,10 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ({"command": {"line": "./agent.sh"}}, "there is no program './agent.sh'"),
         ({"command": {"line": "ls", "directory": "/usr"}}, "instead of `directory` set `files`"),
         ({"command": {"line": "ls", "memory_mb": 9}}, "memory_mb, .* are of a sandbox; set sandbox: jail"),
+        (
+            {"command": {"line": "ls", "sandbox": "jail", "show": "/opt, /etc/"}},
+            "/etc cannot be shown: a sandbox",
+        ),
         ({"codex": {"program": "/bin/true", "extra_info": "a"}}, "extra_info is for command: codex reads"),
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
         ("comand", "did you mean command"),
