@@ -15,7 +15,7 @@ from asyncrl.config import parse
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.data import samples_path
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
@@ -311,3 +311,12 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     assert coordinator.lifecycle.error == (
         "data.order: mine.py:hook of epoch 1 failed; mend that, then go on with resume=auto"
     )
+
+
+def test_a_run_begins_as_late_as_a_trainer_that_repeats_steps_needs(coordinator: Coordinator) -> None:
+    life, start = coordinator.lifecycle, coordinator.state.liveness.start
+    life.phase, life._deadline = Phase.STARTING, 10.0
+    coordinator.state.liveness.alive(20.0)
+    life.advance(20.0 + start)
+    with pytest.raises(ProtocolError, match=r"^not started within .*: "):
+        life.advance(21.0 + start)
