@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import site
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+import asyncrl
 from asyncrl.config.base import Count, Seconds
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
@@ -49,7 +51,10 @@ MAX_ERROR = 1 << 16  # bytes of stderr that are kept
 MAX_COMPLAINT = 300  # characters
 FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
-NOT_PASSED = re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME")  # the user's own, with logins
+NOT_PASSED = {
+    "none": re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"),  # the user's own, with logins
+    "jail": re.compile("XDG_.*|HOME|TMPDIR|HF_.*|TORCH_HOME|SSL_CERT_.*|REQUESTS_CA_BUNDLE"),  # not there
+}
 
 
 class TimeUp(AsyncrlError):
@@ -166,6 +171,7 @@ class Command:
             shown = [*needed_by(self._words[0]), *(needed_by(self._words[script]) if script else ())]
             shown += [os.path.abspath(os.path.expanduser(path)) for path in _names(show)]
             shown += [self._files] * bool(files)
+            shown += [str(Path(asyncrl.__file__).parent)] * (self._words[0] == sys.executable)  # a checkout's
             if own := sorted({"/", "/dev", "/etc", "/proc"}.intersection(shown)):
                 raise ConfigError(f"{own[0]} cannot be shown: a sandbox has its own; name what is in it")
             self._place = partial(sandbox_place, limits=harness.needs._replace(**chosen), show=shown)
@@ -242,7 +248,7 @@ class Command:
         own = {
             name: value
             for name, value in inherited(named).items()
-            if name in named or not NOT_PASSED.fullmatch(name)
+            if name in named or not NOT_PASSED[self.sandbox].fullmatch(name)
         }
         host = urlsplit(place.endpoint.base_url).hostname
         no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), host)))

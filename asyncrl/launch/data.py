@@ -270,14 +270,15 @@ class Inputs:
 
     @cached_property
     def agent_version(self) -> dict[str, str]:
-        """The version of the program that leads episodes, by its harness' name; empty where none does.
-        ConfigError where it cannot be run as episodes run it."""
+        """The version of the coding agent that leads episodes, by its name; empty where none does.
+        ConfigError where the program of an agent cannot be run as episodes run it."""
         agent = self.parts.agent
         if not isinstance(agent, Command):
             return {}
         name = agent.harness.name
         try:
-            return {name: asyncio.run(agent.version())}
+            version = asyncio.run(agent.version())
+            return {name: version} if agent.harness.tested else {}
         except (AsyncrlError, TimeoutError) as error:
             where, more = "in the sandbox", ", show what it needs to read, or set sandbox: none"
             if agent.sandbox == "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import getpass
+import os
 import platform
 import shutil
 import subprocess
@@ -197,14 +197,14 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
     agent, rollout = inputs.parts.agent, inputs.config.rollout
     if not isinstance(agent, Command):
         return
-    harness, found = agent.harness, inputs.agent_version[agent.harness.name]
+    harness, found = agent.harness, inputs.agent_version.get(agent.harness.name, "")
     where = f"rollout.agent.{harness.name}"
     if harness.tested not in ("", found):
         yield warning(f"{where}: version {found or 'unknown'} was not tried; {harness.tested} was")
     if agent.sandbox == "none":
         yield warning(
-            f"{where}: sandbox is none: the model that leads it can read and write what {getpass.getuser()} "
-            f"can, {Path.home()} for one, and use the network"
+            f"{where}: sandbox is none: the model that leads it can read and write what you can, "
+            f"{os.path.expanduser('~')} for one, and use the network"
         )
     slots = rollout.workers * rollout.slots
     needed, memory = slots * harness.resident_mb * 2**20, psutil.virtual_memory().total
@@ -213,7 +213,8 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
             f"{slots} slots (rollout.workers * rollout.slots) of {harness.name} take {sized(needed)}, "
             f"{harness.resident_mb} MB each, and this machine has {sized(memory)}; lower rollout.slots"
         )
-    yield ok(f"{harness.name} {found}, {'in a sandbox' if agent.sandbox == 'jail' else 'without a sandbox'}")
+    inside = "in a sandbox" if agent.sandbox == "jail" else "without a sandbox"
+    yield ok(" ".join(filter(None, (harness.name, found, inside))))
 
 
 @check("sandbox")

@@ -211,6 +211,14 @@ def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_pa
         assert not {str(PLACES), "/var/tmp", "/etc/shadow"} & found["read"].keys()
 
 
+def test_the_packages_of_the_run_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncrl, too; and a client finds no name of a file that is not there."""
+    monkeypatch.setenv("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))  # where another checkout is installed
+    code = "import httpx, openai, asyncrl.types; openai.OpenAI(api_key=str(1)); print(7)"
+    assert played_with(Command(line=f"python -c '{code}'", sandbox="jail")) == 7
+
+
 def test_a_program_that_takes_too_much_memory_is_killed() -> None:
     line = "python -c 'x = bytearray(300 << 20); import time; time.sleep(60)'"
     command = Command(line=line, sandbox="jail", memory_mb=200)

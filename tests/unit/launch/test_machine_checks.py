@@ -244,13 +244,13 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         )
     ],
     "ok: agent": [
-        (claude("echo '2.1.331 (Claude Code)'"), "claude_code 2.1.331, in a sandbox"),
+        (claude("echo '2.1.331 (Claude Code)'"), "claude_code 2.1.331 in a sandbox"),
     ],
     "warning: agent": [
         (claude("echo 1.0"), "rollout.agent.claude_code: version 1.0 was not tried; 2.1.331 was"),
         (
             claude("echo 2.1.331", sandbox="none"),
-            "can read and write what .* can, .* the network",
+            "can read and write what you can, .* the network",
         ),
         (
             [claude("echo 2.1.331"), {"rollout.slots": 10**6}],
