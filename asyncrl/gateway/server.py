@@ -25,7 +25,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest, Refusal
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, one_line
 from asyncrl.gateway import completions, exchange, messages, responses, text_completions
 from asyncrl.gateway.connections import Connections
 from asyncrl.gateway.exchange import AgentReply, ApiDialect, ApiError, Event, Exchange, Listener
@@ -375,7 +375,10 @@ def _error(request: web.Request, error: Exception) -> ApiError:
             return ApiError(error.status, error.reason)
         case TimeoutError():
             return ApiError(408, f"no request within {READ_SECONDS:g} s")
-    log.warning("a request failed: %s", one_line(error))
+        case ProtocolError():
+            pass  # the agent did not repeat itself: its episode starts again, and the coordinator says so
+        case _:
+            log.warning("a request failed: %s", one_line(error))
     return ApiError(500, one_line(error), kind="server_error")
 
 

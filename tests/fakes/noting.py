@@ -1,21 +1,30 @@
-"""A run whose engine notes what it samples, and an agent that never repeats itself."""
+"""Engines that note what they sample, an agent that never repeats itself, and a script for coding agents."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from transformers import AutoTokenizer
+
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.engine import build
 from asyncrl.gateway import Endpoint
-from asyncrl.types import Generation, Sample
+from asyncrl.types import Generation, Sample, StopReason, VersionSpan
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import Manifest, WeightsRef
 from tests.fakes.agents import message
+from tests.fakes.chat import call
+from tests.fakes.engine import ScriptedEngine
 
 PLACE = "ASYNCRL_TEST_NOTES"  # variable with the directory of the notes
 TURNS = 3
+MARKS = ("WRITTEN", "SHOWN")  # what the commands of a coding agent print
+SHELLS = (("exec_command", "cmd"), ("Bash", "command"))  # the tools that run one, with an argument
 
 
 def note(name: str, found: Any) -> None:
@@ -30,7 +39,14 @@ def notes(folder: Path, name: str) -> list[Any]:
 
 
 def noting_engine(**options: Any) -> Any:
-    engine: Any = build(**options)
+    return noting(build(**options))
+
+
+def coding_engine(model_path: str, version: int = 0, **options: Any) -> Any:
+    return noting(Coder(model_path, version))
+
+
+def noting(engine: Any) -> Any:
     generate = engine.generate
 
     async def noted(request: Request) -> Generation:
@@ -50,3 +66,32 @@ async def forgetful(sample: Sample, endpoint: Endpoint) -> float:
         history += [await message(endpoint, *history), "and then?"]
         note("heard", [os.getpid(), session, number])
     return 0.0
+
+
+class Coder(ScriptedEngine):
+    """Writes what makes a coding agent run one command after another, and then its answer. It never writes
+    the same twice."""
+
+    def __init__(self, model_path: str, version: int) -> None:
+        super().__init__(lambda request: "", version)
+        self._tokens: Any = AutoTokenizer.from_pretrained(model_path)
+
+    async def generate(self, request: Request) -> Generation:
+        prompt, unique = self._tokens.decode(request.ids), uuid4().hex
+        shown = [mark for mark in MARKS if prompt.count(mark) > prompt.count(f"echo {mark}")]
+        done, text = len(shown), f"all done {unique}"
+        if done:  # what was asked for before is durable
+            note("heard", [os.getpid(), request.session, done if done == TURNS - 1 else done - 1])
+        if done < TURNS - 1:
+            tool, argument = next(names for names in SHELLS if f'"{names[0]}"' in prompt)
+            line = {argument: f"echo {MARKS[done]}; sleep 1", "description": "It runs a command."}
+            text = f"{unique} {call(tool, json.dumps(line))}"
+        ids = (*self._tokens.encode(text), request.sampling.stop_ids[0])
+        spans = (VersionSpan(0, len(ids), self.version, self.version),)
+        self.tokens += len(ids)
+        return Generation(ids, (-1.0,) * len(ids), spans, StopReason.STOP)
+
+    async def load(self, ref: WeightsRef) -> Manifest:
+        manifest, _ = await asyncio.to_thread(disk.read, ref)
+        self._version = ref.version.step
+        return manifest

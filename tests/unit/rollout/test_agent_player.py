@@ -585,7 +585,7 @@ def test_parallel_turns_are_recalled_in_any_order() -> None:
     assert second.turns == []
 
 
-def test_an_agent_that_does_something_else_starts_again() -> None:
+def test_an_agent_that_does_something_else_starts_again(caplog: pytest.LogCaptureFixture) -> None:
     async def other(sample: Sample, endpoint: Endpoint) -> None:
         await message(endpoint, "other")
 
@@ -598,6 +598,7 @@ def test_an_agent_that_does_something_else_starts_again() -> None:
         before.finished()
         end = bench.failed(before.record)
         assert (end.reason, "repeat" in end.detail) == (FailReason.NOT_REPEATED, True)
+    assert not caplog.records, "the coordinator tells it"
 
 
 def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
