@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,9 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
 
 
 def _agent(composed: Any) -> str:
-    """The name in `rollout.agent`."""
-    agent = composed.rollout.agent
-    return agent if isinstance(agent, str) else next(iter(agent), "")
+    """The name in `rollout.agent`; '' where it is of a wrong type, which is refused later."""
+    agent = (composed.rollout or {}).get("agent")
+    return agent if isinstance(agent, str) else next(iter(agent), "") if isinstance(agent, Mapping) else ""
 
 
 def _keys_of(overrides: Iterable[str]) -> set[str]:

@@ -161,6 +161,8 @@ class Command:
         given = [name.partition("=") for name in _names(env)]
         self._env = {name: value for name, equals, value in given if equals}
         self._inherited = {name for name, equals, _ in given if not equals}
+        if "\0" in env or any(not name.strip() for name, *_ in given):
+            raise ConfigError(f"env {env!r} has a NUL, or a value without a name")
         self.sandbox = sandbox or harness.sandbox
         self._place: NewPlace = open_place
         chosen = {"resident": memory_mb, "processes": processes, "disk": disk_mb}

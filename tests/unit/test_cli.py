@@ -155,6 +155,12 @@ def test_a_harness_brings_its_limits_as_defaults(name: str) -> None:
     assert brought.max_tokens > 30_000 and brought.episode_timeout == 3600
 
 
+@pytest.mark.parametrize("given", ["rollout.agent=null", "rollout.agent=5", "rollout=null"])
+def test_an_agent_of_a_wrong_type_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="rollout"):
+        composition.compose([*NAMED, given])
+
+
 def test_what_is_said_beside_a_harness_wins(tmp_path: Path) -> None:
     agent = "rollout.agent={codex: {seconds: 60}}"
     own = composition.compose([*NAMED, agent, "rollout.max_rows=5"]).rollout

@@ -172,6 +172,8 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ),
         ({"codex": {"program": "/bin/true", "extra_info": "a"}}, "extra_info is for command: codex reads"),
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
+        ({"command": {"line": "ls", "env": "=value"}}, "env '=value' has .* a value without a name"),
+        ({"command": {"line": "ls", "env": "A=\0"}}, "has a NUL"),
         ("comand", "did you mean command"),
         ("math:pi", "is no function"),
         ("no_such_module:f", "cannot import"),
