@@ -22,7 +22,9 @@ OF_LINES = frozenset(
 )
 KEY = "key"  # only in environment variables and files: other users of the machine see the words of a process
 INTERPRETER = re.compile(r"(ba|da|z|k|c|tc|fi)?sh|python[\d.]*|node|bun|deno|perl|ruby|php")
-CODE = re.compile(r"-\w*[ce]|--?(eval|command)")  # the option before a text that an interpreter runs
+CODE = re.compile(r"-\w*[ceErp]|--?(eval|command|print)")  # the option before a text that it runs
+WITH_VALUE = re.compile(r"[-+][oOWX]")  # options of interpreters, whose value is the next word
+TEXT = re.compile(r"""[\s'"$`;|&<>()]""")  # in an argument, only texts for somebody to read have these
 MAX_ARGUMENT = 100_000  # bytes of a prompt; the kernel takes 131,071 with what is in front of it
 
 
@@ -48,7 +50,7 @@ def _trouble(before: list[str], word: str) -> str:
     known = [name for name in names if name in OF_LINES or name == KEY]
     if KEY in known:
         return f"{{key}} in {word!r} would be seen by all users of the machine; set env: 'NAME={{key}}'"
-    if known and before and CODE.fullmatch(before[-1]) and any(map(_interprets, before[:-1])):
+    if known and (TEXT.search(PLACEHOLDER.sub("", word)) or _runs_next(before)):
         return (
             f"{{{known[0]}}} stands in a program's text, {word!r}, and would be run as a part of it; give it "
             f"as an argument: sh -c 'agent \"$1\"' sh {{{known[0]}}}"
@@ -59,6 +61,20 @@ def _trouble(before: list[str], word: str) -> str:
     if word.endswith(last) and len(names) > len(known):
         return f"there is no placeholder {last}; known: {', '.join(sorted(OF_LINES))}"
     return ""
+
+
+def _runs_next(before: list[str]) -> bool:
+    """True where an interpreter among these words takes the next one for the text to run."""
+    for index, word in enumerate(before):
+        given = [
+            option
+            for previous, option in zip(before[index:], before[index + 1 :], strict=False)
+            if not WITH_VALUE.fullmatch(previous)
+        ]
+        options = [option for option in given if option[:1] in ("-", "+")]
+        if _interprets(word) and options == given and any(map(CODE.fullmatch, options)):
+            return True
+    return False
 
 
 def _interprets(word: str) -> bool:
