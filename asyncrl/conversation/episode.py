@@ -27,7 +27,23 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.conversation import commands
+from asyncrl.conversation.commands import (
+    CallTools,
+    Command,
+    Done,
+    EpisodeScored,
+    Event,
+    Fail,
+    Generate,
+    Observed,
+    Open,
+    Opened,
+    Rules,
+    Score,
+    Step,
+    ToolsReplied,
+    TurnGenerated,
+)
 from asyncrl.conversation.parsers import Parsed
 from asyncrl.conversation.turns import make_turn, problem, read_turn, scored, turn_message
 from asyncrl.errors import ProtocolError
@@ -54,8 +70,8 @@ class Episode(msgspec.Struct, frozen=True):
     oldest first, the newest row does not show."""
 
     sample: Sample
-    command: commands.Command
-    opened: commands.Opened = commands.Opened()
+    command: Command
+    opened: Opened = Opened()
     rows: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
     bad_calls: int = 0  # malformed and refused ones in a row, up to now
@@ -64,7 +80,7 @@ class Episode(msgspec.Struct, frozen=True):
 
     @property
     def over(self) -> bool:
-        return isinstance(self.command, commands.Done | commands.Fail)
+        return isinstance(self.command, Done | Fail)
 
     @property
     def tool_seconds(self) -> float:
@@ -78,57 +94,55 @@ class Episode(msgspec.Struct, frozen=True):
 
 def begin(sample: Sample) -> Episode:
     """A fresh episode."""
-    return Episode(sample, commands.Open())
+    return Episode(sample, Open())
 
 
-def advance(rules: commands.Rules, episode: Episode, event: commands.Event) -> Episode:
+def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
     """The next state. ProtocolError, with nothing changed, when the event does not answer the command."""
     match episode.command, event:
-        case commands.Open(), commands.Opened():
+        case Open(), Opened():
             return _opened(rules, episode, event)
-        case commands.Generate() as asked, commands.TurnGenerated():
+        case Generate() as asked, TurnGenerated():
             return _generated(rules, episode, asked, event.generation)
-        case commands.CallTools() as asked, commands.ToolsReplied():
+        case CallTools() as asked, ToolsReplied():
             if tuple(reply.call for reply in event.replies) != asked.calls:
                 raise ProtocolError(f"{len(event.replies)} replies do not match {len(asked.calls)} calls")
             return _replied(rules, episode, event.replies, asked.errors)
-        case commands.Step(), commands.Observed():
+        case Step(), Observed():
             return _observed(rules, episode, event.observation)
-        case commands.Score() as asked, commands.EpisodeScored():
+        case Score() as asked, EpisodeScored():
             return replace(episode, command=scored(episode.turns, asked.end, event.result))
         case asked, _:
             raise ProtocolError(f"{type(event).__name__} does not answer {type(asked).__name__}")
 
 
-def resume(rules: commands.Rules, sample: Sample, opened: commands.Opened, turns: Sequence[Turn]) -> Episode:
+def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) -> Episode:
     """The state after recorded turns, by the same events. What answered the last turn may be missing: then
     its tools or its environment come next. ProtocolError when these rules would not make the same turns."""
     episode = advance(rules, begin(sample), opened)
     for turn in turns:
         asked = episode.command
         if (
-            not isinstance(asked, commands.Generate)
+            not isinstance(asked, Generate)
             or asked.row != turn.row
             or asked.ids != _row(episode, asked) + turn.context
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
         generation = Generation(turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes)
-        episode = advance(rules, episode, commands.TurnGenerated(generation))
-        if isinstance(episode.command, commands.Fail) and len(episode.turns) == turn.index:
+        episode = advance(rules, episode, TurnGenerated(generation))
+        if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")
-        if turn.replies and isinstance(episode.command, commands.CallTools):
-            episode = advance(
-                rules, episode, commands.ToolsReplied(turn.replies[: len(episode.command.calls)])
-            )
-        if turn.observation is not None and isinstance(episode.command, commands.Step):
-            episode = advance(rules, episode, commands.Observed(turn.observation))
+        if turn.replies and isinstance(episode.command, CallTools):
+            episode = advance(rules, episode, ToolsReplied(turn.replies[: len(episode.command.calls)]))
+        if turn.observation is not None and isinstance(episode.command, Step):
+            episode = advance(rules, episode, Observed(turn.observation))
         again = episode.turns[-1]
         if (turn.replies and again.replies != turn.replies) or again.observation != turn.observation:
             raise ProtocolError(f"what is recorded after turn {turn.index} does not answer it")
     return episode
 
 
-def expire(rules: commands.Rules, episode: Episode) -> Episode:
+def expire(rules: Rules, episode: Episode) -> Episode:
     """The episode's time is up. Its finished turns are scored; an unfinished one does not count. Without a
     turn there is nothing to score, and the episode fails."""
     if not episode.turns:
@@ -136,7 +150,7 @@ def expire(rules: commands.Rules, episode: Episode) -> Episode:
     return _score(rules, episode, EpisodeEnd.TIMEOUT)
 
 
-def conversation(rules: commands.Rules, episode: Episode) -> tuple[Message, ...]:
+def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
     """All messages, the prompt included, as the newest row shows them: folded replies are DROPPED."""
     messages = [*episode.sample.prompt, *episode.opened.messages]
     folded = episode.folded
@@ -149,7 +163,7 @@ def conversation(rules: commands.Rules, episode: Episode) -> tuple[Message, ...]
     return tuple(messages)
 
 
-def shorten_observation(rules: commands.Rules, observation: Observation) -> Observation:
+def shorten_observation(rules: Rules, observation: Observation) -> Observation:
     """The observation with its messages as short as the model reads them."""
     return replace(observation, messages=_shorten_messages(rules, observation.messages))
 
@@ -157,7 +171,7 @@ def shorten_observation(rules: commands.Rules, observation: Observation) -> Obse
 # -- transitions, in the order of the table above ------------------------------------------------------
 
 
-def _opened(rules: commands.Rules, episode: Episode, opened: commands.Opened) -> Episode:
+def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
     episode = replace(episode, opened=opened)
     prompt, most = _prompt(rules, episode), rules.config.max_tokens
@@ -167,9 +181,7 @@ def _opened(rules: commands.Rules, episode: Episode, opened: commands.Opened) ->
     return _generate(rules, episode, prompt, row=0)
 
 
-def _generated(
-    rules: commands.Rules, episode: Episode, asked: commands.Generate, generation: Generation
-) -> Episode:
+def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Generation) -> Episode:
     before = _row(episode, asked)
     if asked.ids[: len(before)] != before:
         detail = f"the prompt of turn {len(episode.turns)} does not extend the tokens of its row"
@@ -186,13 +198,13 @@ def _generated(
     if to_environment:
         message = turn_message(rules, turn, episode.opened.tools)
         calls = episode.tool_calls + len(parsed.calls)
-        return replace(episode, tool_calls=calls, bad_calls=0, command=commands.Step(message))
+        return replace(episode, tool_calls=calls, bad_calls=0, command=Step(message))
     if parsed.calls:
-        return replace(episode, command=commands.CallTools(parsed.calls, parsed.errors))
+        return replace(episode, command=CallTools(parsed.calls, parsed.errors))
     return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool is needed
 
 
-def _for_environment(rules: commands.Rules, episode: Episode, parsed: Parsed) -> bool:
+def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
     """True if the environment answers the turn: one without calls, or with a call of its own tools."""
     if parsed.errors:
         return False
@@ -200,7 +212,7 @@ def _for_environment(rules: commands.Rules, episode: Episode, parsed: Parsed) ->
     return own or (bool(rules.config.environment) and not parsed.calls)
 
 
-def _end(rules: commands.Rules, episode: Episode, parsed: Parsed, to_environment: bool) -> EpisodeEnd | None:
+def _end(rules: Rules, episode: Episode, parsed: Parsed, to_environment: bool) -> EpisodeEnd | None:
     """Return why the episode is over after this turn, if it is. Tools of a last turn are not run: no turn
     would read their replies."""
     limits, calls, errors = rules.config, len(parsed.calls), len(parsed.errors)
@@ -218,7 +230,7 @@ def _end(rules: commands.Rules, episode: Episode, parsed: Parsed, to_environment
 
 
 def _replied(
-    rules: commands.Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
+    rules: Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
 ) -> Episode:
     """Attach to the turn the tools' replies and, after them, one reply for each malformed call."""
     malformed = [ToolReply(BAD_CALL, f"error: {error}", error, refused=True) for error in errors]
@@ -237,7 +249,7 @@ def _replied(
     return _next_turn(rules, episode, tuple(_tool_message(reply, reply.content) for reply in everything))
 
 
-def _observed(rules: commands.Rules, episode: Episode, observation: Observation) -> Episode:
+def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episode:
     observation = shorten_observation(rules, observation)
     turn = replace(episode.turns[-1], observation=observation)
     episode = replace(episode, turns=(*episode.turns[:-1], turn))
@@ -250,7 +262,7 @@ def _observed(rules: commands.Rules, episode: Episode, observation: Observation)
     return _next_turn(rules, episode, observation.messages)
 
 
-def _next_turn(rules: commands.Rules, episode: Episode, messages: tuple[Message, ...]) -> Episode:
+def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) -> Episode:
     """Ask for the turn after these messages: in the newest row where the template only appends them, else in
     a new row. With history=fold, a row that is full goes on as a new one."""
     limits, row = rules.config, len(episode.rows) - 1
@@ -274,7 +286,7 @@ def _next_turn(rules: commands.Rules, episode: Episode, messages: tuple[Message,
     return _generate(rules, episode, ids, row)
 
 
-def _folded(rules: commands.Rules, episode: Episode) -> Episode:
+def _folded(rules: Rules, episode: Episode) -> Episode:
     """The episode without as few of the oldest tool replies as leave room for a turn, and at least 1 /
     FREE_SHARE of a row. Replies of the last turn are always shown, so there may be nothing to fold."""
     limits = rules.config
@@ -291,31 +303,31 @@ def _folded(rules: commands.Rules, episode: Episode) -> Episode:
 # -- parts of the transitions ----------------------------------------------------------------------------
 
 
-def _generate(rules: commands.Rules, episode: Episode, ids: tuple[int, ...], row: int) -> Episode:
+def _generate(rules: Rules, episode: Episode, ids: tuple[int, ...], row: int) -> Episode:
     room = rules.config.max_tokens - len(ids)
-    return replace(episode, command=commands.Generate(ids, min(room, rules.config.max_new_tokens), row))
+    return replace(episode, command=Generate(ids, min(room, rules.config.max_new_tokens), row))
 
 
-def _score(rules: commands.Rules, episode: Episode, end: EpisodeEnd) -> Episode:
+def _score(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
     answer = read_turn(rules, episode.turns[-1], episode.opened.tools).content
-    return replace(episode, command=commands.Score(answer, end))
+    return replace(episode, command=Score(answer, end))
 
 
 def _fail(episode: Episode, reason: FailReason, detail: str) -> Episode:
-    return replace(episode, command=commands.Fail(reason, detail))
+    return replace(episode, command=Fail(reason, detail))
 
 
-def _prompt(rules: commands.Rules, episode: Episode) -> tuple[int, ...]:
+def _prompt(rules: Rules, episode: Episode) -> tuple[int, ...]:
     """The ids that begin a row: the whole conversation, with the tools."""
     return rules.chat.prompt_ids(conversation(rules, episode), episode.opened.tools)
 
 
-def _row(episode: Episode, asked: commands.Generate) -> tuple[int, ...]:
+def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:
     """The tokens that the turn extends; none where it begins a row."""
     return episode.rows[asked.row] if asked.row < len(episode.rows) else ()
 
 
-def _shorten_messages(rules: commands.Rules, messages: Sequence[Message]) -> tuple[Message, ...]:
+def _shorten_messages(rules: Rules, messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(
         replace(message, content=rules.shorten(message.content), reasoning=rules.shorten(message.reasoning))
         for message in messages

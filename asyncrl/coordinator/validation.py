@@ -24,7 +24,21 @@ from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.reporting import earned, kept_questions, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
-from asyncrl.observe import held_out
+from asyncrl.observe.held_out import (
+    EVAL,
+    GREEDY,
+    SAMPLED,
+    SCORED,
+    HeldOut,
+    Judged,
+    answer_of,
+    losses,
+    means,
+    per_sample,
+    sizes,
+    succeeds,
+    uid_prefix,
+)
 from asyncrl.observe.metrics import HIGHEST
 from asyncrl.types import FailReason, Sample
 from asyncrl.weights import disk
@@ -109,10 +123,10 @@ class Validation:
 
     def _episodes(self, step: int, row: int) -> list[str]:
         if self.samples[row].demonstration:
-            return [held_out.HeldOut(step, held_out.SCORED, row).uid]
+            return [HeldOut(step, SCORED, row).uid]
         wanted = self.state.config.validation
-        sampled = [held_out.HeldOut(step, held_out.SAMPLED, row, draw).uid for draw in range(wanted.episodes)]
-        return sampled + [held_out.HeldOut(step, held_out.GREEDY, row).uid] * wanted.greedy
+        sampled = [HeldOut(step, SAMPLED, row, draw).uid for draw in range(wanted.episodes)]
+        return sampled + [HeldOut(step, GREEDY, row).uid] * wanted.greedy
 
     def _start(self, start: SessionStart, now: float) -> bool:
         try:
@@ -126,7 +140,7 @@ class Validation:
         before, step = self._stored(), start.step
         uids = [uid for row in range(self._count) for uid in self._episodes(step, row)]
         again = before is not None and before.goes_on(start)
-        self.episodes.begin(held_out.uid_prefix(step), uids, again)
+        self.episodes.begin(uid_prefix(step), uids, again)
         seconds = self.state.config.rollout.episode_timeout * (2 if start.final else 1)
         self.session, self.deadline = start, math.inf if self._alone else now + seconds
         self._held.enter_context(self.state.timeline.span("validation", step=step))
@@ -153,9 +167,9 @@ class Validation:
             if not (pinned if remote else self._loaded(session, worker, now)):
                 continue
             share = math.ceil((1.0 if exclusive else MID_RUN_SHARE) * worker.hello.slots)
-            room = min(worker.free, share - sum(uid.startswith(held_out.EVAL) for uid in worker.running))
+            room = min(worker.free, share - sum(uid.startswith(EVAL) for uid in worker.running))
             for episode in islice(waiting, max(0, room)):
-                row = held_out.HeldOut.of(episode.uid).row
+                row = HeldOut.of(episode.uid).row
                 self.workers.give(worker, episode, self.samples[row], 0, row in self._transcribed, now)
         total = len(self.episodes.episodes)
         over = total - self._in_flight
@@ -225,11 +239,7 @@ class Validation:
         played = [one.result for one in over if one.result is not None and not one.which.scored]
         found: dict[str, float] = {}
         if not unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
-            found = (
-                held_out.means(held_out.per_sample(over, self.state.config.validation.success))
-                | held_out.sizes(over)
-                | held_out.losses(over)
-            )
+            found = means(per_sample(over, self.state.config.validation.success)) | sizes(over) | losses(over)
             found |= {HIGHEST: max(result.judged for result in played)} if played else {}
         step, sampled = session.ref.version.step, [one for one in episodes if one.oldest >= 0]
         return found | {
@@ -239,14 +249,12 @@ class Validation:
             "val-aux/policy_version_min": float(min((one.oldest for one in sampled), default=step)),
         }
 
-    def _judged(self, uid: str) -> held_out.Judged:
-        which, done = held_out.HeldOut.of(uid), self.episodes.over[uid]
+    def _judged(self, uid: str) -> Judged:
+        which, done = HeldOut.of(uid), self.episodes.over[uid]
         source = self.samples[which.row].data_source
         if isinstance(done, Failed):
-            return held_out.Judged(which, source, None)
-        return held_out.Judged(
-            which, source, done.result, done.stats, held_out.answer_of(done.result, done.notes)
-        )
+            return Judged(which, source, None)
+        return Judged(which, source, done.result, done.stats, answer_of(done.result, done.notes))
 
     def _save(self, session: SessionStart) -> None:
         """The transcripts: the same questions at each validation, whatever became of them."""
@@ -255,12 +263,12 @@ class Validation:
         save_transcripts(self.state.run_dir, "validation", session.step, entries, anew=True)
 
     def _became(self, uid: str) -> dict[str, Any]:
-        done, mode = self.episodes.over[uid], held_out.HeldOut.of(uid).mode
+        done, mode = self.episodes.over[uid], HeldOut.of(uid).mode
         if isinstance(done, Failed):
             return {"mode": mode, "failed": f"{done.reason}: {done.detail}"}
         judged: dict[str, Any] = {"components": done.result.components}
-        if mode != held_out.SCORED:
-            success = held_out.succeeds(done.result, self.state.config.validation.success)
+        if mode != SCORED:
+            success = succeeds(done.result, self.state.config.validation.success)
             judged = {"success": success, **earned(done.result)}
         text = self.episodes.texts.get(uid)
         if text is None:

@@ -70,11 +70,11 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
-    this = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
+    role = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
     # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
-    at_ending(loop, this.leave)
+    at_ending(loop, role.leave)
     try:
-        return loop.run_until_complete(this.serve())
+        return loop.run_until_complete(role.serve())
     except ConfigError:
         raise
     except AsyncrlError as error:

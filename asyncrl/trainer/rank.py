@@ -59,21 +59,21 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.manual_seed(config.seed)
     mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, progress_limit(config))
     mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
-    this = TrainerRank(config, endpoints, mesh, incarnation)
+    role = TrainerRank(config, endpoints, mesh, incarnation)
     try:
-        this.loop()
+        role.loop()
     except Stopped as stop:
         log.info("leaving: %s", stop)
-        this.publishing.drain()
+        role.publishing.drain()
     except Exception as error:
-        told = this.report(error)
+        told = role.report(error)
         if isinstance(error, SpikeError):  # on all ranks: a lack of memory leaves others in a collective
-            this.publishing.drain()
+            role.publishing.drain()
             if config.trainer.on_spike == "stop":
                 return 0
         raise GaveUpError(told) from error
     finally:
-        this.close()
+        role.close()
         world.leave()
     return 0
 
