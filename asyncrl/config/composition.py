@@ -45,7 +45,7 @@ def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
 
 
 def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """`config.yaml` of a directory with overrides. An agent that `agent/` has a file for brings that, as
+    """Compose `config.yaml` of a directory with overrides. If `agent/` has a file for the agent, its keys are
     defaults. After this no OmegaConf object exists."""
     import hydra
     from hydra.core.config_store import ConfigStore

@@ -1,4 +1,4 @@
-"""The requests of an agent, the rows and places of their answers, and the limits that refuse them."""
+"""Describes the requests of an agent, the rows and places of their answers, and limits that refuse them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def same_message(ours: Message, theirs: Message) -> bool:
 
 
 def _filled_in(ours: str, theirs: str) -> bool:
-    """True for the same arguments, and if there are more of them: the client's defaults."""
+    """Tell if the arguments are the same, or the same and further ones: the client's defaults."""
     made, shown = json.loads(ours), json.loads(theirs)
     both = isinstance(made, dict) and isinstance(shown, dict)
     return bool(made == shown or (both and made.items() <= shown.items()))

@@ -1,4 +1,4 @@
-"""Prompts without a template: texts, or ids, that the model continues; the rows that they continue."""
+"""Reads prompts without a template: texts, or ids, that the model continues; finds the rows they continue."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NEAR = 8  # ids that are decoded again with those behind them: they may share a 
 
 
 class TextRows:
-    """The texts of rows, of which only what is new is decoded: a row of 20,000 ids takes some 5 ms."""
+    """Keeps the texts of rows, and decodes only what is new: all of 20,000 ids would take some 5 ms."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._known: dict[int, tuple[int, str]] = {}  # by session: a number of ids, and their text
 
     def rest(self, prompt: TextPrompt, rows: Iterable[tuple[int, TokenRow]]) -> tuple[int | None, TextPrompt]:
-        """The row that the prompt continues, and what it adds; None, and all of it, if there is none. It is
-        the longest of those that the prompt begins with. A text never begins with a row that ends with the
+        """Find the row that the prompt continues, and what it adds; None, and all of it, if there is none. It
+        is the longest of those that the prompt begins with. A text never begins with a row that ends with the
         end of a turn: no text has that token."""
         found, size = None, 0
         for number, row in rows:

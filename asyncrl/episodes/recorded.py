@@ -93,8 +93,8 @@ async def regrade(
 def reward_input(
     parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int
 ) -> RewardInput:
-    """An episode of these turns, with so many calls, which ended so, as its reward sees it. The conversation
-    of an agent is that of the last turn; its tools were not recorded, but where it made calls it had some."""
+    """Make what a reward sees of an episode with these turns, this end and this number of calls. The
+    conversation of an agent is that of its last turn. Its tools were not recorded: with calls it had some."""
     rules, shown = parts.rules, tuple(turns)
     if rules.config.agent:
         schemas: tuple[str, ...] = (ANY_TOOL,) if calls else ()

@@ -1,4 +1,4 @@
-"""Agents: functions of the user, or programs (programs.py), that lead an episode through the endpoint."""
+"""Loads agents: functions of the user, or programs (programs.py), that lead episodes by an endpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoin
 
 
 class AgentError(AsyncrlError):
-    """The agent program failed, or a function of the user about its requests."""
+    """Says that the agent program failed, or a function of the user about its requests."""
 
 
 agents: Registry[Agent | Harness] = Registry("agent")

@@ -184,7 +184,7 @@ def answers(
     content: Callable[[AgentReply], dict[str, Any]],
     logprobs: Callable[[AgentReply, Sequence[str]], Any] | None,
 ) -> dict[str, Any]:
-    """The choices of a whole answer, with their own fields by `content`, and its usage."""
+    """Write the choices of a whole answer, each with its own fields by `content`, and its usage."""
     choices = [
         {
             "index": index,

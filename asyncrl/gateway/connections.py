@@ -1,8 +1,8 @@
-"""Bounds on the connections of all listeners together, so that nobody keeps agents away.
+"""Limits the connections of all listeners together, so that nobody keeps agents away.
 
-A connection is a stranger's until a request on it has shown a known key; each stranger's is closed after
-HEADER_SECONDS. When there are too many, the oldest of the episode that has most is closed. Strangers belong
-to the episode of their listener, those of the worker's own listener to none.
+A connection is a stranger until a request on it has shown a known key; strangers are closed after
+HEADER_SECONDS. When there are too many, the oldest connection of the episode with the most is closed. A
+stranger counts for the episode of its listener; at the worker's own listener for none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KNOWN = 4096
 
 
 class Connections:
-    """Makes the protocols of connections: `make` makes one without bounds."""
+    """Makes the protocols of connections from those of `make`, which have no limits."""
 
     def __init__(self, make: Callable[[], web.RequestHandler]) -> None:
         self._make = make
@@ -27,12 +27,12 @@ class Connections:
         self._known: dict[asyncio.BaseProtocol, _Bounded] = {}
 
     def of(self, episode: object = None) -> Callable[[], asyncio.Protocol]:
-        """The factory of a listener's protocols. `episode`: the only one that it serves; None: all."""
+        """Return the factory of a listener's protocols. `episode`: the only one that it serves; None: all."""
         return lambda: _Bounded(self, self._make(), episode)
 
     def trust(self, request: web.Request, episode: object) -> bool:
-        """The request's connection has shown the key of this episode. False if it is a connection of another
-        one's listener."""
+        """Note that the request's connection has shown the key of this episode. False if its listener is that
+        of another episode."""
         one = self._known.get(request.protocol) or self._strangers.get(request.protocol)
         if one is None or one.episode not in (None, episode):
             return False
@@ -60,14 +60,14 @@ class Connections:
 
 
 def _close_one(held: dict[asyncio.BaseProtocol, _Bounded]) -> None:
-    """Close the oldest of the episode that has most."""
+    """Close the oldest connection of the episode with the most."""
     most, _ = Counter(one.owner for one in held.values()).most_common(1)[0]
     oldest = next(inner for inner, one in held.items() if one.owner is most)
     held.pop(oldest).transport.abort()
 
 
 class _Bounded(asyncio.Protocol):
-    """Hands everything to `inner`. `episode`: of its listener; `owner`: the one that it counts for."""
+    """Hands everything to `inner`. `episode`: that of its listener; `owner`: the one that it counts for."""
 
     transport: asyncio.Transport
     timer: asyncio.TimerHandle

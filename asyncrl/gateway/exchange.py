@@ -204,9 +204,9 @@ def agent_request(
     form: AnswerFormat | None = None,
     stops: Sequence[str] = (),
 ) -> AgentRequest:
-    """The request as the episode sees it, of messages with the client's ids; `most`: tokens, `form`: of the
-    answer, `once`: at most one call. ApiError for a tool that is none, for a choice of one that is not there,
-    and for a conversation that ends with the model's own words."""
+    """Make the request as the episode sees it, of messages with the client's ids. `most`: its limit of
+    tokens; `form`: that of the answer; `once`: at most one call. ApiError for what is no tool, for a choice
+    of a tool that is not there, and for a conversation that ends with the model's own words."""
     said = tuple(_own(messages))
     if said and said[-1].role == "assistant":
         raise ApiError(

@@ -29,7 +29,7 @@ MAX_ARGUMENT = 100_000  # bytes of a prompt; the kernel takes 131,071 with what 
 
 
 class CommandError(AsyncrlError):
-    """The program could not be run, or failed."""
+    """Says that a program could not be run, or failed."""
 
 
 def words_of(line: str, key: str = "line") -> list[str]:
@@ -94,7 +94,7 @@ def located(words: list[str]) -> list[str]:
 
 
 def script_of(words: list[str]) -> int:
-    """The index of the file that an interpreter is to run; 0 if there is none."""
+    """Find the index of the file that an interpreter is to run; 0 if there is none."""
     files = (index for index, word in enumerate(words) if index and word[:1] != "-" and Path(word).is_file())
     return next(files, 0) if _interprets(words[0]) else 0
 

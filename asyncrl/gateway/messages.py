@@ -122,8 +122,8 @@ class MessagesRequest(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes) -> MessagesExchange:
-    """ApiError for an invalid request, and for one of a conversation that we should keep: Anthropic's clients
-    know its code, and send all messages again."""
+    """Read a request. ApiError for an invalid one, and for one of a conversation that we should have kept:
+    Anthropic's clients know that code, and send all messages again."""
     request = read_body(body, MessagesRequest, {})
     if request.thread is not None:
         text = "'thread': no conversation is kept here; send all messages (tool runners: thread=False)"

@@ -45,7 +45,7 @@ Streams = tuple[int, int, int]
 
 
 class EpisodePlace(Protocol):
-    """`root`: what `work`, `home` and `tmp` are in. `endpoint`: as programs there reach it."""
+    """Runs programs. `root`: the directory of `work`, `home` and `tmp`. `endpoint`: as programs reach it."""
 
     root: str
     endpoint: Endpoint
@@ -59,7 +59,7 @@ class EpisodePlace(Protocol):
 
 
 class OpenPlace:
-    """A place without a sandbox: whatever runs there can do what the user can."""
+    """Runs programs without a sandbox: they can do what the user can."""
 
     def __init__(self, root: Path, endpoint: Endpoint) -> None:
         self.root, self.endpoint = str(root), endpoint
@@ -97,7 +97,7 @@ class OpenPlace:
 
 
 class SandboxPlace:
-    """A place in a sandbox: nothing but programs, and what is shown, can be read there."""
+    """Runs programs in a sandbox, where they can read only programs and what is shown."""
 
     def __init__(self, jail: Jail, endpoint: Endpoint) -> None:
         self.root, self.endpoint, self._jail = jail.home, endpoint, jail
@@ -134,7 +134,7 @@ async def open_place(endpoint: Endpoint) -> AsyncIterator[EpisodePlace]:
 async def sandbox_place(
     endpoint: Endpoint, limits: SandboxLimits, show: Iterable[str]
 ) -> AsyncIterator[EpisodePlace]:
-    """The same in a sandbox, whose only network is the endpoint (one without a key is not served)."""
+    """Make a place in a sandbox, whose only network is the endpoint (without a key none is served)."""
     async with Jail(limits, require=ISOLATED, show=show, listen=True) as jail:
         assert jail.listener is not None
         with jail.listener:
@@ -144,7 +144,7 @@ async def sandbox_place(
 
 
 def check_sandbox() -> None:
-    """ConfigError where this machine lets no sandbox isolate a program."""
+    """Check that a sandbox can isolate a program on this machine. ConfigError if it cannot."""
     try:
         missing = sorted(ISOLATED.intersection((found := detect_isolation()).missing))
         why = f"it cannot isolate {', '.join(missing)} ({found.notes})" if missing else ""
@@ -180,13 +180,13 @@ def _parent() -> Path:
 
 
 def _owner() -> tuple[str, str, str]:
-    """This process: its namespace of pids, its pid there, and when it started."""
+    """Name this process: its namespace of pids, its pid there, and when it started."""
     pid = str(os.getpid())
     return os.readlink("/proc/self/ns/pid").strip("pid:[]"), pid, _start_of(pid)
 
 
 def _start_of(pid: str) -> str:
-    """When a process started, in clock ticks since the machine did; '' if there is none."""
+    """Find when a process started, in clock ticks since the machine booted; '' if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -194,8 +194,8 @@ def _start_of(pid: str) -> str:
 
 
 def check_tree(files: str, allow: Sequence[str]) -> None:
-    """ConfigError where the tree is none, or has files that by their names hold logins, and that no path or
-    glob of `allow` names."""
+    """Check a tree of files. ConfigError if it is no directory, or if it has files whose names suggest logins
+    and that no path or glob of `allow` names."""
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
     unlisted = (path for path in _credentials(files) if not any(fnmatchcase(path, glob) for glob in allow))

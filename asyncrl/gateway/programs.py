@@ -58,7 +58,7 @@ NOT_PASSED = {
 
 
 class TimeUp(AsyncrlError):
-    """The time of an agent is up: its episode ends as `timeout`, and is scored for its turns."""
+    """Ends an episode whose agent has used up its time: as `timeout`, scored for its turns."""
 
 
 Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
@@ -72,10 +72,10 @@ NEEDS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=
 @dataclass(frozen=True, kw_only=True)
 class Harness:
     """Describes a program that leads episodes. `line`, the values of `environment` and the texts of `files`
-    (by their paths in HOME) have placeholders, see lines.py. `stdin`: what it reads there; only a program
-    that reads the sample gives a result. `needs`: limits in a sandbox that leave it room. `resident_mb`:
-    memory that it usually takes with its children. `version`: the option with which it says which it is;
-    `tested`: the one that was."""
+    (by their paths in HOME) have placeholders, see lines.py. `stdin`: what the program reads there; it gives
+    a result only if that is the sample. `needs`: limits in a sandbox that are high enough. `resident_mb`: the
+    memory that it and its children usually take. `version`: the option that prints its version; `tested`: the
+    version that was tested."""
 
     name: str
     line: str = ""
@@ -102,18 +102,18 @@ COMMAND = Harness(
 
 
 class Command:
-    """Runs `line`, a command with its arguments and `arguments` (no shell; `sh -c '...'` is one), in a place
-    of the episode's own, with a copy of the tree `files`, in which files with logins must be in `allow`. Its
-    first word `python` is the run's own interpreter, with the packages that the run has; `program` is the
-    path of another program for the first word. Of the sample's `extra_info`, which may hold the answer, a
-    program gets the entries named here, with commas; of the environment variables those that say where
-    programs and libraries are (PATH, LANG, …), and those in `env`, with commas: `NAME`, or `NAME=value`.
+    """Runs `line` and `arguments`, a command (without a shell), in a place of each episode's own, with a copy
+    of the tree `files`; files with logins in it are refused unless `allow` names them. A first word `python`
+    is the run's own interpreter, with the run's packages; `program` is the path of another program for the
+    first word. The program gets those entries of the sample's `extra_info` (which may hold the answer) that
+    the option names, and those environment variables that say where programs and libraries are (PATH, LANG,
+    …) or that `env` names: `NAME`, or `NAME=value`. Commas separate several values of an option.
 
-    `sandbox`: `jail`, in which it can read its place, the system's programs, its own and the paths in `show`
-    (with commas), and reach nothing but its endpoint, or `none`. Limits there: `memory_mb` of all processes
-    with their files, `processes` with threads, `disk_mb`; 0: as many as the harness needs. `setup_seconds`:
-    until its first request; of so many episodes of a worker as `starts` (0: two per CPU) at once. `seconds`:
-    from then on (0: as long as the episode).
+    `sandbox`: `jail` or `none`. In a jail a program can read its place, the system's programs, its own files
+    and the paths in `show`, and reach only its endpoint. Limits: `memory_mb` of all processes with their
+    files, `processes` (threads included), `disk_mb`; 0 is what the harness needs. `setup_seconds`: time
+    until the first request, in which at most `starts` episodes of a worker may be (0: two per CPU);
+    `seconds`: time from then on (0: as long as the episode).
     ConfigError for options that cannot be used."""
 
     def __init__(
@@ -183,8 +183,9 @@ class Command:
         self._starts = asyncio.Semaphore(starts or STARTS * len(os.sched_getaffinity(0)))
 
     async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
-        """CommandError on an exit code other than 0, with the last line of stderr and, of an error in Python,
-        its place; and if there is no request in time. TimeUp after `seconds`."""
+        """Run the program for an episode, and return its result. CommandError on an exit code other than 0,
+        with the last line of stderr (and the place of a Python error), or if no request comes in time.
+        TimeUp after `seconds`."""
         tasks = list[asyncio.Future[Any]]()
         try:
             async with self._starts:
@@ -204,8 +205,8 @@ class Command:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def version(self) -> str:
-        """The version that a harness' program says it has, in its place and without an endpoint; '' of a
-        `command`. CommandError, or SandboxError, where it cannot be run there."""
+        """Ask a harness' program for its version, in a place without an endpoint; '' for a `command`.
+        CommandError, or SandboxError, where it cannot be run there."""
         async with (
             asyncio.timeout(VERSION_SECONDS),
             self._place(NOWHERE) as place,
@@ -233,7 +234,7 @@ class Command:
         return _result("".join(said[-1:])) if harness.stdin == "sample" else None
 
     def _values(self, place: EpisodePlace, prompt: str) -> dict[str, str]:
-        """What placeholders stand for, but for the key."""
+        """Return the values of all placeholders but the key."""
         return {
             "base_url": place.endpoint.base_url,
             "anthropic_url": place.endpoint.anthropic_url,
@@ -245,7 +246,7 @@ class Command:
         }
 
     def _environment(self, place: EpisodePlace, values: Mapping[str, str]) -> dict[str, str]:
-        """Its environment variables; the endpoint is not reached through a proxy."""
+        """Return its environment variables, with which it reaches the endpoint without a proxy."""
         named = self._inherited
         own = {
             name: value
@@ -267,8 +268,8 @@ class Command:
 async def _talk(
     words: Sequence[str], place: EpisodePlace, environment: Mapping[str, str], given: bytes = b""
 ) -> list[str]:
-    """Run a program in a place: the last lines of its output. CommandError, with the last line of its errors,
-    if it fails."""
+    """Run a program in a place, and return the last lines of its output. CommandError, with the last line of
+    its errors, if it fails."""
     (stdin, feed), (read_out, stdout), (read_err, stderr) = (os.pipe() for _ in range(3))
     out = asyncio.ensure_future(_tail(read_out, MAX_RESULT))
     err = asyncio.ensure_future(_tail(read_err, MAX_ERROR))
@@ -290,7 +291,7 @@ async def _feed(descriptor: int, given: bytes) -> None:
 
 
 async def _tail(descriptor: int, limit: int) -> list[str]:
-    """The last lines of a pipe, of which `limit` bytes are kept."""
+    """Read a pipe to its end, and return the lines in its last `limit` bytes."""
     stream, kept = asyncio.StreamReader(), b""
     protocol = partial(asyncio.StreamReaderProtocol, stream)
     await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
@@ -300,7 +301,7 @@ async def _tail(descriptor: int, limit: int) -> list[str]:
 
 
 def _complaint(lines: Sequence[str]) -> str:
-    """The last line; that of a Python traceback with the innermost place in a user's file."""
+    """Return the last line; for a Python traceback, with the innermost place in a user's file."""
     if not lines:
         return ""
     above = "\n".join(lines[:-1]).rpartition("Traceback (most recent call last):")[2]
@@ -312,7 +313,7 @@ def _complaint(lines: Sequence[str]) -> str:
 
 
 def _written(sample: Sample, names: Sequence[str]) -> bytes:
-    """The sample as JSON, with these entries of its extra_info, and without its ground truth."""
+    """Write the sample as JSON, with these entries of its extra_info, and without its ground truth."""
     extra = msgspec.json.decode(sample.extra_info)
     return msgspec.json.encode(
         {
@@ -330,7 +331,7 @@ def _names(text: str) -> list[str]:
 
 
 def _result(line: str) -> Any:
-    """The number or object in the last line; None for any other text."""
+    """Read the number or object in the last line; None for any other text."""
     with suppress(ValueError, RecursionError):
         value = msgspec.json.decode(line)
         if isinstance(value, dict | int | float) and not isinstance(value, bool):

@@ -200,7 +200,7 @@ class Gateway:
             await asyncio.gather(*admitted.running, return_exceptions=True)
 
     async def listen(self, key: str, listener: socket.socket) -> str:
-        """See `Endpoint.through`; in the gateway's loop. Returns the URL."""
+        """Serve an episode on a listener (see `Endpoint.through`), in the gateway's loop. Returns the URL."""
         admitted = self._admitted.get(key)
         if admitted is None:
             raise AsyncrlError("the episode of this endpoint is over")

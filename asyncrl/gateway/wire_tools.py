@@ -1,4 +1,4 @@
-"""Tools of OpenAI's Responses API.
+"""Translates tools of OpenAI's Responses API.
 
 To the model all of them are functions: those of a namespace have its name in front of theirs, and a free-form
 tool has its text as the one argument. Tools that OpenAI would run are left out.
@@ -18,7 +18,7 @@ FREE_FORM = {"type": "object", "properties": {TEXT: {"type": "string"}}, "requir
 
 
 class WireTool(NamedTuple):
-    """A tool as the client knows it, and `function`, its schema for the model."""
+    """Holds a tool as the client knows it, and `function`, its schema for the model."""
 
     function: dict[str, Any]
     name: str
@@ -26,7 +26,7 @@ class WireTool(NamedTuple):
     free_form: bool = False
 
     def call(self, arguments: str) -> dict[str, Any]:
-        """The parts of a call's item that depend on the tool."""
+        """Return the parts of a call's item that depend on the tool."""
         named = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
         if not self.free_form:
             return {"type": "function_call", **named, "arguments": arguments}
@@ -35,7 +35,7 @@ class WireTool(NamedTuple):
 
 
 def wire_tools(given: Any, namespace: str = "") -> Iterator[WireTool]:
-    """The tools of a request that the model can call. ApiError where they are none."""
+    """Read the tools of a request that the model can call. ApiError for what is no tool."""
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise ApiError(400, f"the tools of the namespace {namespace!r} are no list of objects")
     for tool in given:
@@ -54,11 +54,11 @@ def wire_tools(given: Any, namespace: str = "") -> Iterator[WireTool]:
 
 
 def _grammar(form: Any) -> str:
-    """The form of a free-form tool's text, in words: a grammar would change what the model samples."""
+    """Describe the form of a free-form tool's text in words; a grammar would change the sampling."""
     rules = form.get("definition") if isinstance(form, dict) else None
     return f"\nThe text has this form:\n{rules}" if rules else ""
 
 
 def known_as(name: str, namespace: str) -> str:
-    """The name of a tool to the model."""
+    """Return the name of a tool as the model sees it."""
     return f"{namespace}__{name}" if namespace else name

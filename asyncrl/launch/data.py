@@ -270,7 +270,7 @@ class Inputs:
 
     @cached_property
     def agent_version(self) -> dict[str, str]:
-        """The version of the coding agent that leads episodes, by its name; empty where none does.
+        """Ask the coding agent that leads episodes for its version, by its name; empty where none does.
         ConfigError where the program of an agent cannot be run as episodes run it."""
         agent = self.parts.agent
         if not isinstance(agent, Command):

@@ -192,8 +192,8 @@ def check_disk(inputs: Inputs) -> Iterator[Note]:
 
 @check("agent", needs=("plug-ins",))
 def check_agent(inputs: Inputs) -> Iterator[Note]:
-    """A program that leads episodes can be run as they run it, its version was tested, and there is memory
-    for as many as run at once."""
+    """Check that a program that leads episodes can be run as they run it, that its version was tested, and
+    that there is memory for as many as run at once."""
     agent, rollout = inputs.parts.agent, inputs.config.rollout
     if not isinstance(agent, Command):
         return

@@ -42,8 +42,8 @@ def describe_machine() -> dict[str, str]:
 
 
 def record_machine(run_dir: Path, versions: Mapping[str, str]) -> None:
-    """Keep it, with further versions, with the run: of its newest launch. A full disk costs no more than
-    that."""
+    """Write it, with further versions, into the run directory, in place of that of an earlier launch. A full
+    disk is no error."""
     with suppress(OSError):
         (run_dir / "machine.json").write_bytes(msgspec.json.encode({**describe_machine(), **versions}))
 

@@ -91,7 +91,7 @@ class AgentHost:
 
     @contextmanager
     def _ending(self, kind: type[Exception]) -> Iterator[None]:
-        """An error of this kind in the body ends the episode."""
+        """End the episode if the body raises an error of this kind."""
         try:
             yield
         except kind as error:
@@ -209,8 +209,8 @@ class AgentPlayer:
         """Do nothing: the agent has ended with `play`."""
 
     async def _serve_agent(self) -> tuple[bool, Any]:
-        """Return if the agent's time was up, and what it returned; None if it gave up because a limit refused
-        its request."""
+        """Run the agent, and return whether its time was up, and its result; None if it gave up because a
+        limit refused its request."""
         host = AgentHost(self.run, self._branches, self._idle)
         self._idle.start()
         try:

@@ -1,1 +1,1 @@
-"""Coding agents as people run them, a file each: data for `programs.Command`."""
+"""Describes coding agents as people run them, one in each file: data for `programs.Command`."""

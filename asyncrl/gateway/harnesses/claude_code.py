@@ -26,6 +26,7 @@ HARNESS = Harness(
 
 
 def is_side_request(request: AgentRequest) -> bool:
-    """Tell a request without tools: what its tools ask, a search of the web (nobody searches: the model would
-    learn to make up results) or the summary of a page. Sub-agents and compactions have tools."""
+    """Recognise a request without tools, which one of its tools sends: a search of the web (nobody searches,
+    so the model would learn to invent results) or a summary of a page. Sub-agents and compactions have
+    tools."""
     return not request.tools

@@ -29,5 +29,5 @@ HARNESS = Harness(
 
 
 def is_upkeep(request: AgentRequest) -> bool:
-    """Tell a request of its second agent, which writes its memory after the task."""
+    """Recognise a request of its second agent, which writes its memory after the task."""
     return "managed memory" in request.messages[0].content[:200]

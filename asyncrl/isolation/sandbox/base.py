@@ -59,8 +59,8 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Program:
-    """A program as it is executed. `environment`: all of its variables. `directory`: made if it is missing;
-    relative to the sandbox's own."""
+    """Describes a program to execute. `environment`: all of its variables. `directory`: relative to the
+    sandbox's own; made if it is missing."""
 
     words: Sequence[str]
     environment: Mapping[str, str]

@@ -64,13 +64,13 @@ def kill(pid: int, number: int) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory of every process in /proc: what no file holds, on a swap device or not, and page
+    """Measure the bytes of memory of every process in /proc: what is in no file, swapped or not, and page
     tables. Pages that two processes share after a fork count twice."""
     return sum(_held(f"/proc/{name}/task") for name in os.listdir("/proc") if name.isdigit())
 
 
 def _held(tasks: str) -> int:
-    """Of one process: its first thread may have ended before the others, and then shows nothing."""
+    """Measure one process. Its first thread may have ended before the others; then it shows nothing."""
     with suppress(OSError):  # it ended meanwhile
         for task in os.listdir(tasks):
             with suppress(OSError), open(f"{tasks}/{task}/status", "rb") as file:

@@ -10,9 +10,9 @@ from asyncrl.isolation.sandbox.jail import SYSTEM
 
 
 def needed_by(program: str) -> list[str]:
-    """Paths to show (`Jail(show=…)`) for a command or a file: the file and the links that lead to it, its npm
-    package or its Python environment, and the same of its interpreter. Paths of the system are left out, as
-    a sandbox shows them, and so is a whole home. Libraries elsewhere are not found."""
+    """Find the paths to show (`Jail(show=…)`) for a command or a file: the file, links that lead to it, its
+    npm package or its Python environment, and the same for its interpreter. Paths of the system are left
+    out, as every sandbox shows them, and so is a whole home. Libraries elsewhere are not found."""
     found: dict[Path, None] = {}
     _find(Path(os.path.abspath(shutil.which(program) or program)), found)
     home = Path.home().resolve()
@@ -42,8 +42,8 @@ def _find(path: Path, found: dict[Path, None]) -> None:
 
 
 def _npm_package(file: Path) -> Path | None:
-    """The package of a file: below the outermost `node_modules`, all of which is taken where packages of a
-    project lie side by side; else the nearest directory with a package.json that is no repository."""
+    """Find the package of a file: below the outermost `node_modules` (all of it, where packages of a project
+    lie side by side); else the nearest directory with a package.json that is no repository."""
     parts = file.parts
     if "node_modules" in parts:
         at = parts.index("node_modules") + 1
@@ -57,7 +57,7 @@ def _npm_package(file: Path) -> Path | None:
 
 
 def _interpreter(file: Path) -> list[str]:
-    """The interpreter of a script, as its first line names it."""
+    """Find the interpreter of a script, which its first line names."""
     with file.open("rb") as opened:
         line = os.fsdecode(opened.readline(1000))
     words = line[2:].split() if line.startswith("#!") else []
