@@ -122,6 +122,7 @@ class OpenEnv(Environment):
             return None
 
     async def _exchange(self, kind: str, data: dict[str, Any]) -> _StepResult | _ServerError:
+        """Send one message and receive one."""
         try:
             async with asyncio.timeout(self._timeout):
                 await self._socket.send_str(json.dumps({"type": kind, "data": data}))

@@ -207,6 +207,7 @@ def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int
 
 
 def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
+    """Predict a workload, as `predict` does."""
     steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // work.buffer.batch_size))
     try:
         found = [step for seed in seeds for step in steady(Simulation(work, seed).run(steps))]

@@ -46,16 +46,16 @@ def results(run_dir: Path) -> dict[str, Any]:
     """Read a run that is over or goes on. ConfigError for a file that cannot be read."""
     rows = read_rows(run_dir)
     steps, summary = latest(row for row in rows if STEP_SECONDS in row), _summary(run_dir, rows)
-    machine, tokens = recorded_machine(run_dir), {str(lag): count for lag, count in lags(steps).items()}
+    machine = recorded_machine(run_dir)
+    tokens = {str(lag): count for lag, count in lags(steps).items()}
+    lag = _shares(tokens, sum(tokens.values()), ",d")
     return {
         "conserved": summary["conserved"],
         "notes": [*filter(None, _notes(summary)), *[NO_MACHINE] * (machine is None)],
         "tables": [
             Table("Results", _numbers(summary)),
             Table("Configuration: what differs from the defaults", _configuration(run_dir), "default"),
-            Table(
-                "Lag of the tokens taken for training, in steps", _shares(tokens, sum(tokens.values()), ",d")
-            ),
+            Table("Lag of the tokens taken for training, in steps", lag),
             Table("Time of the trainer, between steps", _phases(steps)),
             Table("Time of all processes, start and validations included", _spans(run_dir)),
             Table("Machine of the newest launch; others are not described", machine or {}),
