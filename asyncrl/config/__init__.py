@@ -11,7 +11,6 @@ from asyncrl.config.run import (
     DataConfig,
     LaunchConfig,
     ModelConfig,
-    ObserveConfig,
     RunConfig,
     WeightedSource,
     WeightsConfig,
@@ -20,12 +19,10 @@ from asyncrl.config.run import (
 )
 from asyncrl.config.training import (
     LESS_MEMORY,
-    AlgorithmConfig,
     BufferConfig,
     CheckpointConfig,
     CriticConfig,
     KLConfig,
     Packing,
-    StoreConfig,
     TrainerConfig,
 )

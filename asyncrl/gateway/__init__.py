@@ -3,18 +3,3 @@
 from asyncrl.gateway.agents import Agent, AgentError, agents, load_agent, load_untrained, result_of
 from asyncrl.gateway.programs import Command, Harness, TimeUp
 from asyncrl.gateway.server import Endpoint, Gateway, Host
-
-__all__ = [
-    "Agent",
-    "AgentError",
-    "Command",
-    "Endpoint",
-    "Gateway",
-    "Harness",
-    "Host",
-    "TimeUp",
-    "agents",
-    "load_agent",
-    "load_untrained",
-    "result_of",
-]
