@@ -159,9 +159,8 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
         attempt(lambda: mount("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV), [])
         for name, source in DEVICES.items():
             mount(f"/dev/{source}", f"{NEW_ROOT}/dev/{name}", "", MS_BIND)
-        attempt(
-            lambda: mount("devpts", f"{NEW_ROOT}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, TERMINALS), []
-        )
+        terminals = f"{NEW_ROOT}/dev/pts"
+        attempt(lambda: mount("devpts", terminals, "devpts", MS_NOSUID | MS_NOEXEC, TERMINALS), [])
         os.chdir(NEW_ROOT)
         syscall("pivot_root", SYS_PIVOT_ROOT[kernel.MACHINE], b".", b".")
         check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -172,12 +171,7 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
 
 
 def _fill(shown: Sequence[str], uid: int) -> None:
-    for name in (
-        "proc",
-        "dev/pts",
-        "etc",
-        HOME[1:],
-    ):  # first: the machine's own are never shown in their place
+    for name in ("proc", "dev/pts", "etc", HOME[1:]):  # first: never the machine's own in their place
         os.makedirs(f"{NEW_ROOT}/{name}")
     for path in shown:
         _show(path)
