@@ -151,7 +151,7 @@ class Command:
         if shutil.which(self._words[0]) is None:
             raise ConfigError(
                 f"line {line or harness.line!r}: there is no program {program or self._named!r}; install it, "
-                "or give its path"
+                "or set program to its path"
             )
         if extra_info and harness.stdin != "sample":
             raise ConfigError(f"extra_info is for command: {harness.name} reads the prompt and nothing else")
@@ -178,7 +178,7 @@ class Command:
                 raise ConfigError(f"{own[0]} cannot be shown: a sandbox has its own; name what is in it")
             self._place = partial(sandbox_place, limits=harness.needs._replace(**chosen), show=shown)
         elif chosen or show:
-            raise ConfigError("memory_mb, processes, disk_mb and show are of a sandbox; set sandbox: jail")
+            raise ConfigError("memory_mb, processes, disk_mb and show need a sandbox; set sandbox: jail")
         self._setup_seconds, self._seconds = setup_seconds, seconds or None
         self._starts = asyncio.Semaphore(starts or STARTS * len(os.sched_getaffinity(0)))
 

@@ -203,8 +203,8 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
         yield warning(f"{where}: version {found or 'unknown'} was not tried; {harness.tested} was")
     if agent.sandbox == "none":
         yield warning(
-            f"{where}: sandbox is none: the model that leads it can read and write what you can, "
-            f"{os.path.expanduser('~')} for one, and use the network"
+            f"{where}: with sandbox: none the model can read and write all that you can, such as files in "
+            f"{os.path.expanduser('~')}, and use the network"
         )
     slots = rollout.workers * rollout.slots
     needed, memory = slots * harness.resident_mb * 2**20, psutil.virtual_memory().total

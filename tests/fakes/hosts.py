@@ -16,9 +16,8 @@ from asyncrl.types import Message, StopReason, Turn, VersionSpan
 
 
 class FakeHost:
-    """Answers with `found`, when the gate is open; an exception is raised. It first streams `streamed` (None:
-    it has not even a place for the request); when it is cancelled, it goes on until it is cancelled again
-    if it is `slow`."""
+    """Answers with `found` when the gate is open, or raises it. First it streams `streamed` (None: it has not
+    even a place for the request). If it is `slow`, only a second cancellation ends it."""
 
     def __init__(self, found: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
         self.found, self.streamed, self.slow = found, streamed, slow
@@ -82,7 +81,7 @@ def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 async def fetch(
     endpoint: Endpoint, path: str, key: str | None = None, method: str = "GET", **options: Any
 ) -> tuple[int, Any]:
-    """(status, body), of which JSON is decoded. POST with `json` or `data`."""
+    """Send a request, by POST with `json` or `data`, and return (status, body); JSON is decoded."""
     headers = {"Authorization": f"Bearer {endpoint.api_key if key is None else key}"}
     method = "POST" if options else method
     async with (

@@ -28,7 +28,7 @@ SHELLS = (("exec_command", "cmd"), ("Bash", "command"))  # the tools that run on
 
 
 def note(name: str, found: Any) -> None:
-    """A line at once: nothing of it is lost with the process."""
+    """Append a line to the file at once, so that it is not lost with the process."""
     with Path(os.environ[PLACE], name).open("a") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -59,7 +59,7 @@ def noting(engine: Any) -> Any:
 
 
 async def forgetful(sample: Sample, endpoint: Endpoint) -> float:
-    """Each prompt has a session id, as Claude Code's has."""
+    """Leads an episode whose first prompt has a new session id, so that no attempt repeats its requests."""
     session = str(uuid4().int)
     history: list[Any] = [f"{session} {sample.prompt[-1].content}"]
     for number in range(TURNS):

@@ -165,8 +165,8 @@ class World:
                     yield
 
     def _count_tokens(self, patch: pytest.MonkeyPatch) -> None:
-        """In the store, with what the coordinator writes itself: `sampled` as turns are durable, `delivered`
-        as their episodes land."""
+        """Count tokens in the store, in the coordinator's transactions: `sampled` as turns become durable,
+        `delivered` as their episodes land."""
         on_turn, on_landed = reporting.Reporter.on_turn, reporting.Reporter.on_landed
 
         def add(store: runstore.RunStore, key: str, tokens: int) -> None:

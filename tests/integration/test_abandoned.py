@@ -32,7 +32,7 @@ SLOTS = 8
 
 
 def durable_turns(run_dir: Path) -> list[Turn]:
-    """All that were ever stored. The same payload is there twice where a coordinator was killed between."""
+    """Read all payloads that were ever stored. One is there twice if a coordinator was killed in between."""
     payloads = set[bytes]()
     for path in (run_dir / "segments").iterdir():
         data, at = path.read_bytes(), 0
@@ -76,7 +76,7 @@ def forgetful(folder: Path) -> Options:
 
 
 def marked(folder: Path) -> list[psutil.Process]:
-    """The processes that have this place for notes, but for those that start other runs, too."""
+    """Find the processes that write their notes here, without those that start other runs, too."""
     found, mark = list[psutil.Process](), f"{PLACE}={folder}".encode()
     for process in set(psutil.process_iter()) - set(psutil.Process().children()):
         with suppress(OSError):
@@ -113,7 +113,7 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
     seen = set[psutil.Process]()
 
     def under_way(worker: str) -> bool:
-        """Conversations of a worker have durable turns, and go on."""
+        """Tell if conversations of a worker have durable turns, and go on."""
         process = run.children().get(worker)
         said = notes(tmp_path, "heard") if process else []
         newest = {session: number for pid, session, number in said if process and pid == process.pid}

@@ -1,5 +1,5 @@
-"""Coding agents lead episodes as people run them: by the harness' name and nothing else. Their model is a
-script, which answers by what a prompt shows."""
+"""Coding agents lead episodes as people run them, by their name and nothing else. A script in place of the
+model answers by what a prompt shows."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FULL = 400_000  # tokens of a row; a character is a token here
 
 @pytest.fixture(autouse=True)
 def time_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node takes ten seconds to start when nothing else runs."""
+    """Give episodes more time: Node takes ten seconds to start even when nothing else runs."""
     monkeypatch.setattr(episodes, "SECONDS", 200.0)
 
 
 class Client(NamedTuple):
-    """`shell`: the tool with its argument that runs a command; `end`: what the model writes last, with as
-    many calls; `side`: the turns that are not trained."""
+    """Describes a coding agent. `shell`: the tool that runs a command, with its argument; `end`: what the
+    model writes last, with `end_calls` calls; `side`: the number of turns that are not trained."""
 
     program: str
     shell: tuple[str, str]

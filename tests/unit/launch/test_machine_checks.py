@@ -250,7 +250,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (claude("echo 1.0"), "rollout.agent.claude_code: version 1.0 was not tried; 2.1.331 was"),
         (
             claude("echo 2.1.331", sandbox="none"),
-            "can read and write what you can, .* the network",
+            "can read and write all that you can, .* the network",
         ),
         (
             [claude("echo 2.1.331"), {"rollout.slots": 10**6}],
