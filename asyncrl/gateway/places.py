@@ -134,12 +134,15 @@ async def open_place(endpoint: Endpoint) -> AsyncIterator[EpisodePlace]:
 async def sandbox_place(
     endpoint: Endpoint, limits: SandboxLimits, show: Iterable[str]
 ) -> AsyncIterator[EpisodePlace]:
-    """Make a place in a sandbox, whose only network is the endpoint (without a key none is served)."""
+    """Make a place in a sandbox, whose only network is the endpoint (without a key none is served).
+    CommandError where it cannot be made."""
     async with Jail(limits, require=ISOLATED, show=show, listen=True) as jail:
         assert jail.listener is not None
         with jail.listener:
             served = await endpoint.through(jail.listener) if endpoint.api_key else endpoint
-        await jail.run("shell", f"mkdir {' '.join(PARTS)}", MAKE_SECONDS)
+        made = await jail.run("shell", f"mkdir {' '.join(PARTS)}", MAKE_SECONDS)
+        if made.ending is not RunEnding.DONE:
+            raise CommandError(f"no place could be made in its sandbox: {made.output.strip() or made.ending}")
         yield SandboxPlace(jail, served)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -184,6 +185,16 @@ async def test_orphans_that_have_ended_do_not_count_as_processes() -> None:
         begun = "for n in $(seq 60); do (true &); sleep 0.02; done"
         result, _, errors = await run(box, "bash", "-c", begun)
         assert (result.ending, errors) == (RunEnding.DONE, b"")
+
+
+async def test_one_that_listens_does_not_start_again_by_itself() -> None:
+    async with jail(listen=True) as box:
+        assert box.pid
+        os.kill(box.pid, signal.SIGKILL)
+        assert (await run(box, "true"))[0].ending is RunEnding.DIED
+        with pytest.raises(SandboxError, match="the sandbox ended, and with it the listener"):
+            await box.run("shell", "true", 20)
+        assert box.pid is None
 
 
 async def test_a_cancelled_one_ends_with_its_files() -> None:
@@ -418,11 +429,14 @@ def plant(root: Path) -> dict[str, Path]:
         "project/node_modules/.package-lock.json": "{}",
         "project/node_modules/agent/cli.js": "#!/usr/bin/env node\nrequire('beside')",
         "project/node_modules/beside/index.js": "console.log('works')",
-        "unpacked/package.json": "{}",
+        "unpacked/package.json": '{"files": ["vendor/", "*.md"]}',
         "unpacked/vendor/bin/agent": "#!/bin/sh\ncat ${0%/*}/../said",
         "unpacked/vendor/said": "works\n",
         "package.json": "{}",
         "plain": "#!/bin/sh\necho works",
+        "mine/package.json": '{"name": "mine", "files": ["*", "**", "../lib"]}',
+        "mine/agent": "#!/bin/sh\necho works",
+        "mine/.env": "KEY=of the user",
     }
     links = {
         ".local/bin/tool": "../share/tool/1/tool",
@@ -439,7 +453,7 @@ def plant(root: Path) -> dict[str, Path]:
     for name, target in links.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(target)
-    for place in ("", ".local/bin", ".local/share", "bin", "lib/node_modules/other", "project"):
+    for place in ("", ".local/bin", ".local/share", "bin", "lib/node_modules/other", "project", "unpacked"):
         (root / place).mkdir(exist_ok=True)
         (root / place / "secret").write_text("of the user")
     return {
@@ -451,6 +465,7 @@ def plant(root: Path) -> dict[str, Path]:
         "npm in a directory that is a link": root / "opt/node_modules/agent/cli.js",
         "unpacked": root / "unpacked/vendor/bin/agent",
         "in a home that is a package": root / "plain",
+        "a user's in a project": root / "mine/agent",
     }
 
 
@@ -462,8 +477,12 @@ async def test_what_a_program_needs_is_shown_and_nothing_else(
         async with Jail(LIMITS, require=(), show=needed_by(str(program))) as box:
             result, output, errors = await run(box, str(program))
             assert (result.ending, output) == (RunEnding.DONE, b"works\n"), (kind, errors)
-            look = f"ls {tmp_path}; cat $(find {tmp_path} -name secret)"
+            look = f"ls {tmp_path}; cat $(find {tmp_path} -name secret -o -name .env)"
             assert "of the user" not in (await run(box, "sh", "-c", look))[1].decode(), kind
+
+
+def test_a_program_that_cannot_be_read_is_shown() -> None:
+    assert f"/proc/{os.getpid()}/clear_refs" in needed_by("/proc/self/clear_refs")
 
 
 # Machines that allow less

@@ -86,7 +86,8 @@ class Jail:
     `require`: isolation that must be in force (words of ISOLATION), else `start` raises SandboxError. `show`:
     paths that the code may read, beside this Python and the system's programs. `listen`: after `start`,
     `listener` is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
-    caller's, who closes it. `home` is the code's directory, after `start`.
+    caller's, who closes it, and such a sandbox is not started again by itself. `home` is the code's
+    directory, after `start`.
     """
 
     def __init__(
@@ -189,6 +190,8 @@ class Jail:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
             if self._process is None:
+                if self._listen:
+                    raise SandboxError("the sandbox ended, and with it the listener that is served")
                 await self.start()
             try:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.isolation.sandbox.jail import SYSTEM
@@ -33,7 +35,7 @@ def _find(path: Path, found: dict[Path, None]) -> None:
         _find(Path(os.path.abspath(path.parent / path.readlink())), found)
         return
     if package := _npm_package(path):
-        found[package] = None
+        found |= dict.fromkeys(package)
     elif path.name.startswith("python") and any(prefix.glob("lib/python3*")):
         found[prefix] = None
     _find(path.resolve(), found)  # another path where a directory above is a link
@@ -41,24 +43,30 @@ def _find(path: Path, found: dict[Path, None]) -> None:
         _find(Path(interpreter), found)
 
 
-def _npm_package(file: Path) -> Path | None:
+def _npm_package(file: Path) -> list[Path]:
     """Find the package of a file: below the outermost `node_modules` (all of it, where packages of a project
-    lie side by side); else the nearest directory with a package.json that is no repository."""
+    lie side by side); elsewhere what the nearest package.json lets npm publish, if the file is part of it."""
     parts = file.parts
     if "node_modules" in parts:
         at = parts.index("node_modules") + 1
         modules = Path(*parts[:at])
         if (modules / ".package-lock.json").exists():
-            return modules
-        return modules.joinpath(*parts[at : at + (2 if parts[at].startswith("@") else 1)])
-    with_json = (above for above in file.parents if (above / "package.json").exists())
-    package = next(with_json, None)
-    return None if package is None or (package / ".git").exists() else package
+            return [modules]
+        return [modules.joinpath(*parts[at : at + (2 if parts[at].startswith("@") else 1)])]
+    described = next(filter(Path.exists, (above / "package.json" for above in file.parents)), None)
+    published = list[Path]()
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # not written for npm
+        if described and not (package := json.loads(described.read_bytes())).get("private"):
+            names = (name.strip("./") for name in package.get("files", ()) if ".." not in name)
+            found = (path for name in filter(None, names) for path in described.parent.glob(name))
+            published = [path for path in found if path != described.parent and path.name[:1] != "."]
+    return [described, *published] if described and any(map(file.is_relative_to, published)) else []
 
 
 def _interpreter(file: Path) -> list[str]:
     """Find the interpreter of a script, which its first line names."""
-    with file.open("rb") as opened:
+    line = ""
+    with suppress(OSError), file.open("rb") as opened:  # it may be run, and not be read
         line = os.fsdecode(opened.readline(1000))
     words = line[2:].split() if line.startswith("#!") else []
     if words and os.path.basename(words[0]) == "env":

@@ -228,6 +228,12 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
         played_with(command)
 
 
+def test_a_place_that_cannot_be_made_in_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "PARTS", ("work", "no/such"))
+    with pytest.raises(CommandError, match=r"no place could be made in its sandbox: mkdir: .*no/such"):
+        played_with(Command(line="true", sandbox="jail"))
+
+
 def test_a_machine_without_namespaces_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     without = Isolation(frozenset({"network", "processes"}), "unshare: no")
     monkeypatch.setattr(places, "detect_isolation", lambda: without)
