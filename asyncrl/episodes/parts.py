@@ -23,7 +23,7 @@ from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.environments import Environment, load_environment
 from asyncrl.episodes.scoring import Scorer
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.gateway import Agent, load_agent, load_untrained
+from asyncrl.gateway import Agent, Command, load_agent, load_untrained
 from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.tools import Toolbox, load_tools
@@ -65,8 +65,14 @@ class EpisodeParts:
     @cached_property
     def agent(self) -> Agent | None:
         """The agent program, where `rollout.agent` names one."""
-        named = self.config.rollout.agent
-        return load_agent(named) if named else None
+        named, reward = self.config.rollout.agent, self.config.rollout.reward
+        agent = load_agent(named) if named else None
+        silent = isinstance(agent, Command) and agent.harness.stdin != "sample" and agent.harness.name
+        if silent and "agent" in ([reward] if isinstance(reward, str) else reward):
+            raise ConfigError(
+                f"rollout.reward is agent, and rollout.agent {silent} returns no score; set another reward"
+            )
+        return agent
 
     @cached_property
     def untrained(self) -> Untrained:

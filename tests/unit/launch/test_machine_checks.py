@@ -269,7 +269,11 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
     ],
     "error: plug-ins": [
-        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "there is no program '/no/codex'; install")
+        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "there is no program '/no/codex'; install"),
+        (
+            [claude("exit 0"), {"rollout.reward": "agent"}],
+            "rollout.reward is agent, and rollout.agent claude_code returns no score; set another",
+        ),
     ],
     "ok: Python": [(PYTHONS[0], "asyncrl"), (PYTHONS[2], "asyncrl")],
     "warning: Python": [(PYTHONS[1], "crashes after some failed writes")],
