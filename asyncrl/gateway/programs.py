@@ -169,14 +169,8 @@ class Command:
         chosen = {name: most for name, most in chosen.items() if most}
         if self.sandbox == "jail":
             check_sandbox()
-            script = script_of(self._words)
-            shown = [*needed_by(self._words[0]), *(needed_by(self._words[script]) if script else ())]
-            shown += [os.path.abspath(os.path.expanduser(path)) for path in _names(show)]
-            shown += [self._files] * bool(files)
-            shown += [str(Path(asyncrl.__file__).parent)] * (self._words[0] == sys.executable)  # a checkout's
-            if own := sorted({"/", "/dev", "/etc", "/proc"}.intersection(shown)):
-                raise ConfigError(f"{own[0]} cannot be shown: a sandbox has its own; name what is in it")
-            self._place = partial(sandbox_place, limits=harness.needs._replace(**chosen), show=shown)
+            limits, shown = harness.needs._replace(**chosen), _shown(self._words, self._files, _names(show))
+            self._place = partial(sandbox_place, limits=limits, show=shown)
         elif chosen or show:
             raise ConfigError("memory_mb, processes, disk_mb and show need a sandbox; set sandbox: jail")
         self._setup_seconds, self._seconds = setup_seconds, seconds or None
@@ -265,6 +259,20 @@ class Command:
         }
 
 
+def _shown(words: list[str], files: str, show: Sequence[str]) -> list[str]:
+    """List what a sandbox shows: the program and its script, the tree `files`, and the paths in `show`."""
+    script = script_of(words)
+    shown = [*needed_by(words[0]), *(needed_by(words[script]) if script else ())]
+    shown += [str(Path(asyncrl.__file__).parent)] * (words[0] == sys.executable)  # a checkout's
+    for option, path in [*(("show", path) for path in show), *([("files", files)] if files else [])]:
+        shown.append(os.path.abspath(os.path.expanduser(path)))
+        if not os.path.exists(shown[-1]):
+            raise ConfigError(f"{option} {path!r}: no such file or directory")
+        if os.path.realpath(shown[-1]) in ("/", "/dev", "/etc", "/proc"):
+            raise ConfigError(f"{option} {path!r}: a sandbox has its own; name what is in it")
+    return shown
+
+
 async def _talk(
     words: Sequence[str], place: EpisodePlace, environment: Mapping[str, str], given: bytes = b""
 ) -> list[str]:
@@ -292,12 +300,14 @@ async def _feed(descriptor: int, given: bytes) -> None:
 
 async def _tail(descriptor: int, limit: int) -> list[str]:
     """Read a pipe to its end, and return the lines in its last `limit` bytes."""
-    stream, kept = asyncio.StreamReader(), b""
+    stream, kept = asyncio.StreamReader(), bytearray()
     protocol = partial(asyncio.StreamReaderProtocol, stream)
     await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
     while data := await stream.read(1 << 16):
-        kept = (kept + data)[-limit:]
-    return kept.decode(errors="replace").strip().splitlines()
+        kept += data
+        if len(kept) > 2 * limit:  # not each time: it would copy all that is kept
+            del kept[:-limit]
+    return kept[-limit:].decode(errors="replace").strip().splitlines()
 
 
 def _complaint(lines: Sequence[str]) -> str:

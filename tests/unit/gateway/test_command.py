@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import Command, Endpoint, load_agent, result_of
+from asyncrl.gateway import Command, Endpoint, load_agent, programs, result_of
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 from tests.fakes.processes import gone
@@ -119,6 +120,20 @@ def test_a_sample_that_nobody_reads_and_output_without_end_do_no_harm() -> None:
     assert run("sh -c 'head -c 5000000 /dev/zero | tr \"\\0\" x; echo; echo 3'", sample=big) == 3
 
 
+async def test_all_that_is_kept_of_an_output_is_not_copied_with_each_part() -> None:
+    async def seconds(limit: int) -> float:
+        out, theirs = os.pipe()
+        process = await asyncio.create_subprocess_exec("head", "-c", "64M", "/dev/zero", stdout=theirs)
+        os.close(theirs)
+        started = time.process_time()
+        assert len((await programs._tail(out, limit))[0]) == limit
+        took = time.process_time() - started
+        await process.wait()
+        return took
+
+    assert await seconds(1 << 21) < 4 * await seconds(1 << 10)
+
+
 @pytest.mark.parametrize("ending", ["wait", "exit 0"])
 async def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
     """Neither when it is cancelled nor when it leaves children that hold its pipes."""
@@ -168,8 +183,10 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ({"command": {"line": "ls", "memory_mb": 9}}, "memory_mb, .* need a sandbox; set sandbox: jail"),
         (
             {"command": {"line": "ls", "sandbox": "jail", "show": "/opt, /etc/"}},
-            "/etc cannot be shown: a sandbox",
+            "show '/etc/': a sandbox has its own",
         ),
+        ({"command": {"line": "ls", "sandbox": "jail", "show": "/"}}, "show '/': a sandbox has its own"),
+        ({"command": {"line": "ls", "sandbox": "jail", "show": "~/no"}}, "show '~/no': no such file"),
         ({"codex": {"program": "/bin/true", "extra_info": "a"}}, "extra_info is for command: codex reads"),
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
         ({"command": {"line": "ls", "env": "=value"}}, "env '=value' has .* a value without a name"),
