@@ -47,7 +47,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.ipc import BucketMemory, ServerMemory
-from asyncrl.weights.manifest import ITEM_BYTES, Layout, Superseded, TensorEntry, WeightsRef, describe, split
+from asyncrl.weights.manifest import Layout, Superseded, TensorEntry, WeightsRef, describe, split
 from asyncrl.weights.ranges import joined
 from asyncrl.weights.snapshot import Snapshot, whole
 
@@ -185,9 +185,7 @@ class EngineConnection:
         self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > request.version)
 
     def _push(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
-        parts = (snapshot.layout[part] for part in self._parts(snapshot))
-        # Large items first, so that every tensor starts at a multiple of its item size.
-        buckets = tuple(tuple(sorted(part, key=lambda spec: -ITEM_BYTES[spec.dtype])) for part in parts)
+        buckets = tuple(snapshot.layout[part] for part in self._parts(snapshot))
         entries: dict[str, TensorEntry] = {}
         shared = self._sender.ipc and request.here
         send = self._share if shared else self._broadcast

@@ -269,7 +269,8 @@ def _written(file: Path, start: int, data: memoryview) -> bool:
 
 
 def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[str, Tensor] = {}) -> Layout:
-    """The whole tensors, as they are exported: in files each must start at a multiple of its item size."""
+    """The whole tensors, as they are exported. In files and in buckets each must start at a multiple of
+    its item size, so large items come first."""
     kinds = [(piece.name, piece.shape, dtype) for piece in pieces]
     kinds += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
     specs = (TensorSpec(name, shape, str(kind).removeprefix("torch.")) for name, shape, kind in kinds)
