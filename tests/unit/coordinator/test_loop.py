@@ -213,11 +213,12 @@ def test_a_peer_that_writes_without_end_does_not_hold_up_the_end(
 
     def more() -> tuple[bytes, WrittenBytes, list[bytes]]:
         assert time.monotonic() < begin + 5, "it takes what comes for ever"
-        return OTHER, WrittenBytes("logs/rollout-1.log", 0), []
+        return OTHER, WrittenBytes("logs/rollout-1.log", 0), [b"last words"]
 
     monkeypatch.setattr(coordinator.bulk, "receive", more)
-    coordinator.files.written(*more(), begin)
+    coordinator.files.written(*more()[:2], [], begin)
     coordinator._take_last_words()
+    assert (setup.run_dir / "logs/rollout-1.log").read_bytes() == b"last words"
     setup.close()
 
 
