@@ -2,15 +2,6 @@
 
 from asyncrl.rewards import code, models, reasoning_gym  # they register themselves
 from asyncrl.rewards.answers import final_number
-from asyncrl.rewards.base import (
-    RewardError,
-    RewardFunction,
-    RewardInput,
-    combine,
-    evaluate,
-    needs_truth,
-    rewards,
-    runs,
-)
-from asyncrl.rewards.loading import Reward, RewardSource, in_loop, load_reward, load_rewards
+from asyncrl.rewards.base import RewardError, RewardInput, combine, evaluate, needs_truth, rewards, runs
+from asyncrl.rewards.loading import Reward, RewardSource, in_loop, load_rewards
 from asyncrl.rewards.shaping import ShapingInput, select_shapings, shape, shapings

@@ -1,6 +1,6 @@
 """Tools that the model calls during an episode."""
 
-from asyncrl.tools.base import Replay, Rewarded, Tool, ToolError, tool, tools
+from asyncrl.tools.base import Rewarded, Tool, ToolError, tool, tools
 from asyncrl.tools.calculator import calculator
 from asyncrl.tools.loading import load_tool, load_tools
 from asyncrl.tools.sample_tools import check_sample_tools
