@@ -209,8 +209,8 @@ class AgentPlayer:
         """Do nothing: the agent has ended with `play`."""
 
     async def _serve_agent(self) -> tuple[bool, Any]:
-        """Run the agent, and return whether its time was up, and its result; None if it gave up because a
-        limit refused its request."""
+        """Run the agent, and return whether its time was up, and its result; None if it gave up after a limit
+        had refused its request or cut its last turn."""
         host = AgentHost(self.run, self._branches, self._idle)
         self._idle.start()
         try:
@@ -225,7 +225,9 @@ class AgentPlayer:
         except TimeUp:
             return True, None
         except Exception as error:
-            if self._branches.refused is None:
+            branches = self._branches
+            cut = bool(trained(branches.turns)) and branches.end is EpisodeEnd.LENGTH
+            if branches.refused is None and not cut:
                 raise AgentError(describe(error)) from error
             return False, None
 

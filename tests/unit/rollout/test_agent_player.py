@@ -96,6 +96,23 @@ def test_parallel_requests_become_rows_with_sessions_and_keys_of_their_own() -> 
     assert sorted(bench.engine.released) == ["u/1", "u/1#1", "u/1#2"]
 
 
+@pytest.mark.parametrize(("cut", "end"), [(4, EpisodeEnd.LENGTH), (512, None)])
+def test_an_agent_that_gives_up_after_a_turn_that_was_cut_has_not_failed(
+    cut: int, end: EpisodeEnd | None
+) -> None:
+    """Claude Code does so, with exit code 1."""
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q")
+        raise RuntimeError("the answer was cut")
+
+    bench = AgentBench(agent, lambda prompt: "a long answer", max_new_tokens=cut)
+    if end is not None:
+        assert bench.finished().result.end is end
+    else:
+        assert bench.failed().reason is FailReason.AGENT_ERROR
+
+
 # -- side requests -----------------------------------------------------------------------------------
 
 
