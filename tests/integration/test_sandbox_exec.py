@@ -20,6 +20,7 @@ import pytest
 
 from asyncrl.isolation.sandbox.base import Program, RunEnding, RunResult, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
+from asyncrl.isolation.sandbox.kernel import SOCKET
 from asyncrl.isolation.sandbox.needs import needed_by
 from tests.integration.test_sandbox import KINDS
 
@@ -250,12 +251,19 @@ ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(80 << 30), 15)
 for page in range(start, start + (80 << 30), 2 << 20): ctypes.c_char.from_address(page).value
 input()
 """  # of pages that are only read, which take nothing themselves; small ones
+SOCKETS = """
+import os, socket
+for _ in range(2): os.fork()
+held = [socket.socketpair() for _ in range(27)]
+input()
+"""  # empty ones: they could be filled between two measurements
 HOLDS = {
     "one process": FILL.format(count=150),
     "many together": TOGETHER,
     "a process without its first thread": WITHOUT_LEADER,
     "files and a process": FILES,
     "page tables": TABLES,
+    "sockets": SOCKETS,
 }
 
 
@@ -267,6 +275,29 @@ async def test_memory_and_files_of_all_together_are_bounded(code: str) -> None:
         assert (result.ending, result.status) == (RunEnding.OVER, -9)
         await running.end()
         assert (await run(box, "true"))[0].ending == RunEnding.DONE
+
+
+BUFFERS = """
+import socket
+SIZES = socket.SO_SNDBUF, socket.SO_RCVBUF
+with socket.create_server(("127.0.0.1", 0)) as server:
+    held = [socket.create_connection(server.getsockname())]
+    held += server.accept()[0], *socket.socketpair()
+for one in held:
+    for size in SIZES: one.setsockopt(socket.SOL_SOCKET, size, 1 << 26)
+    one.setblocking(False)
+    sent = 0
+    try:
+        while True: sent += one.send(bytes(1 << 12))
+    except BlockingIOError: print(sent)
+"""
+
+
+async def test_a_socket_holds_no_more_than_is_counted_for_it() -> None:
+    async with jail(listen=True) as box:
+        _, output, errors = await run(box, sys.executable, "-I", "-S", "-c", BUFFERS)
+        assert not errors and len(output.split()) == 4
+        assert all(0 < int(sent) <= SOCKET for sent in output.split()), output
 
 
 async def test_less_than_the_bound_and_any_address_space_are_no_offence() -> None:

@@ -32,6 +32,7 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPABILITY_VERSION = 0x20080522
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 BACKLOG = 128
+TCP_BUFFER = f"4096 65536 {kernel.BUFFER}"  # least, default and most
 MEMORY_FILES = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 OWN_USERS = 0x70000000
@@ -92,8 +93,7 @@ def new_process_namespace(notes: list[str]) -> set[str]:
     if attempt(lambda: unshare(NEWPID | NEWUSER), notes):
         maps = (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"))
         for name, text in maps:
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
+            _write(f"/proc/self/{name}", text)
         return {"pid", "user"}
     return set()
 
@@ -111,8 +111,10 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     home = HOME
     if attempt(lambda: new_root(plan, uid), notes):
         holds |= {"files", "root"}
-        if os.getpid() == 1 and os.path.exists("/proc/1/task/1"):
+        if "network" in holds and os.getpid() == 1 and os.path.exists("/proc/1/task/1"):
             holds.add("resident")
+            for name in ("tcp_rmem", "tcp_wmem"):  # of its own network
+                attempt(partial(_write, f"/proc/sys/net/ipv4/{name}", TCP_BUFFER), notes)
     else:
         home = plan.fallback
         os.mkdir(home, 0o700)
@@ -187,11 +189,15 @@ def _fill(shown: Sequence[str], uid: int) -> None:
         "nsswitch.conf": "hosts: files",
     }
     for name, text in names.items():
-        with open(f"{NEW_ROOT}/etc/{name}", "w") as file:
-            file.write(f"{text}\n")
+        _write(f"{NEW_ROOT}/etc/{name}", f"{text}\n")
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0)
     arguments = (AT_FDCWD, NEW_ROOT.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
     syscall("mount_setattr", SYS_MOUNT_SETATTR, *arguments)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def shell() -> str:

@@ -15,6 +15,9 @@ SIGKILL = 9
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
+SOCKET = 1 << 19  # bytes that it may hold: two buffers as below, and its options (optmem_max: 128 KiB)
+BUFFER = 212_992  # bytes of a socket's buffer, unless the machine's administrator has set another default
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -65,8 +68,12 @@ def kill(pid: int, number: int) -> None:
 
 def resident() -> int:
     """Measure the bytes of memory of every process in /proc: what is in no file, swapped or not, and page
-    tables. Pages that two processes share after a fork count twice."""
-    return sum(_held(f"/proc/{name}/task") for name in os.listdir("/proc") if name.isdigit())
+    tables; and count SOCKET for each socket of the network namespace. Pages that two processes share after a
+    fork count twice."""
+    with open("/proc/net/sockstat", "rb") as file:
+        sockets = int(file.readline().split()[2])
+    processes = filter(str.isdigit, os.listdir("/proc"))
+    return sockets * SOCKET + sum(_held(f"/proc/{name}/task") for name in processes)
 
 
 def _held(tasks: str) -> int:
@@ -163,6 +170,7 @@ UNCOUNTED = {
     "fspick": (433, 433),
 }
 CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
+SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = (54, 208), 1, 7, 8
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
 SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: unmapping a part does not free its pages
 UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
@@ -171,7 +179,7 @@ INET, INET6 = 2, 10  # other families reach the kernel, or past a network namesp
 MODE_FILTER = 2
 LOAD, EQUAL, AT_LEAST, ANY_OF, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-FIRST, SECOND, FOURTH = 16, 24, 40  # offsets of the low halves of arguments
+FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40  # offsets of the low halves of arguments
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno
 EACCES, ENOSYS, EAFNOSUPPORT = 13, 38, 97
 X32 = 0x40000000
@@ -188,8 +196,8 @@ class _BpfProgram(ctypes.Structure):
 def refuse_calls(calls: Iterable[tuple[int, int]]) -> None:
     """Install a filter for this process and its children. It blocks `calls` (values of the tables above), and
     always: new namespaces by clone, shared anonymous memory, sockets but AF_UNIX and the internet's, socket
-    pairs other than streams, and system calls by the numbers of another architecture. OSError; KeyError for
-    an unknown architecture."""
+    pairs other than streams, and system calls by the numbers of another architecture. To change the size of a
+    socket's buffers has no effect. OSError; KeyError for an unknown architecture."""
     column, audit = MACHINES[MACHINE]
     lines: list[BpfLine] = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), NO]
     lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]
@@ -202,6 +210,10 @@ def refuse_calls(calls: Iterable[tuple[int, int]]) -> None:
     lines += [(EQUAL, 0, 6, SOCKETS["socket"][column]), *families, (RETURN, 0, 0, REFUSE | EAFNOSUPPORT), YES]
     pair = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 3, UNIX), (LOAD, 0, 0, SECOND), (AND, 0, 0, KIND)]
     lines += [(EQUAL, 0, 7, SOCKETPAIR[column]), *pair, (EQUAL, 1, 0, STREAM), NO, YES]
+    size = [(LOAD, 0, 0, SECOND), (EQUAL, 0, 4, SOL_SOCKET), (LOAD, 0, 0, THIRD), (EQUAL, 1, 0, SO_SNDBUF)]
+    # without an errno: the kernel cuts sizes silently, too
+    size += [(EQUAL, 0, 1, SO_RCVBUF), (RETURN, 0, 0, REFUSE), YES]
+    lines += [(EQUAL, 0, 7, SETSOCKOPT[column]), *size]
     shared = [(LOAD, 0, 0, FOURTH), (AND, 0, 0, SHARED_NAMELESS), (EQUAL, 0, 1, SHARED_NAMELESS)]
     lines += [(EQUAL, 0, 5, MMAP[column]), *shared, NO, YES, YES]
     packed = b"".join(

@@ -66,8 +66,7 @@ class BoundedOutput:
 
 
 class WatchedProcess:
-    """A child and its output pipe, or -1. `control`: the socket that brings an interpreter its cells, or
-    -1."""
+    """A child, its output pipe and `control`, the socket that brings an interpreter its cells; or -1."""
 
     def __init__(self, pid: int, output: int, control: int) -> None:
         self.pid, self.control = pid, control
