@@ -70,6 +70,7 @@ class AgentHost:
     def __init__(self, run: EpisodeRun, branches: Branches, idle: IdleTimer) -> None:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._run, self._branches, self._idle = run, branches, idle
+        self._rendering = asyncio.Lock()
         self._posting = asyncio.Lock()  # turns are posted in the order of their numbers
         self._changed = Notifier()  # there is one more turn
 
@@ -100,8 +101,15 @@ class AgentHost:
             raise
 
     async def _render(self, request: AgentRequest) -> None:
-        if (rendering := self._branches.rendering(request)) is not None:
-            await asyncio.to_thread(rendering)  # other episodes go on meanwhile
+        """Other episodes go on meanwhile, and share the threads: each has one of them, which is busy to the
+        end even if the client leaves."""
+        async with self._rendering:
+            if (rendering := self._branches.rendering(request)) is not None:
+                job = asyncio.ensure_future(asyncio.to_thread(rendering))
+                try:
+                    await asyncio.shield(job)
+                finally:
+                    await asyncio.gather(job, return_exceptions=True)
 
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)

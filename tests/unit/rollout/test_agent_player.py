@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
+from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.requests import AgentRequest
 from asyncrl.conversation.turns import rows_of, trained
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.gateway import Endpoint, load_untrained
 from asyncrl.rewards import RewardInput
+from asyncrl.rollout.agent_player import AgentHost
 from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
 from asyncrl.wire.messages.worker import Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
@@ -423,6 +426,32 @@ def test_an_agent_that_hangs_before_its_first_turn_fails() -> None:
     gate.set()
     assert reason is FailReason.DEADLINE
     assert "not one turn" in detail
+
+
+async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave() -> None:
+    begun, gates = [0], [threading.Event() for _ in range(3)]
+
+    class Slow:
+        def rendering(self, request: AgentRequest) -> Any:
+            begun[0] += 1
+            return partial(gates[begun[0] - 1].wait, 30)
+
+        def count(self, request: AgentRequest) -> int:
+            return 1
+
+    unused: Any = None
+    host, slow = AgentHost(unused, cast(Branches, Slow()), unused), AgentRequest((Message("user", "q"),))
+    asking = [asyncio.create_task(host.count(slow)) for _ in range(3)]
+    await settle()
+    assert begun == [1]
+    asking[0].cancel()
+    await settle()
+    assert begun == [1]
+    for gate in gates:
+        gate.set()
+    assert await asyncio.gather(*asking[1:]) == [1, 1] and begun == [3]
+    await asyncio.wait(asking)
+    assert asking[0].cancelled()
 
 
 class Held(ScriptedEngine):
