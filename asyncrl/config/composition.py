@@ -60,7 +60,8 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
     try:
         with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
             composed = hydra.compose("config", overrides)
-            if (base / "agent" / f"{(name := _agent(composed))}.yaml").is_file() and "agent" not in given:
+            name = _agent(composed)
+            if (base / "agent" / f"{name}.yaml").is_file() and "agent" not in given:
                 composed = hydra.compose("config", [f"agent={name}", *overrides])
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
@@ -82,9 +83,10 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
 
 
 def _agent(composed: Any) -> str:
-    """The name in `rollout.agent`; '' where it is of a wrong type, which is refused later."""
+    """The name in `rollout.agent`; '' where it is of a wrong type, which is refused later, or a path."""
     agent = (composed.rollout or {}).get("agent")
-    return agent if isinstance(agent, str) else next(iter(agent), "") if isinstance(agent, Mapping) else ""
+    name = next(iter(agent), "") if isinstance(agent, Mapping) else agent
+    return name if isinstance(name, str) and name.isidentifier() else ""
 
 
 def _keys_of(overrides: Iterable[str]) -> set[str]:

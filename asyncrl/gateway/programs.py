@@ -50,6 +50,7 @@ MAX_RESULT = 1 << 20  # bytes of a result, as JSON
 MAX_ERROR = 1 << 16  # bytes of stderr that are kept
 MAX_COMPLAINT = 300  # characters
 FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no environment variable can have these
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 NOT_PASSED = {
     "none": re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"),  # the user's own, with logins
@@ -161,8 +162,8 @@ class Command:
         given = [name.partition("=") for name in _names(env)]
         self._env = {name: value for name, equals, value in given if equals}
         self._inherited = {name for name, equals, _ in given if not equals}
-        if "\0" in env or any(not name.strip() for name, *_ in given):
-            raise ConfigError(f"env {env!r} has a NUL, or a value without a name")
+        if NO_TEXT.search(env) or any(not name.strip() for name, *_ in given):
+            raise ConfigError(f"env {env!r} has a NUL, a part of a character, or a value without a name")
         self.sandbox = sandbox or harness.sandbox
         self._place: NewPlace = open_place
         chosen = {"resident": memory_mb, "processes": processes, "disk": disk_mb}

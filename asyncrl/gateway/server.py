@@ -301,7 +301,7 @@ class Gateway:
         """Log each parameter once."""
         for name in sorted(unheeded.keys() - self._logged)[: LOGGED - len(self._logged)]:
             self._logged.add(name)
-            log.warning("agents set %s, which %s", " ".join(name.split())[:100], unheeded[name])
+            log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
 
 
 async def _body(request: web.Request, admitted: _Admitted) -> bytes:

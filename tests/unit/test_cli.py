@@ -155,6 +155,12 @@ def test_a_harness_brings_its_limits_as_defaults(name: str) -> None:
     assert brought.max_tokens > 30_000 and brought.episode_timeout == 3600
 
 
+@pytest.mark.parametrize("name", ["../config", "../agent/codex", "./codex", "codex.yaml"])
+def test_an_agent_that_is_a_path_brings_nothing(name: str) -> None:
+    brought = composition.compose([*NAMED, f"rollout.agent={name}"]).rollout
+    assert brought == replace(composition.compose(NAMED).rollout, agent=name)
+
+
 @pytest.mark.parametrize("given", ["rollout.agent=null", "rollout.agent=5", "rollout=null"])
 def test_an_agent_of_a_wrong_type_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="rollout"):

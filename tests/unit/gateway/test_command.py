@@ -191,6 +191,7 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
         ({"command": {"line": "ls", "env": "=value"}}, "env '=value' has .* a value without a name"),
         ({"command": {"line": "ls", "env": "A=\0"}}, "has a NUL"),
+        ({"command": {"line": "ls", "env": "A=\ud800"}}, r"env 'A=\\ud800' has .* part of a character"),
         ("comand", "did you mean command"),
         ("math:pi", "is no function"),
         ("no_such_module:f", "cannot import"),
