@@ -71,6 +71,9 @@ class Lifecycle:
                 self.validation.resume(now, over=trains and self._training_over())
                 if not trains:
                     self._enter(Phase.EVALUATING, now)
+            case Phase.RUNNING if self.state.batches.over and self._all_failed():
+                cause = f"all episodes failed, and the data are over: {self.state.failed.newest}"
+                self.abort(f"{cause}; mend that, and begin another run", now)
             case Phase.RUNNING if self._training_over():
                 self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, self.state.config.weights.deadline)
@@ -135,6 +138,10 @@ class Lifecycle:
         """No batch is left to train."""
         batches = self.state.batches
         return batches.committed >= self.state.config.total_steps or batches.over
+
+    def _all_failed(self) -> bool:
+        flow = self.state.buffer.flow()
+        return 0 < flow.issued == flow.failed
 
     def _drained(self, now: float) -> bool:
         """The last checkpoint is in place, what it covers is forgotten, and the last version acked by all, or

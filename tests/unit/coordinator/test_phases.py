@@ -277,6 +277,22 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
     )
 
 
+def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinator: Coordinator) -> None:
+    buffer = coordinator.state.buffer
+    buffer.prompts.limit = 1
+    for episode in buffer.admit(0, 0.0).members:
+        tick(coordinator, 0.0)
+        assert coordinator.lifecycle.phase is Phase.RUNNING
+        buffer.fail(buffer.episodes[episode], FailReason.PROMPT_TOO_LONG, 0.0)
+    coordinator.state.failed.add(FailReason.PROMPT_TOO_LONG, "100 tokens", coordinator.state.store)
+    tick(coordinator, 0.0)
+    tick(coordinator, 0.0)
+    assert (coordinator.lifecycle.outcome, coordinator.lifecycle.error) == (
+        "failed",
+        "all episodes failed, and the data are over: 100 tokens; mend that, and begin another run",
+    )
+
+
 def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
     coordinator.state.buffer.untrained, coordinator.state.buffer.untrained_reason = 10_000, "tool_error"
