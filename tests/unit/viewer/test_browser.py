@@ -23,9 +23,12 @@ ROWS = 'document.querySelectorAll("#list tbody tr").length'
 
 def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: Path) -> None:
     views = Views([save_run(tmp_path / "a"), save_run(tmp_path / "b", lr=0.5)], ended)
-    for run in "ab":
+    for run, more in (("a", {}), ("b", {"perf/throughput": 700.0})):  # a: a run that has not this curve
         file = tmp_path / run / "metrics.jsonl"
-        rows = [json.loads(line) | {"rollout/tokens_per_s": 900.0} for line in file.read_text().splitlines()]
+        rows = [
+            json.loads(line) | {"rollout/tokens_per_s": 900.0} | more
+            for line in file.read_text().splitlines()
+        ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     write(tmp_path / "page.html", views)
 
