@@ -158,7 +158,6 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
     abandoned = summary["tokens_abandoned"] or 0
     assert len(episodes) == summary["flow"]["trained"] == 2 * tasks
     assert repeats == (abandoned == 0) == ("not_repeated" not in summary["attempts_failed"])
-    assert "worker_lost" in summary["attempts_failed"]
     assert all(episode.stats.turns == TURNS for episode in episodes)
     assert sum(len(turn.ids) for turn in durable) == delivered + abandoned
     assert {turn.ids for turn in durable} <= {ids for _, ids in sampled}
