@@ -1,0 +1,54 @@
+"""Images: root file systems that sandboxes start from, unpacked once and never written to.
+
+IMAGES/sha256-DIGEST/{root/, image.json}      IMAGES/names/NAME ─► ../sha256-DIGEST
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import UNDECODABLE, ConfigError
+
+
+class Image(msgspec.Struct, frozen=True):
+    """Describes an image. `root`: the directory of its files, all of which belong to the user who imported
+    it. `over`: roots of the images below it, the nearest first. `environment`: its variables, PATH among
+    them. `directory`: where programs start. `user`: the name of the user that it was made for."""
+
+    digest: str
+    root: str = ""
+    over: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    directory: str = "/"
+    user: str = ""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Return the directories that overlayfs takes, the uppermost first."""
+        return (self.root, *self.over)
+
+
+def images_directory() -> Path:
+    """Find the directory of all images of this user: ASYNCRL_IMAGES, or one in the user's data directory."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share"
+    return Path(os.environ.get("ASYNCRL_IMAGES") or Path(data, "asyncrl/images")).absolute()
+
+
+def find_image(name: str) -> Image:
+    """Find an image by its name or its digest (`sha256-…`). ConfigError that says how to import one."""
+    images = images_directory()
+    place = images / (name if name.startswith("sha256-") else f"names/{name}")
+    try:
+        image = msgspec.json.decode((place / "image.json").read_bytes(), type=Image)
+    except FileNotFoundError:
+        known = ", ".join(sorted(path.name for path in images.glob("names/*"))) or "none"
+        raise ConfigError(
+            f"there is no image {name!r} (there are: {known}); "
+            f"make one: asyncrl image import FILE --name {name}"
+        ) from None
+    except (OSError, *UNDECODABLE) as error:
+        raise ConfigError(f"image {name!r} cannot be read ({error}); import it again") from error
+    return msgspec.structs.replace(image, root=str(place.resolve() / "root"))
