@@ -44,6 +44,14 @@ def given(tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return Given(tmp_path, chat_model, monkeypatch)
 
 
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of images, for this session; see tests/fakes/images.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASYNCRL_IMAGES", str(found := tmp_path_factory.mktemp("images")))
+        yield found
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n 2` a file is run by one process. Files that share SGLang servers count as one."""
