@@ -48,6 +48,10 @@ class GaveUpError(AsyncrlError):
     micro-batches, or without the batch."""
 
 
+class SetupError(AsyncrlError):
+    """The place in which an episode works could not be made: `FailReason.SETUP_FAILED`."""
+
+
 class ProtocolError(AsyncrlError):
     """A peer broke the protocol: unknown message, wrong order, wrong hash."""
 

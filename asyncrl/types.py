@@ -62,6 +62,7 @@ class FailReason(enum.StrEnum):
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
     EPISODE_ERROR = "episode_error"
+    SETUP_FAILED = "setup_failed"  # the sandbox of a task could not be made
     TOOL_ERROR = "tool_error"  # a tool could not be opened
     ENVIRONMENT_ERROR = "environment_error"
     AGENT_ERROR = "agent_error"  # the agent program failed

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
+
+import msgspec
+
+MAX_RESULT = 1 << 20  # bytes of what an agent or a tool leaves for the reward, as JSON
 
 
 def finite(what: str, value: Any) -> float:
@@ -19,6 +25,19 @@ def finite(what: str, value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}, which is no finite number")
     return number
+
+
+def result_of(value: Any, whose: str = "the agent") -> Any:
+    """Return what an agent or a tool returned for the reward, as a JSON value. TypeError or ValueError where
+    it is none, or no result."""
+    if isinstance(value, Real):
+        value = finite(f"the result of {whose}", value)
+    elif value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{whose} returned a {type(value).__name__}; None, a number or a dict is expected")
+    encoded = msgspec.json.encode(value)
+    if len(encoded) > MAX_RESULT:
+        raise ValueError(f"{whose} returned {len(encoded)} bytes, {MAX_RESULT} are allowed")
+    return msgspec.json.decode(encoded)
 
 
 def encodable(text: str) -> str:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from numbers import Real
 from typing import Any
-
-import msgspec
 
 from asyncrl.config import Plugin
 from asyncrl.conversation.requests import AgentRequest, Untrained
 from asyncrl.errors import AsyncrlError, describe
 from asyncrl.gateway.harnesses import claude_code, codex, mini_swe_agent, opencode, qwen_code
-from asyncrl.gateway.programs import COMMAND, MAX_RESULT, Command, Harness
+from asyncrl.gateway.programs import COMMAND, Command, Harness
 from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
-from asyncrl.values import finite
 
 Agent = Callable[..., Any]
 """`(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine of that. What it returns is
@@ -69,16 +65,3 @@ def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents"
         return False
 
     return untrained
-
-
-def result_of(value: Any) -> Any:
-    """Return what an agent returned, as a JSON value. TypeError or ValueError where it is none, or no
-    result."""
-    if isinstance(value, Real):
-        value = finite("the agent's result", value)
-    elif value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"the agent returned a {type(value).__name__}; None, a number or a dict is expected")
-    encoded = msgspec.json.encode(value)
-    if len(encoded) > MAX_RESULT:
-        raise ValueError(f"the agent returned {len(encoded)} bytes, {MAX_RESULT} are allowed")
-    return msgspec.json.decode(encoded)

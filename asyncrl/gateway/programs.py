@@ -42,11 +42,11 @@ from asyncrl.isolation.sandbox.base import SandboxLimits
 from asyncrl.isolation.sandbox.needs import needed_by
 from asyncrl.isolation.wrapper import KILL_SECONDS
 from asyncrl.types import Sample
+from asyncrl.values import MAX_RESULT
 
 STARTS = 2  # at once, for each CPU
 VERSION_SECONDS = 60.0  # to say it, on a busy machine and from a cold disk
 VERSION = re.compile(r"\d+\.\d+([\w.+-]*\w)?")
-MAX_RESULT = 1 << 20  # bytes of a result, as JSON
 MAX_ERROR = 1 << 16  # bytes of stderr that are kept
 MAX_COMPLAINT = 300  # characters
 FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback

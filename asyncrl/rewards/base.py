@@ -38,7 +38,7 @@ class RewardInput(msgspec.Struct, frozen=True):
 
     `answer` is the last turn's text outside tool calls and reasoning, `messages` the whole conversation,
     prompt and tool replies included, `transcript` the same as the model read it: the decoded tokens.
-    `result`: what an agent program returned, a JSON value.
+    `result`: what an agent program returned, or the tools left (`result` of their objects), a JSON value.
     """
 
     sample: Sample
@@ -56,7 +56,7 @@ RewardFunction = Callable[..., Any]
 
 `solution_str` is the text of the model's last turn; `ground_truth` and `extra_info` are the decoded values of
 the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (OpenAI's shape), `transcript` and,
-where an agent program led the episode, `agent_result`.
+where an agent program or a tool left one, `agent_result`.
 Of a dict that is given back, `score`, `turns` (a number for each turn, beside the score, which falls on the
 last) and `components` (named parts, by name) are read. Without `components` its other numbers are these;
 texts go to transcripts. `{agent: number}`, alone or as `score`, is what each agent of the episode earns."""

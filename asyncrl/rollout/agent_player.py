@@ -25,12 +25,13 @@ from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untr
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
-from asyncrl.gateway import Agent, AgentError, Endpoint, Gateway, TimeUp, result_of
+from asyncrl.gateway import Agent, AgentError, Endpoint, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.runtime.activity import Notifier, Waits
 from asyncrl.types import EpisodeEnd, FailReason, Turn
+from asyncrl.values import result_of
 
 
 class IdleTimer:

@@ -188,8 +188,8 @@ class EpisodeRun:
         tool_calls: int,
         result: object = None,
     ) -> RewardResult:
-        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: what an
-        agent program returned, a JSON value. Raises RewardError."""
+        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: what
+        an agent program returned, or the tools left, a JSON value. Raises RewardError."""
         reward_input = RewardInput(
             sample=self.assign.sample,
             answer=answer,

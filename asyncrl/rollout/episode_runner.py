@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.episodes.recorded import turns_of
-from asyncrl.errors import AsyncrlError, EngineError, NoEngineError, ProtocolError, describe
+from asyncrl.errors import AsyncrlError, EngineError, NoEngineError, ProtocolError, SetupError, describe
 from asyncrl.gateway import AgentError
 from asyncrl.rewards import RewardError
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler
@@ -33,6 +33,7 @@ _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
     (NoEngineError, FailReason.ENGINE_LOST),
     (EngineError, FailReason.ENGINE_ERROR),
     (RewardError, FailReason.REWARD_ERROR),
+    (SetupError, FailReason.SETUP_FAILED),
     (ToolError, FailReason.TOOL_ERROR),
     (EnvironmentFailed, FailReason.ENVIRONMENT_ERROR),
     (AgentError, FailReason.AGENT_ERROR),

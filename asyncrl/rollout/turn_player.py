@@ -92,7 +92,10 @@ class TurnPlayer:
                 return commands.Observed(await self._step(len(episode.turns), message))
             case commands.Score(answer=answer, end=end):
                 messages = machine.conversation(self._rules, replace(episode, folded=0))
-                earned = await self.run.reward(episode.turns, answer, end, messages, episode.tool_calls)
+                with self.run.context.waits.named("the results of the tools"):
+                    result = await self._tools.result()
+                given = answer, end, messages, episode.tool_calls, result
+                earned = await self.run.reward(episode.turns, *given)
                 score = earned.score + await self._cut_short(episode)
                 return commands.EpisodeScored(replace(earned, score=score))
             case command:

@@ -2,7 +2,7 @@
 
     box = Toolbox(tools, timeout)                 one per worker: limits of each tool hold over all episodes
     session = box.session(sample)                 one per episode
-    await session.open() ... await session.call(call) ... await session.close()
+    await session.open() ... await session.call(call) ... await session.result() ... await session.close()
 
 Every call gets a reply within its deadline, whatever the tool does. A call that hangs, or ignores
 cancellation, is abandoned at its deadline, and delays no other call.
@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import ProtocolError, describe, one_line, reason
+from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason
 from asyncrl.isolation.calls import call_user
 from asyncrl.tools.base import Tool, ToolError, names, reply_of, within_memory
 from asyncrl.tools.process import CallLimits
@@ -34,6 +34,7 @@ from asyncrl.tools.sample_tools import (
 )
 from asyncrl.tools.schema import outline
 from asyncrl.types import Sample, ToolCall, ToolReply
+from asyncrl.values import result_of
 
 log = logging.getLogger("asyncrl.tools")
 
@@ -88,16 +89,32 @@ class Toolbox:
 class EpisodeObject:
     """An object that lives as long as its episode. Its calls run one after another, in their order."""
 
-    def __init__(self, state: Any, blocking: bool) -> None:
+    def __init__(self, state: Any, blocking: bool, limit: float) -> None:
         self.state = state
         self.turn = asyncio.Lock()
-        self._blocking = blocking
+        self._blocking, self._limit = blocking, limit
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
         """Call its `open`, where it has one, with the arguments that it takes."""
         if function := getattr(self.state, "open", None):
             given = accepted_arguments(function, arguments)
             await call_user(partial(function, sample, **given), blocking=self._blocking)
+
+    async def result(self) -> dict[str, Any]:
+        """Call its `result`, where it has one, after its calls. ToolError when that fails, or takes longer
+        than a call may."""
+
+        async def call(result: Callable[[], Any]) -> Any:
+            async with self.turn:
+                return result_of(await call_user(result, blocking=self._blocking), "it")
+
+        if not hasattr(self.state, "result"):
+            return {}
+        try:
+            found = await call_user(partial(call, self.state.result), self._limit)
+            return {} if found is None else dict(found)
+        except Exception as problem:
+            raise ToolError(f"{type(self.state).__name__}.result: {describe(problem)}") from problem
 
     async def close(self) -> None:
         """Close it after its calls; a call that hangs is not waited for. Raises only when cancelled."""
@@ -147,10 +164,12 @@ class ToolSession:
         state = tools[0].state
         assert state is not None
         try:
-            made = self._objects[id(state)] = EpisodeObject(state(), any(tool.blocking for tool in tools))
-            limit = max(map(self._box.limit, tools))
+            limit, blocking = max(map(self._box.limit, tools)), any(tool.blocking for tool in tools)
+            made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit)
             opening = partial(made.open, self._sample, merged_arguments(tools, asked))
             await call_user(opening, limit, running=self._running)
+        except SetupError:
+            raise
         except Exception as problem:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {describe(problem)}") from problem
 
@@ -192,6 +211,12 @@ class ToolSession:
             again = await self.call(reply.call)
             if shorten(again.content) != reply.content:
                 raise ProtocolError(f"tool {tool.name} gave another reply when repeated")
+
+    async def result(self) -> dict[str, Any] | None:
+        """Return what the objects leave for the reward: their dicts in one, None without any. ToolError when
+        one fails."""
+        found = await asyncio.gather(*(one.result() for one in self._objects.values()))
+        return {name: value for each in found for name, value in each.items()} or None
 
     async def close(self) -> None:
         """Cancel what runs and close what was made, within about CLOSE_SECONDS. Raises only when cancelled;

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import Command, Endpoint, load_agent, programs, result_of
+from asyncrl.gateway import Command, Endpoint, load_agent, programs
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
+from asyncrl.values import result_of
 from tests.fakes.processes import gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")

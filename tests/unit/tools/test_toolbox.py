@@ -474,3 +474,48 @@ def test_samples_reach_the_factory_of_a_tool() -> None:
     assert reply.content == "3" and reply.seconds >= 0.02
     with pytest.raises(ToolError, match=r"'calculator' refuses its tools_kwargs: .*must not be negative"):
         play([slow], sample(tools_kwargs={"calculator": {"latency_mean": -1}}))
+
+
+class Leaves:
+    """Leaves something for the reward; how, says the sample."""
+
+    def open(self, sample: Sample, way: str = "") -> None:
+        self.way, self.calls = way, 0
+
+    def call(self) -> str:
+        self.calls += 1
+        return "done"
+
+    async def result(self) -> object:
+        if self.way == "raises":
+            raise ValueError("no way")
+        if self.way == "hangs":
+            await asyncio.Event().wait()
+        return {"calls": self.calls} if self.way == "dict" else None if self.way == "" else self.way
+
+
+async def left(way: str) -> object:
+    leaves = tool(Leaves, name="leaves", timeout=0.2)
+    session = Toolbox({"leaves": leaves, "notes": tool(Notes, name="notes")}).session(
+        sample(tools_kwargs={"leaves": {"create_kwargs": {"way": way}}})
+    )
+    try:
+        await session.open()
+        await session.call(call("leaves"))
+        return await session.result()
+    finally:
+        await session.close()
+
+
+def test_objects_leave_a_result_for_the_reward() -> None:
+    assert asyncio.run(left("dict")) == {"calls": 1}
+    assert asyncio.run(left("")) is None
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [("raises", "ValueError: no way"), ("hangs", "no reply within 0.2 s"), ("text", "it returned a str")],
+)
+def test_a_result_that_fails_or_hangs_is_a_tool_error(way: str, why: str) -> None:
+    with pytest.raises(ToolError, match=f"Leaves.result: .*{why}"):
+        asyncio.run(left(way))
