@@ -1,4 +1,4 @@
-"""Reads rows: from files by path or pattern, a hub data set, or a data set of the user's own."""
+"""Reads rows: from files or folders of tasks by path or pattern, a hub data set, or a user's own one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.config.base import Plugin
+from asyncrl.data.harbor import read_tasks
 from asyncrl.data.rows import READERS, Row, read_rows
 from asyncrl.errors import ConfigError, describe, one_line
 from asyncrl.registry import Call, load_object, make, single
@@ -54,12 +55,13 @@ def reader(config: DataConfig, split: str) -> Reader:
 
 
 def _files(path: str) -> Iterator[tuple[Place, Row]]:
-    """Read one file, or all that a pattern names, sorted by name."""
+    """Read one file, or all that a pattern names, sorted by name. A directory holds tasks."""
     found = [path] if Path(path).exists() else sorted(glob.glob(path, recursive=True))
     if not found and glob.has_magic(path):
         raise ConfigError(f"{path}: no file is named so; correct the pattern")
     for name in found or [path]:
-        for number, row in enumerate(read_rows(Path(name))):
+        tasks = (task.row for task in read_tasks(name)) if Path(name).is_dir() else None
+        for number, row in enumerate(tasks or read_rows(Path(name))):
             yield Place(name, number), row
 
 

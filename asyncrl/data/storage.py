@@ -106,7 +106,7 @@ def check_same_data(samples: Samples, kept: str, filtered_by: str = "") -> None:
         why = (
             f": data.filter_overlong depends on {filtered_by}; restore that"
             if filtered_by
-            else "; restore the data"
+            else "; restore the data, of tasks their images, too"
         )
         raise ConfigError(
             "data.train: these are other samples, or in another order, than those that the run was begun "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.errors import ConfigError
+from asyncrl.isolation.images import find_image
 from asyncrl.types import Sample
 
 TASK = "task"  # the key of extra_info that holds a Task
@@ -40,12 +43,31 @@ class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Extra(msgspec.Struct):
-    task: Task | None = None
+    task: Any = None
 
 
 _extra = msgspec.json.Decoder(_Extra).decode
 
 
 def task_of(sample: Sample) -> Task | None:
-    """Return the task of a sample, or None. ValueError where `extra_info.task` is none."""
-    return _extra(sample.extra_info).task
+    """Return the task of a sample, or None: data sets have other things of this name, which have no image.
+    ValueError for one that cannot be read."""
+    found = _extra(sample.extra_info).task
+    return msgspec.convert(found, Task) if isinstance(found, dict) and "image" in found else None
+
+
+def check_task(sample: Sample, judged: bool) -> None:
+    """ConfigError where its image is not there, or where it is to be `judged` and cannot be."""
+    where = f"sample {sample.row}"
+    try:
+        task = task_of(sample)
+        tests = msgspec.json.decode(sample.ground_truth, type=TaskTests).tests if judged and task else ""
+    except ValueError as error:
+        raise ConfigError(f"{where}: its task, or what judges it, cannot be read ({error})") from None
+    if task is None:
+        if judged:
+            raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
+        return
+    find_image(task.image)
+    if judged and not Path(tests, "test.sh").is_file():
+        raise ConfigError(f"{where}: there is no {tests}/test.sh, which judges it; restore it")

@@ -23,6 +23,7 @@ from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, sample
 from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
+from asyncrl.data.tasks import check_task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway import Command
 from asyncrl.launch.run_directory import begun_with, changes, stored
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
 LOOKED_AT = 100  # samples whose ground truth is looked at for a reward that compares numbers
+TESTS = "tests"  # the reward that judges tasks
 MESSAGE_TOKENS = 64  # more than a template writes around a message
 MEASURED = 1000  # samples whose tokens are counted only for a warning
 # What decides, beside the data and the template, which prompts are too long.
@@ -89,6 +91,10 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     samples, warnings = prepare(config, split, layout, prompt_budgets(parts))
     if complaint := _no_numbers(parts, samples):
         warnings.append(f"data.{split}: {complaint}")
+    try:
+        _check_tasks(parts, samples)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"data.{split}: {error}") from error
     if not config.rollout.agent:  # which reads what its data says about tools by itself
         problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
         if problems:
@@ -122,6 +128,20 @@ def prepare(
         where = tempfile.gettempdir()
         raise ConfigError(f"{key}: no room for the samples in {where} ({error}); set TMPDIR") from error
     return samples, [f"{key}: {line}" for line in (*complaints, *asked.unmet(config))]
+
+
+def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
+    """ConfigError unless samples are tasks where the reward judges them, and the other way round."""
+    rewards, rollout = parts.scorer.rewards, parts.config.rollout
+    judged = any(reward.source.spec == TESTS for reward in rewards)
+    if not (judged or any(map(task_of, samples[:LOOKED_AT]))):
+        return
+    for sample in samples:
+        check_task(sample, judged)
+    if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
+        raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
+    if not (rollout.agent or rollout.tools or rollout.environment):
+        raise ConfigError("nothing works on its tasks; set rollout.agent, or rollout.tools=[shell]")
 
 
 def _no_numbers(parts: EpisodeParts, samples: Samples) -> str:

@@ -22,6 +22,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
 from tests.fakes.checked import Given, questions
 from tests.fakes.data import rows, stored
+from tests.fakes.tasks import bare_image, task_folder
 
 LONG = {"prompt": "7 plus 8? " * 60, "ground_truth": 1}
 
@@ -166,3 +167,24 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
     given.keys["rollout.max_tokens"] = 4096
     said = given.notes("data")[-1].text
     assert "on rollout.max_tokens, which was 300 and is 4096; restore that" in said
+
+
+def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given: Given) -> None:
+    given.patch.setenv("ASYNCRL_IMAGES", str(images := given.folder / "images"))
+    bare_image(images, "bare", "app")
+    for name in "abcd":
+        task_folder(given.folder / "tasks" / name)
+    given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": ["calculator"]}
+    assert "data.train: rollout.reward final_number cannot judge tasks; set rollout.reward=tests" in (
+        given.notes("data")[-1].text
+    )
+    given.keys |= {"rollout.reward": "none", "rollout.tools": []}
+    assert "data.train: nothing works on its tasks; set rollout.agent" in given.notes("data")[-1].text
+    given.keys["rollout.tools"] = ["calculator"]
+    begin(given.config())
+    given.keys["resume"] = "auto"
+    assert all(note.level == "ok" for note in given.notes("data"))
+    bare_image(images, "bare", "app", digest="sha256-anew")
+    assert "other samples" in (said := given.notes("data")[-1].text) and "their images, too" in said
+    (images / "names" / "bare").unlink()
+    assert "there is no image 'bare'" in given.notes("data")[-1].text
