@@ -27,6 +27,9 @@ interpreter of its own and an empty directory: processes, cells and files of bef
 files survive. `shell`: one command; what it starts in the background goes on in later runs, and only then."""
 
 
+MOST_CHANGES = 64 << 20  # bytes
+
+
 class SandboxError(AsyncrlError):
     """The sandbox could not be started, or does not isolate what it must, or a file could not be written or
     read."""
@@ -91,6 +94,17 @@ class Sandbox(Protocol):
 
     async def read_file(self, path: str) -> bytes:
         """SandboxError when it cannot be read, or is larger than an output may be."""
+
+    async def changes(
+        self, roots: Sequence[str] = (), skip: Sequence[str] = (), most: int = MOST_CHANGES
+    ) -> bytes:
+        """Collect what was changed, made and deleted, or only what is below `roots`: an archive as changes.py
+        reads it. Names that match a glob of `skip` are left out. SandboxError for more than `most` bytes, a
+        root that is a link, and where the sandbox has ended. No process of it runs meanwhile."""
+
+    async def apply(self, archive: bytes, keep: Sequence[str] = ()) -> None:
+        """Apply what `changes` returned for another sandbox of the same image. Names that match a glob of
+        `keep` stay as they are here. SandboxError when it cannot be applied."""
 
     async def close(self) -> None:
         """End every process of it. Never raises but for cancellation, and may be called twice."""

@@ -24,9 +24,10 @@ limit counts, such as files without a directory, shared segments and file system
 GIVEN = (*ISOLATION, "root", "resident", "listener")
 """Beside these isolations: a root of its own, a measure of all memory, a socket that listens inside."""
 
-LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20}
-"""Kinds of a request (cell, program, shell, exec) and the bytes that a source may have: a cell is sent
-without waiting for its reader, a command is one argument."""
+TAKE, GIVE = b"t", b"g"
+LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20, TAKE: 1 << 20, GIVE: 1 << 20}
+"""Kinds of a request (cell, program, shell, exec; take or give changes of files) and the bytes that a source
+may have: a cell is sent without waiting for its reader, a command is one argument."""
 
 
 class SandboxLimits(NamedTuple):
@@ -44,7 +45,8 @@ class SandboxLimits(NamedTuple):
 
 
 class RunRequest(NamedTuple):
-    """`source` is UTF-8. Of an exec: see `exec_source`; its streams have been sent before, as descriptors."""
+    """`source` is UTF-8. Of an exec: see `exec_source`, of changes `changes.request`; their streams have been
+    sent before, as descriptors."""
 
     kind: bytes
     seconds: float

@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,9 +31,10 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import in_thread
-from asyncrl.isolation.sandbox import emptying, frames
+from asyncrl.isolation.sandbox import changes, emptying, frames
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,
+    MOST_CHANGES,
     Program,
     RunEnding,
     RunKind,
@@ -52,9 +53,11 @@ DETECT_SECONDS = 30.0
 LATE_SECONDS = 5.0
 """The warden may answer so much later than asked: one second of grace, and a busy machine."""
 FILE_SECONDS = 10.0  # to write or read one
+CHANGES_SECONDS = 60.0  # to collect or apply them
 END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
 CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
 MAX_OUTPUT = 16 << 20
+MOUNTED = ("/proc", "/dev", "/sys")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,6 +166,20 @@ class Jail:
     async def read_file(self, path: str) -> bytes:
         return base64.b64decode(await self._file(path, f"base64 -w0 -- {shlex.quote(path)}"))
 
+    async def changes(
+        self, roots: Sequence[str] = (), skip: Sequence[str] = (), most: int = MOST_CHANGES
+    ) -> bytes:
+        ours, theirs = os.pipe()
+        source = changes.request(most, self.home or "/", roots, (*skip, *MOUNTED, *self._show))
+        archive = bytearray()
+        await self._move(frames.TAKE, source, theirs, partial(changes.receive, ours, archive, most))
+        return bytes(archive)
+
+    async def apply(self, archive: bytes, keep: Sequence[str] = ()) -> None:
+        theirs, ours = os.pipe()
+        source = changes.request(len(archive), "/", (), keep)
+        await self._move(frames.GIVE, source, theirs, partial(changes.send, ours, archive))
+
     async def close(self) -> None:
         self._closed = True
         await self._end()
@@ -183,6 +200,19 @@ class Jail:
             raise SandboxError(f"file {path!r} of the sandbox: {why or result.ending}")
         return result.output
 
+    async def _move(self, kind: bytes, source: bytes, theirs: int, work: Callable[[], None]) -> None:
+        """Collect or apply changes over a pipe. `work` in a thread serves our end, and closes it."""
+        streams = [theirs]
+        serving = asyncio.ensure_future(in_thread(work, "sandbox"))
+        try:
+            result = await self._ask(frames.RunRequest(kind, CHANGES_SECONDS, source), streams)
+        finally:
+            _close(streams)
+        await serving
+        self._lost, self._emptied = self._lost or result.lost, self._emptied or result.emptied
+        if result.ending is not RunEnding.DONE:
+            raise SandboxError(f"the changes of files: {result.output.strip() or result.ending}")
+
     async def _ask(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         if len(request.source) > (most := frames.LARGEST[request.kind]):
             raise ValueError(f"the code has {len(request.source)} bytes; at most {most} can be run")
@@ -192,6 +222,8 @@ class Jail:
             if self._process is None:
                 if self._listen:
                     raise SandboxError("the sandbox ended, and with it the listener that is served")
+                if request.kind == frames.TAKE:
+                    raise SandboxError("the sandbox ended, and with it the files that changed")
                 await self.start()
             try:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):

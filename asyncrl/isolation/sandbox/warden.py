@@ -6,8 +6,8 @@ outside (`main`) cleans up after it.
 
 Between two requests only the warden runs; all other processes are stopped. During a request it waits for
 output, the end of the process, the time limit and its owner. The owner sends nothing during a request, so
-a readable connection means that the owner has closed it. The streams of an exec are the owner's: their
-descriptors come over fd 1.
+a readable connection means that the owner has closed it. The streams of an exec are the owner's, as is the
+pipe of changes: their descriptors come over fd 1.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from _socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, SCM_RIGHTS, SOL_SOCKET, socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from asyncrl.isolation.sandbox import confine, emptying, frames, interpreter, kernel
+from asyncrl.isolation.sandbox import changes, confine, emptying, frames, interpreter, kernel
 from asyncrl.isolation.sandbox.confine import Confinement
-from asyncrl.isolation.sandbox.frames import RunReply, RunRequest, SandboxLimits
+from asyncrl.isolation.sandbox.frames import GIVE, TAKE, RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 from asyncrl.isolation.wrapper import CANNOT_RUN
 
@@ -139,7 +139,7 @@ class Warden:
         """Answer requests until the owner closes the connection, then end every process."""
         bits = sum(1 << bit for bit, name in enumerate(frames.GIVEN) if name in self._confinement.holds)
         notes = self._confinement.notes.encode()[:2000]
-        answers = {b"c": self._cell, b"e": self._execute}
+        answers = {b"c": self._cell, b"e": self._execute, TAKE: self._changes, GIVE: self._changes}
         try:
             if listener := self._confinement.listener:
                 number = struct.pack("i", listener.fileno())
@@ -148,7 +148,8 @@ class Warden:
             frames.write_all(LINK, frames.HELLO.pack(bits, len(notes)) + notes)
             while True:
                 request = frames.read_request(LINK)
-                self._signal_all(signal.SIGCONT)
+                if request.kind not in (TAKE, GIVE):
+                    self._signal_all(signal.SIGCONT)
                 reply = answers.get(request.kind, self._program)(request)
                 self._signal_all(signal.SIGSTOP)  # no process runs between two requests
                 if self._interpreter_ended():
@@ -209,9 +210,8 @@ class Warden:
 
     def _execute(self, request: RunRequest) -> RunReply:
         """Run a program with the owner's streams to its end. It finds and leaves no process."""
-        _, ancillary, *_ = self._passage.recvmsg(1, CMSG_SPACE(12), MSG_CMSG_CLOEXEC)
         lost = self._kill_all_and_forget()
-        pid = self._start(lambda: _run_exec(request.source), struct.unpack("3i", ancillary[0][2]))
+        pid = self._start(lambda: _run_exec(request.source), self._passed("3i"))
         process, nothing, over = WatchedProcess(pid, -1, -1), BoundedOutput(0), False
         until = time.monotonic() + request.seconds
         while not (ended := process.watch(nothing, min(LOOK_SECONDS, until - time.monotonic()))):
@@ -223,6 +223,26 @@ class Warden:
         status = self._status.pop(pid, 0)
         failed = frames.FAILED if status else frames.DONE
         return RunReply(frames.OVER if over else failed if ended else frames.LATE, status, lost, 0, b"")
+
+    def _changes(self, request: RunRequest) -> RunReply:
+        """Collect or apply changes of files, over the owner's pipe. No other process runs meanwhile."""
+        (pipe,), home = self._passed("i"), self._confinement.home
+        changed = os.open(home, changes.OPEN_DIRECTORY)
+        step = changes.collect if request.kind == TAKE else changes.apply
+        process = self._fork(lambda: changes.run(step, home, changed, request.source), pipe, theirs=changed)
+        kept = BoundedOutput(self._limits.output)
+        in_time = process.watch(kept, request.seconds)
+        kernel.kill(process.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+        process.drain(kept)
+        process.close()
+        ending = frames.LATE if not in_time else frames.FAILED if status else frames.DONE
+        return RunReply(ending, status, False, *kept.join())
+
+    def _passed(self, form: str) -> tuple[int, ...]:
+        """Take descriptors that the owner has sent."""
+        _, ancillary, *_ = self._passage.recvmsg(1, CMSG_SPACE(12), MSG_CMSG_CLOEXEC)
+        return struct.unpack(form, ancillary[0][2])
 
     def _is_over(self) -> bool:
         """True when all processes and files hold more than `resident`, by two measurements."""

@@ -1,0 +1,380 @@
+"""Collects what changed in a sandbox into an archive, and applies an archive in another sandbox.
+
+    upper directory of the overlay, or home ── collect ──► archive ── apply ──► the code's files
+
+A child of the warden does both, with the rights of the code, while no other process runs. It imports nothing,
+as an image does not have this library. The owner only reads entries: an archive is untrusted.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import BinaryIO, NamedTuple
+
+from asyncrl.isolation.sandbox import frames
+
+FILE, DIRECTORY, OPAQUE, LINK, DELETED, END = b"f", b"d", b"o", b"l", b"x", b"."
+"""Kinds of entries. OPAQUE: a directory of which the image's contents are hidden. END comes last, so that an
+archive which was cut is known."""
+HEADER = struct.Struct("!cIqHQ")  # kind, mode, mtime in ns, bytes of the path, bytes of the content
+MOST_ENTRIES = 200_000
+LONGEST_PATH = 4096
+CHUNK = 1 << 20
+PIPE = 0  # to the owner, or from it
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+
+class ChangesError(Exception):
+    """The changes cannot be collected, read or applied."""
+
+
+class Entry(NamedTuple):
+    """Describes what there is at `path`: below the root of an image, else below the home. `content`: of
+    a file, or the target of a link."""
+
+    kind: bytes
+    path: str
+    mode: int = 0
+    mtime_ns: int = 0
+    content: bytes = b""
+
+    def frame(self) -> bytes:
+        return _head(self, len(self.content)) + self.content
+
+
+def _head(entry: Entry, size: int) -> bytes:
+    path = os.fsencode(entry.path)
+    return HEADER.pack(entry.kind, entry.mode, entry.mtime_ns, len(path), size) + path
+
+
+def read_entries(archive: bytes) -> Iterator[Entry]:
+    """Read an archive. ChangesError for one that `collect` cannot have written."""
+    return _entries(io.BytesIO(archive).read, len(archive))
+
+
+def _entries(read: Callable[[int], bytes], most: int) -> Iterator[Entry]:
+    """Read entries with `read`, which returns the next bytes, `b""` at their end; none above `most` bytes."""
+    while True:
+        kind, mode, mtime_ns, length, size = HEADER.unpack(b"".join(_parts(read, HEADER.size)))
+        path = os.fsdecode(b"".join(_parts(read, length)))
+        if kind == END:
+            return
+        known = kind in (FILE, DIRECTORY, OPAQUE, LINK, DELETED)
+        if not known or mode > 0o7777 or size > most or "\0" in path or {"", ".", ".."} & {*path.split("/")}:
+            raise ChangesError(f"the archive of changes has a bad entry: {path[:200]!r}")
+        yield Entry(kind, path, mode, mtime_ns, b"".join(_parts(read, size)))
+
+
+def _parts(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
+    """Read exactly `size` bytes."""
+    while size > 0:
+        if not (part := read(min(size, CHUNK))):
+            raise ChangesError("the archive of changes, or a file, ended too early")
+        yield part
+        size -= len(part)
+
+
+def is_named(path: str, globs: Iterable[str]) -> bool:
+    """Check a path: globs that begin with a slash are of whole paths, others of the last name."""
+    name = path.rpartition("/")[2]
+    return any(fnmatchcase(f"/{path}" if glob.startswith("/") else name, glob) for glob in globs)
+
+
+def request(most: int, top: str, roots: Sequence[str], globs: Iterable[str]) -> bytes:
+    """Make the source of a request. `roots`: absolute directories, which must lie below `top`; none for all.
+    ValueError for another one, or a NUL."""
+    below = [os.path.relpath(root, top) for root in roots or (top,)]
+    words = [*("" if path == "." else path for path in below), *globs]
+    if any(path.startswith("../") for path in below) or any("\0" in word for word in words):
+        raise ValueError(f"only directories below {top} have changes, not {roots!r}")
+    return os.fsencode("\0".join((str(most), str(len(below)), *words)))
+
+
+def receive(fd: int, archive: bytearray, most: int) -> None:
+    """Read an archive of `collect`, which has at most `most` bytes and an END."""
+    with open(fd, "rb", 0) as pipe:
+        while len(archive) <= most + HEADER.size and (part := pipe.read(CHUNK)):
+            archive += part
+
+
+def send(fd: int, archive: bytes) -> None:
+    """Write an archive for `apply`, unless that has given up."""
+    with suppress(BrokenPipeError), open(fd, "wb", 0) as pipe:
+        frames.write_all(pipe.fileno(), archive)
+
+
+def _read_request(source: bytes) -> tuple[int, list[str], list[str]]:
+    most, count, *words = os.fsdecode(source).split("\0")
+    return int(most), words[: int(count)], words[int(count) :]
+
+
+# -- in the sandbox, in a child of the warden ----------------------------------------------------------------
+
+
+def run(step: Callable[[str, int, bytes], None], top: str, changed: int, source: bytes) -> int:
+    """Run `collect` or `apply`; returns the exit status. `top`: the directory that can change, `/` in an
+    image. `changed`: a descriptor of the directory that holds what did: `top`, or the upper directory."""
+    try:
+        step(top, changed, source)
+    except (ChangesError, OSError) as error:
+        os.write(2, str(error).encode(errors="replace"))
+        return 1
+    return 0
+
+
+def collect(top: str, changed: int, source: bytes) -> None:
+    """Write an archive to the pipe: all that changed below some directories, but names that are left out."""
+    most, roots, skip = _read_request(source)
+    with open(PIPE, "wb", CHUNK, closefd=False) as pipe:
+        collector = _Collector(top, changed, pipe, most, skip)
+        try:
+            for root in sorted(roots):
+                collector.collect(root)
+        finally:
+            collector.restore_modes()
+        pipe.write(Entry(END, "").frame())
+
+
+class _Collector:
+    def __init__(self, top: str, changed: int, pipe: BinaryIO, most: int, skip: Sequence[str]) -> None:
+        self._top, self._changed, self._pipe, self._skip = top, changed, pipe, skip
+        self._most = self._left = most
+        self._count = 0
+        self._modes: dict[str, int] = {}  # of directories that could not be read
+
+    def collect(self, root: str) -> None:
+        """Collect what changed below a directory. If it is no directory any more, it counts as deleted."""
+        opaque, path = False, ""
+        for name in filter(None, root.split("/")):
+            parent, path = path, _join(path, name)
+            if os.path.islink(f"{self._top}/{path}"):
+                raise ChangesError(f"{path} is a link; name the directory that it leads to")
+            with _opened(self._changed, parent) as here:
+                if not (found := _find(here, name)):
+                    return  # nothing changed there
+                if not stat.S_ISDIR(found.st_mode):
+                    self._write(DELETED, root)
+                    return
+                self._make_readable(here, name, path, found)
+            with _opened(self._changed, path) as here:
+                opaque |= _is_opaque(here)
+        self._walk(root, opaque)
+
+    def restore_modes(self) -> None:
+        for path, mode in reversed(self._modes.items()):  # the innermost first
+            with _opened(self._changed, path) as here:
+                os.fchmod(here, mode)
+
+    def _walk(self, top: str, opaque: bool) -> None:
+        """Write a directory before what is in it, and names in their order."""
+        ahead = [top]
+        while ahead:
+            path = ahead.pop()
+            with _opened(self._changed, path) as here:
+                if path:
+                    found = os.fstat(here)
+                    mode = self._modes.get(path, stat.S_IMODE(found.st_mode))
+                    kind = OPAQUE if _is_opaque(here) or (opaque and path == top) else DIRECTORY
+                    self._write(kind, path, mode, found.st_mtime_ns)
+                inside = []
+                for name in sorted(os.listdir(here), key=os.fsencode):
+                    inner = _join(path, name)
+                    found = os.stat(name, dir_fd=here, follow_symlinks=False)
+                    if is_named(inner, self._skip):
+                        continue
+                    if stat.S_ISDIR(found.st_mode):
+                        self._make_readable(here, name, inner, found)
+                        inside.append(inner)
+                    else:
+                        self._write_file(here, name, inner, found)
+                ahead += reversed(inside)
+
+    def _make_readable(self, here: int, name: str, path: str, found: os.stat_result) -> None:
+        if found.st_mode & 0o700 != 0o700:
+            self._modes[path] = stat.S_IMODE(found.st_mode)
+            os.chmod(name, 0o700, dir_fd=here)
+
+    def _write_file(self, here: int, name: str, path: str, found: os.stat_result) -> None:
+        """Write what is no directory. Sockets, pipes and devices are left out."""
+        mode, kind = stat.S_IMODE(found.st_mode), stat.S_IFMT(found.st_mode)
+        if kind == stat.S_IFREG:
+            try:
+                fd = os.open(name, OPEN_FILE, dir_fd=here)
+            except PermissionError:
+                os.chmod(name, 0o600, dir_fd=here)
+                fd = os.open(name, OPEN_FILE, dir_fd=here)
+                os.fchmod(fd, mode)
+            try:
+                self._write(FILE, path, mode, found.st_mtime_ns, found.st_size)
+                for part in _parts(partial(os.read, fd), found.st_size):
+                    self._pipe.write(part)
+            finally:
+                os.close(fd)
+        elif kind == stat.S_IFLNK:
+            target = os.fsencode(os.readlink(name, dir_fd=here))
+            self._write(LINK, path, mode, found.st_mtime_ns, len(target))
+            self._pipe.write(target)
+        elif kind == stat.S_IFCHR and found.st_rdev == 0 and self._top == "/":  # as overlayfs deletes
+            self._write(DELETED, path)
+
+    def _write(self, kind: bytes, path: str, mode: int = 0, mtime_ns: int = 0, size: int = 0) -> None:
+        """Write an entry but for its content of `size` bytes, if there is room for both."""
+        head = _head(Entry(kind, path, mode, mtime_ns), size)
+        self._left -= len(head) + size
+        self._count += 1
+        for exceeded, bound in (
+            (self._left < 0, f"{self._most} bytes"),
+            (self._count > MOST_ENTRIES, f"{MOST_ENTRIES} files"),
+            (len(head) - HEADER.size > LONGEST_PATH, f"{LONGEST_PATH} bytes in the path of a file"),
+        ):
+            if exceeded:
+                raise ChangesError(f"what changed has more than {bound}")
+        self._pipe.write(head)
+
+
+def apply(top: str, _: int, source: bytes) -> None:
+    """Apply the archive from the pipe to what this sandbox sees. Names that are kept stay as they are here,
+    also where the archive deletes a directory around them."""
+    most, _roots, keep = _read_request(source)
+    with open(PIPE, "rb", CHUNK, closefd=False) as pipe:
+        applier = _Applier(top, keep)
+        for entry in _entries(pipe.read, most):
+            applier.apply(entry)
+        applier.finish_directories()
+
+
+class _Applier:
+    def __init__(self, top: str, keep: Sequence[str]) -> None:
+        self._top, self._keep = os.open(top, OPEN_DIRECTORY), keep
+        self._directories: dict[str, Entry] = {}
+
+    def apply(self, entry: Entry) -> None:
+        path, parts = entry.path, entry.path.split("/")
+        if any(is_named("/".join(parts[: count + 1]), self._keep) for count in range(len(parts))):
+            return
+        parent, _, name = path.rpartition("/")
+        with _opened(self._top, parent, make=True) as here:
+            if entry.kind in (DIRECTORY, OPAQUE):
+                self._apply_directory(here, name, path, entry)
+            elif self._remove(here, name, path):
+                self._make_file(here, name, entry)
+
+    def finish_directories(self) -> None:
+        """Set modes and times after all has been written into them."""
+        for path, entry in reversed(self._directories.items()):
+            with _opened(self._top, path) as here:
+                os.fchmod(here, entry.mode)
+                os.utime(here, ns=(entry.mtime_ns, entry.mtime_ns))
+
+    def _apply_directory(self, here: int, name: str, path: str, entry: Entry) -> None:
+        found = _find(here, name)
+        if found and not stat.S_ISDIR(found.st_mode):
+            os.unlink(name, dir_fd=here)
+            found = None
+        if found is None:
+            os.mkdir(name, 0o700, dir_fd=here)
+        else:
+            os.chmod(name, found.st_mode & 0o7777 | 0o700, dir_fd=here)
+            if entry.kind == OPAQUE:
+                self._empty(path)
+        self._directories[path] = entry
+
+    def _make_file(self, here: int, name: str, entry: Entry) -> None:
+        times = (entry.mtime_ns, entry.mtime_ns)
+        if entry.kind == LINK:
+            os.symlink(os.fsdecode(entry.content), name, dir_fd=here)
+            os.utime(name, ns=times, dir_fd=here, follow_symlinks=False)
+        elif entry.kind == FILE:
+            fd = os.open(name, NEW_FILE, 0o600, dir_fd=here)
+            frames.write_all(fd, entry.content)
+            os.fchmod(fd, entry.mode)
+            os.utime(fd, ns=times)
+            os.close(fd)
+
+    def _remove(self, here: int, name: str, path: str) -> bool:
+        """Remove what is there. False if something in it is kept."""
+        if not (found := _find(here, name)):
+            return True
+        if not stat.S_ISDIR(found.st_mode):
+            os.unlink(name, dir_fd=here)
+            return True
+        os.chmod(name, 0o700, dir_fd=here)
+        self._empty(path)
+        return _remove_directory(here, name, found)
+
+    def _empty(self, top: str) -> None:
+        """Remove all that is not kept in a directory, and the directories in it that have become empty."""
+        ahead, inside = [top], []
+        while ahead:
+            path = ahead.pop()
+            with _opened(self._top, path) as here:
+                for name in os.listdir(here):
+                    inner = _join(path, name)
+                    found = os.stat(name, dir_fd=here, follow_symlinks=False)
+                    if is_named(inner, self._keep):
+                        continue
+                    if stat.S_ISDIR(found.st_mode):
+                        os.chmod(name, 0o700, dir_fd=here)
+                        ahead.append(inner)
+                        inside.append((path, name, found))
+                    else:
+                        os.unlink(name, dir_fd=here)
+        for path, name, found in reversed(inside):
+            with _opened(self._top, path) as here:
+                _remove_directory(here, name, found)
+
+
+def _remove_directory(here: int, name: str, found: os.stat_result) -> bool:
+    """Remove a directory if it is empty; else it gets its mode back."""
+    try:
+        os.rmdir(name, dir_fd=here)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        os.chmod(name, stat.S_IMODE(found.st_mode), dir_fd=here)
+        return False
+    return True
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
+def _find(here: int, name: str) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=here, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _is_opaque(directory: int) -> bool:
+    try:
+        return os.getxattr(directory, "user.overlay.opaque") == b"y"
+    except OSError:
+        return False
+
+
+@contextmanager
+def _opened(top: int, path: str, make: bool = False) -> Iterator[int]:
+    """Open a directory below `top` step by step, never through a link. `make` those that are missing."""
+    here = os.dup(top)
+    try:
+        for name in filter(None, path.split("/")):
+            if make and not _find(here, name):
+                os.mkdir(name, 0o755, dir_fd=here)
+            inner = os.open(name, OPEN_DIRECTORY, dir_fd=here)
+            os.close(here)
+            here = inner
+        yield here
+    finally:
+        os.close(here)

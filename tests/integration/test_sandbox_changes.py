@@ -1,0 +1,219 @@
+"""What changed in a sandbox is collected, and applied in another one."""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from dataclasses import dataclass, field
+
+import pytest
+
+from asyncrl.isolation.sandbox import changes
+from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.changes import Entry, read_entries
+from asyncrl.isolation.sandbox.jail import Jail
+
+SMALL = SandboxLimits(memory=300, processes=8, file=2, disk=8, output=200_000)
+END = Entry(changes.END, "").frame()
+WRITE = """
+import os, shutil
+def write(path, flag, data):
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NONBLOCK | flag)
+    os.write(fd, data)
+    os.close(fd)
+"""
+LISTING = """
+import os, stat
+def listing(top):
+    found = []
+    for name in sorted(os.listdir(top)):
+        path = top + "/" + name
+        status = os.lstat(path)
+        kind, mode, content = stat.S_IFMT(status.st_mode), stat.S_IMODE(status.st_mode), ""
+        if kind == stat.S_IFLNK:
+            content = os.readlink(path)
+        elif kind in (stat.S_IFREG, stat.S_IFDIR):
+            os.chmod(path, 0o700)
+            content = listing(path) if kind == stat.S_IFDIR else open(path, "rb").read()
+            os.chmod(path, mode)
+        else:
+            continue
+        found.append((name, kind, mode, status.st_mtime_ns, content))
+    return found
+"""
+
+
+def box() -> Jail:
+    return Jail(SMALL, require=())
+
+
+async def cell(jail: Jail, code: str) -> str:
+    result = await jail.run("cell", textwrap.dedent(code), 20)
+    assert result.ending is RunEnding.DONE, result.output
+    return result.output
+
+
+async def listing(jail: Jail, top: str) -> str:
+    return await cell(jail, f"{LISTING}\nprint(listing({top!r}))")
+
+
+@dataclass
+class Operations:
+    """Random operations on few names, so that they meet: statements of Python that may fail."""
+
+    seed: int
+    top: str
+    lines: list[str] = field(default_factory=list)
+
+    def code(self, count: int) -> str:
+        draw = random.Random(self.seed)
+        for _ in range(count):
+            name, other = self._path(draw), self._path(draw)
+            data = f"b'%d' % {draw.randrange(10**9)} * {draw.choice((0, 1, 9000))}"
+            self.lines.append(
+                draw.choice(
+                    (
+                        f"os.makedirs({name!r})",
+                        f"os.makedirs({name!r})",
+                        f"write({name!r}, os.O_TRUNC, {data})",
+                        f"write({name!r}, os.O_APPEND, b'more')",
+                        f"os.chmod({name!r}, {draw.choice((0, 0o400, 0o555, 0o700, 0o644, 0o1777))})",
+                        f"os.remove({name!r})",
+                        f"os.path.isdir({name!r}) and shutil.rmtree({name!r})",
+                        f"os.rename({name!r}, {other!r})",
+                        f"os.path.isdir({name!r}) and shutil.move({name!r}, {other!r})",
+                        f"os.symlink({draw.choice((other, '/etc', '..'))!r}, {name!r})",
+                        f"os.link({name!r}, {other!r})",
+                        f"os.mkfifo({name!r})",
+                        f"os.utime({name!r}, ns=(0, {draw.randrange(-(10**18), 2 * 10**18)}))",
+                    )
+                )
+            )
+        tries = "\n".join(f"try: {line}\nexcept OSError: pass" for line in self.lines)
+        return f"{WRITE}\n{tries}"
+
+    def _path(self, draw: random.Random) -> str:
+        names = [draw.choice(("a", "b", "c d", "ü", ".git")) for _ in range(draw.choice((1, 1, 2, 3)))]
+        return "/".join((self.top, *names))
+
+
+async def check_copy(seed: int) -> None:
+    async with box() as first, box() as second:
+        await cell(first, Operations(seed, first.home).code(60))
+        before = await listing(first, first.home)
+        archive = await first.changes()
+        assert await listing(first, first.home) == before
+        await second.apply(archive)
+        assert await listing(second, second.home) == before
+        assert await second.changes() == archive
+
+
+async def test_what_changed_is_the_same_in_another_sandbox() -> None:
+    for seed in range(4):
+        await check_copy(seed)
+
+
+@pytest.mark.full
+async def test_what_changed_is_the_same_after_many_random_operations() -> None:
+    for seed in range(1000, 1150):
+        await check_copy(seed)
+
+
+async def test_only_what_is_asked_for_is_collected() -> None:
+    async with box() as jail:
+        await jail.run(
+            "shell", "mkdir -p a/.git a/b c; touch a/x a/x.pyc a/.git/y a/b/z c/w; ln -s a link", 5
+        )
+        home = jail.home
+
+        async def paths(*roots: str) -> list[str]:
+            archive = await jail.changes(roots, (".git", "*.pyc"))
+            return [entry.path for entry in read_entries(archive)]
+
+        assert await paths(f"{home}/a") == ["a", "a/x", "a/b", "a/b/z"]
+        assert await paths(f"{home}/absent") == []
+        assert await paths(f"{home}/c", f"{home}/a/b") == ["a/b", "a/b/z", "c", "c/w"]
+        with pytest.raises(SandboxError, match="link is a link; name the directory that it leads to"):
+            await paths(f"{home}/link")
+        with pytest.raises(SandboxError, match="link is a link"):
+            await paths(f"{home}/link/b")
+        with pytest.raises(ValueError, match="only directories below"):
+            await paths("/etc")
+
+
+async def test_what_changed_is_bounded() -> None:
+    async with box() as jail:
+        await jail.run("shell", "head -c 1000000 /dev/urandom > large; kept=1", 5)
+        with pytest.raises(SandboxError, match="more than 900000 bytes"):
+            await jail.changes(most=900_000)
+        await cell(jail, "import os\nfor _ in range(30):\n    os.mkdir('x' * 200)\n    os.chdir('x' * 200)")
+        with pytest.raises(SandboxError, match="more than 4096 bytes in the path"):
+            await jail.changes()
+
+
+async def test_nothing_runs_meanwhile_and_all_goes_on_afterwards() -> None:
+    async with box() as jail:
+        await cell(jail, "kept = 42")
+        await jail.run("shell", "while :; do echo x >> log; done & sleep 0.05", 5)
+        first = await jail.changes()
+        assert await jail.changes() == first
+        assert await cell(jail, "kept") == "42\n"
+        await jail.run("shell", "sleep 0.05", 5)
+        assert len(await jail.changes()) > len(first)
+
+
+async def test_names_that_are_kept_stay_as_they_are() -> None:
+    async with box() as first, box() as second:
+        await first.run("shell", "mkdir -p a/b; touch a/x.pyc a/b/conftest.py a/y; chmod 700 a", 5)
+        await second.run("shell", "mkdir -p a/b; echo own > a/b/conftest.py; touch a/b/old", 5)
+        archive = await first.changes()
+        await second.apply(archive, ("conftest.py", "*.pyc"))
+        shown = await second.run("shell", "find a | sort; cat a/b/conftest.py", 5)
+        assert shown.output.split() == ["a", "a/b", "a/b/conftest.py", "a/b/old", "a/y", "own"]
+        deleted = Entry(changes.DELETED, "a").frame() + END
+        await second.apply(deleted, ("conftest.py",))
+        shown = await second.run("shell", "find a | sort", 5)
+        assert shown.output.split() == ["a", "a/b", "a/b/conftest.py"]
+        hidden = Entry(changes.OPAQUE, "a", 0o755).frame() + END
+        await second.apply(hidden, ("/a/b/c*",))
+        assert (await second.run("shell", "find a | sort", 5)).output.split() == shown.output.split()
+        await second.apply(hidden)
+        assert (await second.run("shell", "find a | sort", 5)).output.split() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("archive", "why"),
+    [
+        (Entry(changes.FILE, "../up", 0o644).frame() + END, "bad entry: '../up'"),
+        (Entry(changes.FILE, "/etc/x", 0o644).frame() + END, "bad entry"),
+        (Entry(changes.FILE, "a/./b", 0o644).frame() + END, "bad entry"),
+        (Entry(b"c", "device", 0o644).frame() + END, "bad entry"),
+        (Entry(changes.FILE, "x", 0o100644).frame() + END, "bad entry"),
+        (Entry(changes.FILE, "x", 0o644).frame(), "ended too early"),
+        (END[:-1], "ended too early"),
+        (b"", "ended too early"),
+        (changes.HEADER.pack(changes.FILE, 0, 0, 1, 1 << 62) + b"x", "bad entry"),
+        (
+            Entry(changes.LINK, "l", 0o777, content=b"/var/tmp").frame()
+            + Entry(changes.FILE, "l/x", 0o644).frame()
+            + END,
+            "Not a directory: 'l'",
+        ),
+    ],
+)
+async def test_a_forged_archive_is_refused(archive: bytes, why: str) -> None:
+    if "Not a directory" not in why:
+        with pytest.raises(changes.ChangesError, match=why):
+            list(read_entries(archive))
+    async with box() as jail:
+        with pytest.raises(SandboxError, match=why):
+            await jail.apply(archive)
+        assert (await jail.run("shell", "echo lives", 5)).output == "lives\n"
+
+
+async def test_files_of_a_sandbox_that_ended_are_gone() -> None:
+    async with box() as jail:
+        assert jail.pid is not None
+        await jail._end()
+        with pytest.raises(SandboxError, match="the sandbox ended, and with it the files"):
+            await jail.changes()
