@@ -65,7 +65,7 @@ class DataConfig(Section, frozen=True):
     """Prompts, with verl's columns or others."""
 
     train: Text | Annotated[list[Text | WeightedSource], Meta(min_length=1)]
-    """Training samples: a file (parquet, jsonl, json, csv), a pattern, a hub data set
+    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a pattern, a hub data set
     `hf:OWNER/NAME:CONFIG:SPLIT`; or several, all with weights `{path, weight}` or none."""
     test: str | list[Text] = ""
     """Held-out samples, in the same ways, without weights; empty: no validation."""

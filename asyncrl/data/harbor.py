@@ -70,7 +70,9 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 
 class _Environment(msgspec.Struct, frozen=True):
-    docker_image: Annotated[str, _is("an imported image by its name; the folder's name otherwise")] = ""
+    docker_image: Annotated[
+        str, _is("an imported image, `/` and `:` as `-`; the folder's name otherwise")
+    ] = ""
     workdir: Annotated[str, _is("where programs start; the image's directory otherwise")] = ""
     env: Annotated[Variables, _is("variables of the agent and the tests; `${…}` is refused")] = {}
     memory_mb: Annotated[int, _is("MiB of memory of a sandbox", ge=1)] | None = None
@@ -210,12 +212,13 @@ def _ignored(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 def _image(folder: Path, named: str) -> Image:
     """Find the image. ConfigError with the two commands that make it."""
-    name = named or folder.name
+    made = named or folder.name.lower()
+    name = re.sub(r"[^\w.-]", "-", named or folder.name, flags=re.ASCII)
     try:
         return find_image(name)
     except ConfigError as error:
-        first = f"docker pull {name}" if named else f"docker build -t {name} {folder / 'environment'}"
-        second = f"docker save {name} | asyncrl image import - --name {name}"
+        first = f"docker pull {made}" if named else f"docker build -t {made} {folder / 'environment'}"
+        second = f"docker save {made} | asyncrl image import - --name {name}"
         raise ConfigError(f"{error}, for example: {first}; {second}") from error
 
 

@@ -226,11 +226,14 @@ def test_a_missing_image_comes_with_the_two_commands_that_make_it(tmp_path: Path
     )
     with pytest.raises(ConfigError, match=built):
         read(folder)
-    task_folder(folder, '[environment]\ndocker_image = "org/swe"')
-    with pytest.raises(
-        ConfigError, match=r"docker pull org/swe; docker save org/swe \| asyncrl image import - "
-    ):
+    task_folder(folder, '[environment]\ndocker_image = "org/swe:1"\nworkdir = "/app"')
+    saved = re.escape(
+        "docker pull org/swe:1; docker save org/swe:1 | asyncrl image import - --name org-swe-1"
+    )
+    with pytest.raises(ConfigError, match=saved):
         read(folder)
+    bare_image(images, "org-swe-1", "app")
+    assert read(folder)
 
 
 def test_layers_of_a_thin_image_hide_what_is_below(tmp_path: Path, images: Path) -> None:
