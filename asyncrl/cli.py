@@ -41,6 +41,9 @@ COMMANDS = {
     "view": ["[NAME...]                a page in the browser: curves, episodes token by token, time"],
     "replay": ["NAME --step N          a recorded step again, as it was or with other keys"],
     "regrade": ["NAME --reward SPEC    recorded episodes, scored by another reward"],
+    "image": [
+        "import FILE | list       root file systems for sandboxes: unpack one, see which there are",
+    ],
     "tools": [
         "list [SPEC...]          the built-in tools, or those of a module, file or folder",
         "call NAME '{\"a\": 1}'    call one",

@@ -10,11 +10,12 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distribution
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import msgspec
 from packaging.requirements import Requirement
 
 from asyncrl.isolation.images import Image, find_image
+from asyncrl.isolation.importing import import_image
 
 PROGRAMS = (
     *("sh", "bash", "env", "ls", "cat", "cp", "mv", "rm", "ln", "mkdir", "rmdir", "touch", "stat", "wc"),
@@ -66,14 +67,10 @@ def small_image(
     images: Path, name: str = "small", *, python: bool = False, packages: Iterable[str] = ()
 ) -> Image:
     """Make an image of `small_tree` in `images` (the fixture: ASYNCRL_IMAGES), unless it is there."""
-    digest = f"sha256-{name:0>64}"
-    if not (images / digest).exists():
-        small_tree(images / digest / "root", python, packages)
-        image = Image(digest, environment={"PATH": "/usr/bin:/bin"})
-        (images / digest / "image.json").write_bytes(msgspec.json.encode(image))
-        (images / "names").mkdir(exist_ok=True)
-        (images / "names" / name).symlink_to(f"../{digest}")
-    return find_image(name)
+    if (images / "names" / name).exists():
+        return find_image(name)
+    with TemporaryDirectory() as directory:
+        return import_image(str(small_tree(Path(directory, name), python, packages)), name)
 
 
 def _copy_python(path: Path, packages: set[str]) -> list[str]:

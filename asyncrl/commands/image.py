@@ -1,0 +1,62 @@
+"""`asyncrl image import | list | remove`: root file systems for sandboxes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.commands import command_parser
+from asyncrl.errors import ConfigError
+from asyncrl.isolation.images import find_image, list_images
+from asyncrl.isolation.importing import import_image, remove_image
+from asyncrl.isolation.unpacking import Bounds
+
+HELP = """\
+Root file systems that sandboxes start from. Nothing is fetched, and no Dockerfile is built.
+
+  asyncrl image import debian.tar                  a root file system, or what `docker save` and
+                                                   `skopeo copy … oci-archive:FILE` write, as "debian"
+  asyncrl image import DIR --name task --over debian     only the files that differ
+  docker save IMAGE | asyncrl image import - --name NAME
+  asyncrl image list
+  asyncrl image remove NAME
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = command_parser("image", HELP, run_dir="")
+    parser.add_argument("action", choices=("import", "list", "remove"))
+    parser.add_argument(
+        "given", nargs="?", default="", metavar="FILE|DIR|-|NAME", help="what to import or remove"
+    )
+    parser.add_argument("--name", default="", help="import: its name; by default the file's")
+    parser.add_argument("--over", default="", metavar="IMAGE", help="import: lay it over this one")
+    for bound, default in msgspec.structs.asdict(Bounds()).items():
+        parser.add_argument(f"--{bound}", type=int, default=default, help=f"import: limit ({default})")
+    options = parser.parse_intermixed_args(argv)
+    if options.action == "list":
+        for digest, names in list_images().items():
+            print(_line(digest, names))
+        return 0
+    if not options.given:
+        parser.error(f"{options.action} takes a FILE, DIR or - to import, or a NAME to remove")
+    if options.action == "remove":
+        gone = remove_image(options.given)
+        print(f"{options.given} is removed{'' if gone else '; its image has other names'}")
+        return 0
+    bounds = Bounds(**{name: getattr(options, name) for name in Bounds.__struct_fields__})
+    name = options.name or Path(options.given).name.split(".")[0]
+    image = import_image(options.given, "" if name == "-" else name, options.over, bounds)
+    print(_line(image.digest, [name]))
+    return 0
+
+
+def _line(digest: str, names: list[str]) -> str:
+    try:
+        image = find_image(digest)
+    except ConfigError as error:
+        return str(error)
+    over = f"  over {Path(image.over[0]).parent.name[:19]}" if image.over else ""
+    name = " ".join(names) or "–"
+    return f"{name:<24} {digest}  {image.files:>7} files {image.size / 2**20:>8.1f} MiB{over}"

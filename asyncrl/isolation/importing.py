@@ -1,0 +1,151 @@
+"""Imports and removes images. What an archive holds is unpacked by a child process (unpacking.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.isolation.child import Child, ChildError
+from asyncrl.isolation.images import NAME, Image, find_image, images_directory, list_images
+from asyncrl.isolation.layers import Settings
+from asyncrl.isolation.sandbox import emptying
+from asyncrl.isolation.unpacking import CHUNK, UNPACK, Bounds, Order, Unpacked
+
+MOST_OVER = 8  # overlayfs takes the paths of all in 4 KiB
+LARGEST = 8 << 20  # bytes of a child's answer
+
+
+def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = Bounds()) -> Image:
+    """Import an archive, a directory or `-`, the standard input, as `name`: whole, or not at all. `over`: the
+    image that it lies over. ConfigError for what is refused. Must be called outside of event loops."""
+    if name and (not NAME.fullmatch(name) or name.startswith("sha256-")):
+        raise ConfigError(f"--name {name!r}: up to 100 letters, digits and . _ -, but not sha256-")
+    if source != "-" and not os.path.exists(source):
+        raise ConfigError(f"{source}: no such file or directory")
+    base = find_image(over) if over else None
+    below = tuple(Path(root).parent.name for root in base.layers) if base else ()
+    if len(below) > MOST_OVER:
+        raise ConfigError(f"--over {over}: it lies over {MOST_OVER} images itself; import them as one")
+    settings = Settings(base.environment, base.directory, base.user) if base else Settings()
+    images = images_directory()
+    with _incoming(images) as place:
+        (place / "root").mkdir()
+        path, spool = os.path.abspath(source), str(place / "archive")
+        if not os.path.isdir(path) and not os.path.isfile(path):
+            path = _copy(source, spool, bounds)
+        order = Order(path, spool, str(place / "root"), below[0] if below else "", settings, bounds)
+        try:
+            unpacked = asyncio.run(_unpack(order))
+        except ChildError as error:
+            raise ConfigError(f"{source}: {error}; nothing was imported") from error
+        image = Image(
+            unpacked.digest,
+            over=below,
+            **msgspec.structs.asdict(unpacked.settings),
+            size=unpacked.size,
+            files=unpacked.files,
+        )
+        Path(spool).unlink(missing_ok=True)
+        (place / "image.json").write_bytes(msgspec.json.encode(image))
+        with _locked(images):
+            if not (images / image.digest).exists():
+                place.rename(images / image.digest)
+            if name:
+                (images / "names").mkdir(exist_ok=True)
+                link = images / f"incoming-{os.getpid()}"
+                link.symlink_to(f"../{image.digest}")
+                link.replace(images / "names" / name)
+    return find_image(image.digest)
+
+
+def remove_image(name: str) -> bool:
+    """Remove a name and, if it has no other one, its image; or by its digest an image with all names. Returns
+    whether the image is gone. ConfigError for one that another lies over."""
+    with _locked(images := images_directory()):
+        found = list_images()
+        digest = next((one for one in found if name in (one, *found[one])), "") or find_image(name).digest
+        gone = name == digest or found[digest] == [name]
+        above = [one for one in found if f"/{digest}/root" in " ".join(_over(one))]
+        if gone and above:
+            raise ConfigError(f"image {name!r} has images over it: {len(above)}; remove first {above[0]}")
+        for each in found[digest] if gone else [name]:
+            (images / "names" / each).unlink()
+        if gone:
+            (images / digest).rename(images / f"incoming-{digest}")
+            _sweep(images)
+    return gone
+
+
+async def _unpack(order: Order) -> Unpacked:
+    child = await Child.start(UNPACK, "the unpacking process", LARGEST)
+    try:
+        await child.open(True)
+        return await child.ask(order)
+    finally:
+        child.kill()
+        await child.gone()
+
+
+def _copy(source: str, spool: str, bounds: Bounds) -> str:
+    """Copy what cannot be read twice."""
+    with open(sys.stdin.fileno() if source == "-" else source, "rb") as file, open(spool, "wb") as copy:
+        while chunk := file.read(CHUNK):
+            copy.write(chunk)
+            if copy.tell() >> 20 >= bounds.mib:
+                raise ConfigError(f"{source}: has more than {bounds.mib} MiB (--mib)")
+    return spool
+
+
+def _over(digest: str) -> tuple[str, ...]:
+    try:
+        return find_image(digest).over
+    except ConfigError:  # somebody has changed it
+        return ()
+
+
+@contextmanager
+def _locked(images: Path) -> Iterator[None]:
+    images.mkdir(parents=True, exist_ok=True)
+    with (images / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _incoming(images: Path) -> Iterator[Path]:
+    """Make a directory for an import, and hold its lock. Litter of earlier imports is deleted."""
+    with _locked(images):
+        _sweep(images)
+        place = Path(tempfile.mkdtemp(prefix="incoming-", dir=images))
+        held = os.open(place, os.O_DIRECTORY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        yield place
+    finally:
+        emptying.remove(str(place))
+        os.close(held)
+
+
+def _sweep(images: Path) -> None:
+    """Delete what killed imports have left, and removed images."""
+    for path in images.glob("incoming-*"):
+        if path.is_symlink():
+            path.unlink()
+            continue
+        held = os.open(path, os.O_DIRECTORY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            emptying.remove(str(path))
+        except BlockingIOError:
+            continue  # its import is under way
+        finally:
+            os.close(held)

@@ -1,0 +1,119 @@
+"""Reads archives of layers: what `docker save`, `podman save` and `skopeo copy` write."""
+
+from __future__ import annotations
+
+import posixpath
+import tarfile
+from collections.abc import Iterator
+from typing import IO, NoReturn, TypeVar
+
+import msgspec
+
+from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.isolation.sandbox.kernel import MACHINE
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}  # by the name that OCI has for it
+LARGEST_JSON = 4 << 20
+
+T = TypeVar("T")
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What an image sets beside its files; see `images.Image`."""
+
+    environment: dict[str, str] = msgspec.field(default_factory=lambda: {"PATH": PATH})
+    directory: str = "/"
+    user: str = ""
+
+
+def refuse(text: str) -> NoReturn:
+    raise ConfigError(text)
+
+
+class _Platform(msgspec.Struct):
+    architecture: str = ""
+
+
+class _Descriptor(msgspec.Struct):
+    digest: str
+    platform: _Platform | None = None
+
+    @property
+    def name(self) -> str:
+        return f"blobs/{self.digest.replace(':', '/')}"
+
+
+class _Manifest(msgspec.Struct):
+    """An OCI manifest, or a list of those of several machines."""
+
+    manifests: list[_Descriptor] = []
+    config: _Descriptor | None = None
+    layers: list[_Descriptor] = []
+
+
+class _Saved(msgspec.Struct, rename="pascal"):
+    """An entry of docker's manifest.json."""
+
+    config: str
+    layers: list[str]
+
+
+class _Settings(msgspec.Struct, rename={"environment": "Env", "directory": "WorkingDir", "user": "User"}):
+    environment: list[str] | None = None
+    directory: str | None = None
+    user: str | None = None
+
+
+class _Config(msgspec.Struct):
+    architecture: str = ""
+    config: _Settings | None = None
+
+
+def find_layers(
+    tar: tarfile.TarFile, index: dict[str, tarfile.TarInfo]
+) -> tuple[Iterator[IO[bytes]], Settings]:
+    """Find the layers, the lowest first, and the settings of the one image of an archive."""
+
+    def find(name: str) -> IO[bytes]:
+        member = index.get(posixpath.normpath(name))
+        file = tar.extractfile(member) if member else None  # it follows links inside the archive
+        return file or refuse(f"its manifest names {name[:200]!r}, which the archive lacks")
+
+    def read(name: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(find(name).read(LARGEST_JSON), type=kind)
+        except UNDECODABLE as error:
+            refuse(f"{name[:200]!r} cannot be read ({error})")
+
+    machine = MACHINES.get(MACHINE, MACHINE)
+    if "manifest.json" in index:
+        saved = read("manifest.json", list[_Saved])
+        if len(saved) != 1:
+            refuse(f"holds {len(saved)} images; save one")
+        config, names = saved[0].config, saved[0].layers
+    else:
+        manifest = read("index.json", _Manifest)
+        for _ in range(3):  # it may list lists
+            if manifest.config:
+                break
+            named = {each.name: each.platform or _Platform(machine) for each in manifest.manifests}
+            found = [name for name, platform in named.items() if platform.architecture == machine]
+            if len(found) != 1:
+                refuse(f"holds {len(found)} images for {machine}; save one")
+            manifest = read(found[0], _Manifest)
+        if not manifest.config:
+            refuse("has no manifest with a configuration")
+        config, names = manifest.config.name, [layer.name for layer in manifest.layers]
+    given = read(config, _Config)
+    if given.architecture not in ("", machine):
+        refuse(f"is an image for {given.architecture}; this machine is {machine}")
+    return map(find, names), _settings(given.config or _Settings())
+
+
+def _settings(given: _Settings) -> Settings:
+    environment = dict(line.partition("=")[::2] for line in given.environment or ())
+    directory = posixpath.join("/", given.directory or "")
+    if "\0" in "".join((*environment, *environment.values(), directory, given.user or "")):
+        refuse("its settings hold a NUL")
+    return Settings({"PATH": PATH} | environment, posixpath.normpath(directory), given.user or "")
