@@ -62,10 +62,11 @@ class FailReason(enum.StrEnum):
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
     EPISODE_ERROR = "episode_error"
-    SETUP_FAILED = "setup_failed"  # the sandbox of a task could not be made
+    SETUP_FAILED = "setup_failed"  # the sandbox of a task, or of its tests, could not be made
     TOOL_ERROR = "tool_error"  # a tool could not be opened
     ENVIRONMENT_ERROR = "environment_error"
     AGENT_ERROR = "agent_error"  # the agent program failed
+    TESTS_FAILED_TO_RUN = "tests_failed_to_run"  # also on the task's untouched image
     MISALIGNED = "misaligned"  # a prompt did not extend the tokens before it
     PROMPT_TOO_LONG = "prompt_too_long"
     DEADLINE = "deadline"  # the episode's wall-clock limit, before its first turn was done

@@ -37,6 +37,14 @@ def check_reply(payload: bytes) -> None:
         raise ProtocolError(f"replies that cannot be decoded: {error}") from None
 
 
+def check_result(payload: bytes) -> None:
+    """ProtocolError when it is no JSON value."""
+    try:
+        msgspec.json.decode(payload)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"the result of an episode cannot be decoded: {error}") from None
+
+
 def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:
     """Check a decoded turn: every token is of the vocabulary, and every model token has a log-prob, a version
     and a token before it that predicts it; its row is one of the `rows` before, or the next new one.

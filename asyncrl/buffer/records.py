@@ -13,8 +13,13 @@ from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, FilterReason
 
 # Failures that another attempt would only repeat.
 FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
-# An engine or worker that went away does not invalidate the turns that are already durable.
-RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.ENGINE_ERROR})
+# An engine, a worker or a sandbox for tests that went away does not invalidate the turns that are durable.
+RESUMABLE = frozenset(
+    {
+        *(FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.ENGINE_ERROR),
+        *(FailReason.SETUP_FAILED, FailReason.TESTS_FAILED_TO_RUN),
+    }
+)
 # They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
 LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
 MAX_LOSSES = 100

@@ -95,7 +95,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     from asyncrl.algorithms.recipe import compose
     from asyncrl.data import Samples, samples_path
     from asyncrl.episodes.parts import EpisodeParts
-    from asyncrl.episodes.recorded import kept_turns, regrade
+    from asyncrl.episodes.recorded import kept_result, kept_turns, regrade
     from asyncrl.store.reader import RunReader
 
     recipe = compose(config)
@@ -108,7 +108,8 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
         async with room:
             try:
                 end, sample = episode.result.end, samples[group.sample]
-                earned = await regrade(parts, sample, turns, end, episode.stats.tool_calls)
+                result = kept_result(reader, episode.uid, episode.turns)
+                earned = await regrade(parts, sample, turns, end, episode.stats.tool_calls, result)
             except Exception as error:
                 problems.append(f"episode {episode.uid}: {one_line(error)}")
                 return None

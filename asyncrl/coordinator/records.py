@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from asyncrl.buffer.payloads import check_logprobs, check_reply, check_turn, decode_turn, extend
+from asyncrl.buffer.payloads import check_logprobs, check_reply, check_result, check_turn, decode_turn, extend
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.replay import current
 from asyncrl.coordinator.reporting import Reporter, earned, save_transcripts, transcript_entry
@@ -76,6 +76,9 @@ class RecordHandler:
                 if not 0 < turns == episode.turns or tokens > episode.tokens:
                     known = f"{episode.turns} turns of {episode.tokens} tokens are durable"
                     raise ProtocolError(f"episode {episode.uid}: ends after {turns}, with {tokens}: {known}")
+                if frames:
+                    check_result(frame := _single_frame(frames))
+                    state.store.put_frame(episode.uid, turns - 1, "result", frame)
                 del worker.running[episode.uid]
                 if episode.uid in state.held_out.episodes:
                     state.held_out.finish(episode, message)

@@ -1,7 +1,7 @@
 """Recorded episodes are read from a run, which may be under way, and scored again, perhaps by another reward.
 
 The conversation is made of the recorded turns and their replies. What was not recorded is not there: what an
-agent program or an environment said before the first turn, and what an agent program returned.
+agent program or an environment said before the first turn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -57,6 +57,12 @@ def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], s
         return [], str(error)
 
 
+def kept_result(reader: RunReader, uid: str, turns: int) -> Any:
+    """What the reward saw as `result` of an episode of so many turns, side requests included."""
+    *_, last = reader.frames(uid, turns, ("result",))
+    return msgspec.json.decode(last) if last else None
+
+
 def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
     """The samples of an evaluation, and its episodes that are over. Raises StoreError and ConfigError."""
     samples, found = Samples.open(samples_path(run_dir, "test")), list[Judged]()
@@ -79,11 +85,11 @@ def judged_turns(reader: RunReader, one: Judged) -> tuple[Turn, ...]:
 
 
 async def regrade(
-    parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int
+    parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int, result: Any
 ) -> EpisodeResult:
     """Score the trained turns among these, as `reward_input` has them. Raises RewardError."""
     turns = trained(turns)
-    earned = await parts.scorer.score(reward_input(parts, sample, turns, end, calls))
+    earned = await parts.scorer.score(reward_input(parts, sample, turns, end, calls, result))
     ended = scored(turns, end, shaped(parts.rules, parts.scorer, earned, turns, end))
     if not isinstance(ended, Done):
         raise RewardError(ended.detail)
@@ -91,9 +97,14 @@ async def regrade(
 
 
 def reward_input(
-    parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int
+    parts: EpisodeParts,
+    sample: Sample,
+    turns: Sequence[Turn],
+    end: EpisodeEnd,
+    calls: int,
+    result: Any = None,
 ) -> RewardInput:
-    """Make what a reward sees of an episode with these turns, this end and this number of calls. The
+    """Make what a reward sees of an episode with these turns, this end, number of calls and result. The
     conversation of an agent is that of its last turn. Its tools were not recorded: with calls it had some."""
     rules, shown = parts.rules, tuple(turns)
     if rules.config.agent:
@@ -110,4 +121,5 @@ def reward_input(
         tool_calls=calls,
         end=end,
         transcript=transcript(rules, turns),
+        result=result,
     )

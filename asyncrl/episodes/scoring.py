@@ -34,13 +34,16 @@ class Scorer:
 
     async def score(self, given: RewardInput) -> RewardResult:
         """The weighted sum of all rewards of one episode. RewardError if one fails, with its name where there
-        are several."""
+        are several; of the first of them it has the reason."""
         pairs = zip(self.rewards, self._pools, strict=True)
         parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
         named = list(zip(self.rewards, parts, strict=True))
-        if failed := [(reward.name, part) for reward, part in named if isinstance(part, str)]:
-            raise RewardError("; ".join(f"{name}: {why}" if len(parts) > 1 else why for name, why in failed))
-        results = [(reward.name, reward.weight, part) for reward, part in named if not isinstance(part, str)]
+        if failed := [(reward.name, part) for reward, part in named if isinstance(part, RewardError)]:
+            told = "; ".join(f"{name}: {error}" if len(parts) > 1 else str(error) for name, error in failed)
+            raise RewardError(told, failed[0][1].reason)
+        results = [
+            (reward.name, reward.weight, part) for reward, part in named if isinstance(part, RewardResult)
+        ]
         try:
             return combine(results)
         except ValueError as error:
@@ -63,7 +66,9 @@ class Scorer:
         await asyncio.gather(*(pool.close() for pool in self._pools if pool is not None))
         await close_sessions()
 
-    async def _part(self, reward: Reward, pool: RewardPool | None, given: RewardInput) -> RewardResult | str:
+    async def _part(
+        self, reward: Reward, pool: RewardPool | None, given: RewardInput
+    ) -> RewardResult | RewardError:
         """The result of one reward, or why there is none."""
         seconds = self._timeout * (1 + PATIENCE if reward.own_deadline else 1)
         try:
@@ -71,21 +76,21 @@ class Scorer:
                 return await pool.call(given, seconds)
             return await call_user(partial(_in_loop, reward, given), seconds)
         except RewardError as error:
-            return str(error)
+            return error
         except CallTimeout:
-            return f"no reward within {seconds:g} s"
+            return RewardError(f"no reward within {seconds:g} s")
         except Exception as error:
-            return describe(error)
+            return RewardError(describe(error))
 
 
-async def _in_loop(reward: Reward, given: RewardInput) -> RewardResult | str:
+async def _in_loop(reward: Reward, given: RewardInput) -> RewardResult | RewardError:
     """The reward's errors are described here, so that they differ from those of `call_user`."""
     try:
         return await evaluate(reward.function, given)
     except RewardError as error:
-        return str(error)
+        return error
     except (Exception, SystemExit) as error:
-        return describe(error)
+        return RewardError(describe(error))
 
 
 def _pool(reward: Reward) -> RewardPool | None:

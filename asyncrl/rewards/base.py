@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.registry import Registry
-from asyncrl.types import MAX_REWARD, EpisodeEnd, Message, RewardResult, Sample
+from asyncrl.types import MAX_REWARD, EpisodeEnd, FailReason, Message, RewardResult, Sample
 from asyncrl.values import encodable, finite
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,7 +30,12 @@ MOST_NOTES, LONGEST_NOTE = 16, 500  # of a result; characters
 
 
 class RewardError(AsyncrlError):
-    """A reward or a shaping raised, ran out of time, crashed its process or did not return a number."""
+    """A reward or a shaping raised, ran out of time, crashed its process or did not return a number; or tests
+    could not judge, for another `reason`."""
+
+    def __init__(self, message: str, reason: FailReason = FailReason.REWARD_ERROR) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RewardInput(msgspec.Struct, frozen=True):

@@ -94,6 +94,7 @@ class EpisodeRun:
     _sessions: set[str] = field(default_factory=set)
     _routed: dict[int, int] = field(default_factory=dict)  # tokens of a row whose routes are known
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
+    _result: object = None  # that it saw
 
     @property
     def attempt(self) -> Attempt:
@@ -188,8 +189,9 @@ class EpisodeRun:
         tool_calls: int,
         result: object = None,
     ) -> RewardResult:
-        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: what
-        an agent program returned, or the tools left, a JSON value. Raises RewardError."""
+        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: see
+        RewardInput. Raises RewardError."""
+        self._result = result
         reward_input = RewardInput(
             sample=self.assign.sample,
             answer=answer,
@@ -236,6 +238,11 @@ class EpisodeRun:
             text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},
         )
+
+    def result_frame(self, record: Record) -> tuple[bytes, ...]:
+        """Return the frame of the last record: the result, where there is one, for `asyncrl regrade`."""
+        found = isinstance(record, Finished) and self._result is not None
+        return (msgspec.json.encode(self._result),) if found else ()
 
 
 def _cut(text: str) -> str:

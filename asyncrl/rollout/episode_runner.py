@@ -69,7 +69,7 @@ class EpisodeRunner:
                 record = await self._attempt(run, player, frames)
             finally:
                 run.release()
-            await run.post(record)
+            await run.post(record, *run.result_frame(record))
         finally:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 
@@ -85,6 +85,8 @@ class EpisodeRunner:
                 return run.final_record(await player.expire())
         except Exception as error:
             reason = next(reason for kind, reason in _REASONS if isinstance(error, kind))
+            if isinstance(error, RewardError):
+                reason = error.reason
             if frames and isinstance(error, ProtocolError):
                 reason = FailReason.NOT_REPEATED
             if reason is FailReason.EPISODE_ERROR:

@@ -19,7 +19,7 @@ from asyncrl.types import NO_VERSION, PolicyVersion
 
 T = TypeVar("T")
 COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
-FrameKey = tuple[str, int, str]  # uid, turn, generated | replied
+FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result
 
 
 class StoredRun(msgspec.Struct):

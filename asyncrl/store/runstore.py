@@ -58,7 +58,8 @@ class RunStore:
         self.copies = Copies(run_dir)
 
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
-        """The payload of a turn (`kind` generated | replied); a repeat replaces the one before."""
+        """The payload of a turn (`kind` generated | replied), or of the last one the `result` of its episode;
+        a repeat replaces the one before."""
         self._frames[uid, turn, kind] = payload
         self._fresh.add(uid)
         self._places.pop((uid, turn, kind), None)

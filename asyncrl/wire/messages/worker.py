@@ -141,7 +141,8 @@ class Replied(WireMessage, frozen=True):
 
 
 class Finished(WireMessage, frozen=True):
-    """The episode is over and has a reward. Its tokens are the turns sent before."""
+    """The episode is over and has a reward. Its tokens are the turns sent before. Frame, where an agent
+    program or the tools returned something: that, as JSON (RewardInput.result)."""
 
     seq: Count
     attempt: Attempt

@@ -17,6 +17,7 @@ from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.coordinator.workers import WorkerHandler
+from asyncrl.episodes.recorded import kept_result
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import (
     EpisodeResult,
@@ -398,6 +399,20 @@ def test_a_worker_may_call_itself_as_it_likes(setup: WorkerSetup) -> None:
         setup.join(f"rollout/7/{name}".encode(), index=7)
     assert [worker.hello.incarnation for worker in setup.handler.peers][-1] == names[1]
     assert [peer for peer, _ in setup.sent.take(Stop)] == [f"rollout/7/{name}".encode() for name in names[2:]]
+
+
+@pytest.mark.parametrize(("payload", "state"), [(b'{"a": 1}', State.LANDED), (b"no JSON", State.PENDING)])
+def test_what_an_episode_left_for_its_reward_is_kept(
+    setup: WorkerSetup, payload: bytes, state: State
+) -> None:
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    end = Finished(2, first, EpisodeResult(1.0), EpisodeStats(1))
+    setup.records.record(A, end, [payload], 0.0)
+    setup.state.persist()
+    assert setup.state_of(first.uid)[0] is state
+    if state is State.LANDED:
+        assert kept_result(setup.state.store.read, first.uid, 1) == {"a": 1}
 
 
 REPLY = msgspec.msgpack.encode(TurnReply())

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from asyncrl.errors import EngineError
+from asyncrl.rewards import RewardError
 from asyncrl.rollout import context
 from asyncrl.tools import tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
@@ -141,6 +142,10 @@ def raising(error: Exception) -> Callable[..., Any]:
     ("bench", "reason"),
     [
         (lambda: TurnBench(["42"], reward=raising(ValueError("no"))), FailReason.REWARD_ERROR),
+        (
+            lambda: TurnBench(["42"], reward=raising(RewardError("no", FailReason.TESTS_FAILED_TO_RUN))),
+            FailReason.TESTS_FAILED_TO_RUN,
+        ),
         (lambda: TurnBench([]), FailReason.EPISODE_ERROR),  # the script raises IndexError
         (lambda: broken_engine(EngineError("refused")), FailReason.ENGINE_ERROR),
         (lambda: broken_engine(TimeoutError("foreign")), FailReason.EPISODE_ERROR),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.data import samples_path
-from asyncrl.episodes.recorded import evaluated, judged_turns, kept_turns, reward_input
+from asyncrl.episodes.recorded import evaluated, judged_turns, kept_result, kept_turns, reward_input
 from asyncrl.gateway import Endpoint
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, Judged
 from asyncrl.rewards import RewardInput
@@ -75,17 +76,18 @@ def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_p
     assert (read.ids, read.index, read.row) == (turn.ids, 0, 0)
 
 
-def test_an_agents_episode_is_regraded_by_what_its_reward_saw() -> None:
+def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) -> None:
     """All but the agent's own messages, which are not recorded: the conversation is that of the last turn."""
     seen: list[RewardInput] = []
 
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
         await message(endpoint, "a plan?")
         calling = await message(endpoint, "q", tools=[tool])
         (made,) = calling["tool_calls"]
         reply = {"role": "tool", "tool_call_id": made["id"], "content": "7"}
         await message(endpoint, "q", calling, reply, tools=[tool])
+        return {"changes": "YQ=="}
 
     def said(prompt: str) -> str:
         return "so " + call("look") if prompt.endswith("q") else "it is " + call("look")
@@ -97,7 +99,14 @@ def test_an_agents_episode_is_regraded_by_what_its_reward_saw() -> None:
     bench = AgentBench(agent, said, reward)
     stats = bench.finished().stats
     (live,), parts = seen, SimpleNamespace(rules=bench.context.rules)
-    found = reward_input(parts, bench.sample, bench.turns, live.end, stats.tool_calls)  # type: ignore[arg-type]
+    store = RunStore(tmp_path)
+    store.put_frame("u", stats.turns - 1, "result", *bench.frames[-1])
+    store.commit()
+    store.close()
+    with closing(RunReader.open(tmp_path)) as reader:
+        result = kept_result(reader, "u", stats.turns)
+    seen_again = parts, bench.sample, bench.turns, live.end, stats.tool_calls, result
+    found = reward_input(*seen_again)  # type: ignore[arg-type]
 
     def texts(given: RewardInput) -> list[str]:
         return [one.content for one in given.messages if one.role == "assistant"]
@@ -105,6 +114,7 @@ def test_an_agents_episode_is_regraded_by_what_its_reward_saw() -> None:
     assert (live.answer, live.tool_calls, texts(live)) == ("it is", 2, ["so", "it is"])
     assert (found.answer, found.tool_calls, texts(found)) == ("it is", 2, ["so", "it is"])
     assert (found.turns, found.end, found.transcript) == (live.turns, live.end, live.transcript)
+    assert found.result == live.result == {"changes": "YQ=="}
 
 
 def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left_out(tmp_path: Path) -> None:

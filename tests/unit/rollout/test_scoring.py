@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.episodes.scoring import Scorer
 from asyncrl.rewards import Reward, RewardError, RewardInput, in_loop, load_rewards
-from asyncrl.types import EpisodeEnd, RewardResult
+from asyncrl.types import EpisodeEnd, FailReason, RewardResult
 from tests.fakes.chat import sample
 
 GIVEN = RewardInput(sample(), "42", turns=2, end=EpisodeEnd.ANSWERED)
@@ -148,6 +148,16 @@ def test_a_part_that_fails_is_named_and_the_others_are_waited_for() -> None:
         verdict(parts)
     assert str(caught.value).startswith("broken: ValueError: why (test_scoring.py:")
     assert "; text: TypeError: the reward is 'x'" in str(caught.value)
+
+
+def test_a_failure_keeps_its_reason_beside_rewards_that_do_not_fail() -> None:
+    async def no_sandbox(given: RewardInput) -> float:
+        raise RewardError("no room", FailReason.SETUP_FAILED)
+
+    parts = [in_loop(lambda given: 1.0, "fine"), in_loop(no_sandbox, "tests")]
+    with pytest.raises(RewardError, match=r"^tests: no room$") as caught:
+        verdict(parts)
+    assert caught.value.reason is FailReason.SETUP_FAILED
 
 
 def test_sums_that_make_no_sense_are_a_reward_error() -> None:
