@@ -37,7 +37,7 @@ REFUSED = {
     **{f"verifier.{name}": OWN_IMAGE for name in ("environment_mode", "environment", "collect")},
 }
 """Fields of task.toml that change what a task is, and why they are refused."""
-HARMLESS = ("no-network", "linux", "shared")  # their values that are not, beside 0, false and nothing
+HARMLESS = ("no-network", "linux", "shared")  # their values that ask for nothing, beside 0, false, [], {}
 REFUSED_FILES = {
     "environment/docker-compose.yaml": "a task runs in one image",
     "environment/docker-compose.yml": "a task runs in one image",
@@ -203,7 +203,7 @@ def _ignored(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
         for name, value in (fields if known else {section: inner}).items():
             if name in REFUSED and value and value not in HARMLESS:
                 refused.append((f"{FILE}: {name} = {str(value)[:60]}", REFUSED[name]))
-            elif name not in REFUSED and section not in DESCRIBED:
+            elif name not in REFUSED and value and section not in DESCRIBED:
                 found[name] = value
     for what, why in refused:
         raise ConfigError(f"{what} is refused: {why}")

@@ -51,13 +51,8 @@ def find_image(name: str) -> Image:
     try:
         if not NAME.fullmatch(name):
             raise FileNotFoundError
-        if not NAME.fullmatch(name):
-            raise FileNotFoundError
         image = msgspec.json.decode((place / "image.json").read_bytes(), type=Image)
         roots = [str((images / each / "root").resolve(strict=True)) for each in (image.digest, *image.over)]
-        roots = [
-            str((images / digest / "root").resolve(strict=True)) for digest in (image.digest, *image.over)
-        ]
     except FileNotFoundError:
         known = ", ".join(sorted(path.name for path in images.glob("names/*"))) or "none"
         raise ConfigError(

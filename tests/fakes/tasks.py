@@ -25,8 +25,7 @@ def bare_image(
     root = images / digest / "root"
     for inner in ("", *directories):
         (root / inner).mkdir(parents=True, exist_ok=True)
-    below = find_image(over).layers if over else ()
-    image = Image(digest, over=below, directory=directory)
+    image = Image(digest, over=(find_image(over).digest,) if over else (), directory=directory)
     (images / digest / "image.json").write_bytes(msgspec.json.encode(image))
     (images / "names").mkdir(exist_ok=True)
     (images / "names" / name).unlink(missing_ok=True)

@@ -116,7 +116,7 @@ def test_ignored_fields_are_one_line_and_can_be_read_as_columns(tmp_path: Path, 
 
     tasks = tmp_path / "sums"
     for name in ("a", "b"):
-        task_folder(tasks / name, WHOLE + "typo_sec = 3\n")
+        task_folder(tasks / name, WHOLE + "typo_sec = 3\nempty = {}\n")
     asked = IgnoredSettings()
     read(tasks, asked.see)
     keys = {"name": "x", "data": {"train": str(tasks)}, "model": {"path": "m"}}
