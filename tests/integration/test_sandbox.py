@@ -579,7 +579,7 @@ async def test_a_closed_sandbox_stays_closed() -> None:
 
 
 def test_a_sandbox_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", "raise SystemExit")
+    monkeypatch.setattr("asyncrl.isolation.sandbox.spawning.START", "raise SystemExit")
     with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
         asyncio.run(Jail(require=()).start())
 

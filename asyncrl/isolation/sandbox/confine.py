@@ -14,22 +14,39 @@ import fcntl
 import os
 import struct
 from _socket import AF_INET, SOCK_STREAM, socket  # the module socket is slow to import
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asyncrl.isolation.sandbox import kernel
+from asyncrl.isolation.sandbox import imaging, kernel
 from asyncrl.isolation.sandbox.frames import SandboxLimits
-from asyncrl.isolation.sandbox.kernel import check, libc, prctl, syscall
+from asyncrl.isolation.sandbox.kernel import check, libc, prctl
+from asyncrl.isolation.sandbox.mounts import (
+    AT_FDCWD,
+    MNT_DETACH,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    NEWIPC,
+    NEWNET,
+    NEWNS,
+    NEWPID,
+    NEWUSER,
+    NEWUTS,
+    NO_DEVICES,
+    NO_SUID,
+    READ_ONLY,
+    enter_root,
+    mount,
+    set_attributes,
+    unshare,
+)
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
-MNT_DETACH = 2
-AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-READ_ONLY, NO_SUID, NO_DEVICES = 1, 2, 4  # of mount_setattr
-SYS_MOUNT_SETATTR = 442
-SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-CAPABILITY_VERSION = 0x20080522
+CAPABILITY_VERSION, CAPABILITIES, PR_CAPBSET_DROP = 0x20080522, 64, 24
+ROOT_CAPABILITIES = 0b11011011  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 BACKLOG = 128
 TCP_BUFFER = f"4096 65536 {kernel.BUFFER}"  # least, default and most
@@ -57,25 +74,33 @@ TERMINALS = "newinstance,ptmxmode=666,max=32"  # the machine has 3,072 for all s
 
 
 class ConfinementPlan(NamedTuple):
-    """`shown`: paths that the code may read. `fallback`: the directory to create as its home where there
-    can be no new root. `listen`: open a listening socket inside. `number`: the guard's process id outside all
-    namespaces."""
+    """`number`: the guard's process id outside all namespaces. `shown`: paths that the code may read, and
+    their places inside. `layers`: directories of an image, the uppermost first; without any the root is made
+    of what is shown. `environment`: variables beside those of every sandbox. `fallback`: the directory to
+    create as its home where there can be no new root. `listen`: open a listening socket inside. `user`:
+    "root" for its rights inside. `directory`: where programs start."""
 
+    number: int
     limits: SandboxLimits
-    shown: Sequence[str]
+    shown: Sequence[tuple[str, str]]
+    layers: Sequence[str]
+    environment: Mapping[str, str]
     fallback: str
     listen: bool
-    number: int
+    user: str
+    directory: str
 
 
 class Confinement(NamedTuple):
-    """The isolation that `confine` achieved. `home`: the code's directory. `holds`: the isolation in force
-    (words of frames.GIVEN). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the
-    value for RLIMIT_NPROC, which counts all processes of a user. `files`: descriptor of a Landlock ruleset
-    for the code's processes, or -1 for none. `filtered`: seccomp works here. `listener`: a socket in the
-    network namespace. `notes`: what the kernel refused."""
+    """The isolation that `confine` achieved. `home`: the code's directory. `upper`: a descriptor of the
+    directory with all files that the code makes: an image's upper layer, or `home`. `holds`: the isolation
+    in force (words of frames.GIVEN). `alone`: kill(-1) reaches only the sandbox's own processes.
+    `processes`: the value for RLIMIT_NPROC, which counts all processes of a user. `files`: descriptor of a
+    Landlock ruleset for the code's processes, or -1 for none. `filtered`: seccomp works here. `listener`: a
+    socket in the network namespace. `notes`: what the kernel refused."""
 
     home: str
+    upper: int
     holds: frozenset[str]
     alone: bool
     processes: int
@@ -91,11 +116,16 @@ def new_process_namespace(notes: list[str]) -> set[str]:
     if attempt(lambda: unshare(NEWPID), notes):
         return {"pid"}
     if attempt(lambda: unshare(NEWPID | NEWUSER), notes):
-        maps = (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"))
-        for name, text in maps:
-            _write(f"/proc/self/{name}", text)
+        _map_ids((uid, uid), (gid, gid))
         return {"pid", "user"}
     return set()
+
+
+def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
+    """Give this process ids in its new user namespace. Each is one inside, and the one it has outside."""
+    _write("/proc/self/setgroups", "deny")
+    for name, (inside, outside) in (("uid_map", user), ("gid_map", group)):
+        _write(f"/proc/self/{name}", f"{inside} {outside} 1")
 
 
 def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confinement:
@@ -108,21 +138,27 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     if listener and not attempt(partial(listen, listener), notes):
         listener = None
     uid = _user(plan, spaces)
-    home = HOME
-    if attempt(lambda: new_root(plan, uid), notes):
+    home, uppers = HOME, list[int]()
+    if attempt(lambda: uppers.append(new_root(plan, uid)), notes):
         holds |= {"files", "root"}
         if "network" in holds and os.getpid() == 1 and os.path.exists("/proc/1/task/1"):
             holds.add("resident")
             for name in ("tcp_rmem", "tcp_wmem"):  # of its own network
                 attempt(partial(_write, f"/proc/sys/net/ipv4/{name}", TCP_BUFFER), notes)
+    elif plan.layers:
+        return without_image(notes)
     else:
         home = plan.fallback
         os.mkdir(home, 0o700)
         if not (_library_is_public() and attempt(lambda: os.chown(home, uid, uid), notes)):
             uid = os.getuid()
+        uppers.append(os.open(home, os.O_DIRECTORY | os.O_CLOEXEC))
     own = uid != os.getuid() and attempt(lambda: _become(uid), notes)
     os.chdir(home)
-    drop_rights()
+    privileged = os.getuid() == 0
+    if plan.user == "root" and not attempt(_become_root, notes):
+        return without_image(notes)
+    drop_rights(ROOT_CAPABILITIES if plan.user == "root" else 0)
     files = -1 if "files" in holds else _files_by_landlock(plan, home, holds, notes)
     filtered = attempt(lambda: kernel.refuse_calls(kernel.UNCOUNTED.values()), notes)
     if filtered and "files" in holds and (home == HOME or not _is_memory(home, notes)):
@@ -131,7 +167,7 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
         holds.add("network")
     if own:
         holds.add("orphans")  # the guard runs as another user: the code cannot kill it
-    if os.getuid() != 0:
+    if not privileged:
         holds.add("processes")
     kernel_version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     counted_apart = own or ("user" in spaces and kernel_version >= (5, 14))
@@ -139,7 +175,14 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     alone = own or "pid" in spaces
     if listener:
         holds.add("listener")
-    return Confinement(home, frozenset(holds), alone, count, files, filtered, listener, "; ".join(notes))
+    return Confinement(
+        home, uppers[0], frozenset(holds), alone, count, files, filtered, listener, "; ".join(notes)
+    )
+
+
+def without_image(notes: list[str]) -> Confinement:
+    """Describe a sandbox in which nothing is to run: its owner says why."""
+    return Confinement("", -1, frozenset(), True, 0, -1, False, None, "; ".join(notes))
 
 
 def listen(listener: socket) -> None:
@@ -149,10 +192,14 @@ def listen(listener: socket) -> None:
     listener.listen(BACKLOG)
 
 
-def new_root(plan: ConfinementPlan, uid: int) -> None:
-    """Change to a new read-only root with `shown`, and with HOME, a tmpfs that ends with the last process."""
+def new_root(plan: ConfinementPlan, uid: int) -> int:
+    """Change to a new read-only root with `shown`, and with HOME, a tmpfs that ends with the last process; or
+    to an image's root, whose upper layer is on that tmpfs. Returns `upper` of the Confinement."""
     unshare(NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
+    layers = imaging.copy_layers(plan.layers, uid)
+    inside = 0 if plan.user == "root" else uid
+    paths = [path for _, path in plan.shown]
     mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     try:
         _fill(plan.shown, uid)
@@ -163,20 +210,21 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
             mount(f"/dev/{source}", f"{NEW_ROOT}/dev/{name}", "", MS_BIND)
         terminals = f"{NEW_ROOT}/dev/pts"
         attempt(lambda: mount("devpts", terminals, "devpts", MS_NOSUID | MS_NOEXEC, TERMINALS), [])
-        os.chdir(NEW_ROOT)
-        syscall("pivot_root", SYS_PIVOT_ROOT[kernel.MACHINE], b".", b".")
-        check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
+        if layers:
+            return imaging.enter_image(layers, NEW_ROOT, HOME, paths, uid, inside)
+        upper = os.open(NEW_ROOT + HOME, os.O_DIRECTORY | os.O_CLOEXEC)
+        enter_root(NEW_ROOT)
+        return upper
     except (OSError, KeyError):
         libc.umount2(NEW_ROOT.encode(), MNT_DETACH)
         raise
-    os.chdir("/")
 
 
-def _fill(shown: Sequence[str], uid: int) -> None:
+def _fill(shown: Sequence[tuple[str, str]], uid: int) -> None:
     for name in ("proc", "dev/pts", "etc", HOME[1:]):  # first: never the machine's own in their place
         os.makedirs(f"{NEW_ROOT}/{name}")
-    for path in shown:
-        _show(path)
+    for path, inside in shown:
+        _show(path, NEW_ROOT + inside)
     for name in DEVICES:
         os.close(os.open(f"{NEW_ROOT}/dev/{name}", os.O_CREAT))
     for name, target in LINKS.items():
@@ -190,9 +238,7 @@ def _fill(shown: Sequence[str], uid: int) -> None:
     }
     for name, text in names.items():
         _write(f"{NEW_ROOT}/etc/{name}", f"{text}\n")
-    attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0)
-    arguments = (AT_FDCWD, NEW_ROOT.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
-    syscall("mount_setattr", SYS_MOUNT_SETATTR, *arguments)
+    set_attributes(AT_FDCWD, NEW_ROOT, READ_ONLY | NO_SUID | NO_DEVICES)
 
 
 def _write(path: str, text: str) -> None:
@@ -201,11 +247,10 @@ def _write(path: str, text: str) -> None:
 
 
 def shell() -> str:
-    return next(path for path in SHELLS if os.path.exists(path))
+    return next((path for path in SHELLS if os.path.exists(path)), SHELLS[-1])
 
 
-def _show(path: str) -> None:
-    target = NEW_ROOT + path
+def _show(path: str, target: str) -> None:
     if os.path.lexists(target):
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -219,11 +264,14 @@ def _show(path: str) -> None:
     mount(path, target, "", MS_BIND | MS_REC)
 
 
-def drop_rights() -> None:
-    """Drop all capabilities, and do not regain them by exec. Children cannot read this process's memory;
-    it ends with its parent and adopts orphans."""
+def drop_rights(kept: int) -> None:
+    """Drop all capabilities but the set `kept`, and do not regain them by exec. Children cannot read this
+    process's memory; it ends with its parent and adopts orphans."""
+    for capability in range(CAPABILITIES if kept else 0):  # a program of root takes them all from this set
+        if not kept >> capability & 1:
+            attempt(partial(prctl, PR_CAPBSET_DROP, capability), [])  # this kernel may have fewer
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-    check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    check(libc.capset(header, (ctypes.c_uint32 * 6)(kept, kept)), "capset")
     prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     prctl(kernel.PR_SET_DUMPABLE, 0)
     prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -234,7 +282,7 @@ def _files_by_landlock(plan: ConfinementPlan, home: str, holds: set[str], notes:
     """A Landlock ruleset, used when there is no new root. On new kernels it also blocks signals to others."""
     devices = [f"/dev/{name}" for name in DEVICES.values()]
     try:
-        fd = kernel.landlock_ruleset(plan.shown, [home, *devices])
+        fd = kernel.landlock_ruleset([path for path, _ in plan.shown], [home, *devices])
     except OSError as error:
         notes.append(str(error))
         return -1
@@ -252,15 +300,6 @@ def _is_memory(directory: str, notes: list[str]) -> bool:
         return False
     notes.append(f"{directory} is memory: set TMPDIR to a directory on a disk")
     return True
-
-
-def unshare(flags: int) -> None:
-    check(libc.unshare(flags), f"unshare({flags:#x})")
-
-
-def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    texts = [os.fsencode(text) for text in (source, target, kind)]
-    check(libc.mount(*texts, ctypes.c_ulong(flags), os.fsencode(data)), f"mount at {target}")
 
 
 def attempt(step: Callable[[], object], notes: list[str]) -> bool:
@@ -287,6 +326,14 @@ def _become(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+
+
+def _become_root() -> None:
+    """Become root of a user namespace of its own, in which no other user exists."""
+    user, group = os.getuid(), os.getgid()
+    prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files of /proc/self are not this user's
+    unshare(NEWUSER)
+    _map_ids((0, user), (0, group))
 
 
 def _library_is_public() -> bool:

@@ -24,10 +24,12 @@ limit counts, such as files without a directory, shared segments and file system
 GIVEN = (*ISOLATION, "root", "resident", "listener")
 """Beside these isolations: a root of its own, a measure of all memory, a socket that listens inside."""
 
-TAKE, GIVE = b"t", b"g"
-LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20, TAKE: 1 << 20, GIVE: 1 << 20}
-"""Kinds of a request (cell, program, shell, exec; take or give changes of files) and the bytes that a source
-may have: a cell is sent without waiting for its reader, a command is one argument."""
+TAKE, GIVE, WRITE, READ = b"t", b"g", b"w", b"r"
+LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20} | dict.fromkeys(
+    (TAKE, GIVE, WRITE, READ), 1 << 20
+)
+"""Kinds of a request (cell, program, shell, exec; take or give changes; write or read a file) and the bytes
+that a source may have: a cell is sent without waiting for its reader, a command is one argument."""
 
 
 class SandboxLimits(NamedTuple):

@@ -1,4 +1,7 @@
-"""The interpreter that keeps its variables: one cell after the other, as a notebook does."""
+"""The interpreter that keeps its variables: one cell after the other, as a notebook does.
+
+The Python of an image runs the source of this file: it imports nothing of ours, and Python 3.8 is enough.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from asyncrl.isolation.sandbox import frames
-
 ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST; the module ast is slow to import
 SHOWN_FRAMES = 6
 CELL = struct.Struct("!II")  # number of the cell, bytes of its source, which follows
 DONE = struct.Struct("!I?")  # number of the cell, whether it raised
 SOURCES: dict[str, str] = {}
 """Sources of the cells, by the name that tracebacks give them."""
+OURS = (lambda: 0).__code__.co_filename
 
 
 def serve_cells(control: int) -> NoReturn:
@@ -25,8 +27,8 @@ def serve_cells(control: int) -> NoReturn:
     to the present standard output. EOFError when the socket closes."""
     main, process, output = fresh_main(), os.getpid(), os.dup(1)
     while True:
-        number, size = CELL.unpack(frames.read_exactly(control, CELL.size))
-        source = frames.read_exactly(control, size)
+        number, size = CELL.unpack(_read(control, CELL.size))
+        source = _read(control, size)
         open_streams(output)
         raised = _raises(source, f"<cell {number}>", main)
         _flush()
@@ -118,11 +120,21 @@ def show(error: BaseException) -> None:
     for name, text in SOURCES.items():
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
     frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+    while frame is not None and frame.tb_frame.f_code.co_filename == OURS:
         frame = frame.tb_next
     sys.stderr = _stream(2, "w")
     traceback.print_exception(type(error), error.with_traceback(frame), frame, limit=-SHOWN_FRAMES)
     sys.stderr.flush()
+
+
+def _read(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(fd, size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
 
 
 def _exit_status(end: SystemExit) -> int:

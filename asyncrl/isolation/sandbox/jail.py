@@ -15,22 +15,20 @@ import logging
 import math
 import os
 import secrets
-import shlex
 import signal
 import socket
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from typing import Literal
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import in_thread
+from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox import changes, emptying, frames
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,
@@ -44,7 +42,7 @@ from asyncrl.isolation.sandbox.base import (
     SandboxLimits,
 )
 from asyncrl.isolation.sandbox.confine import HOME
-from asyncrl.isolation.sandbox.warden import START
+from asyncrl.isolation.sandbox.spawning import Shown, spawn
 
 log = logging.getLogger("asyncrl.sandbox")
 
@@ -58,9 +56,6 @@ END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
 CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
 MAX_OUTPUT = 16 << 20
 MOUNTED = ("/proc", "/dev", "/sys")
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-ROOT = Path(__file__).resolve().parents[3]
 ENDINGS = {
     frames.DONE: RunEnding.DONE,
     frames.FAILED: RunEnding.FAILED,
@@ -72,25 +67,22 @@ MISSING = {
     "resident": "no process namespace and /proc, to measure `resident` in",
     "listener": "no network namespace to listen in",
 }
-ENVIRONMENT = {
-    "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin")),
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",  # each would take 128 MiB of the address space that is counted as memory
-}
-"""All environment variables of the code: keys and tokens of the trainer's environment are left out."""
 
 
 class Jail:
     """A `base.Sandbox` made of namespaces, Landlock, seccomp and resource limits (confine.py).
 
     `require`: isolation that must be in force (words of ISOLATION), else `start` raises SandboxError. `show`:
-    paths that the code may read, beside this Python and the system's programs. `listen`: after `start`,
+    paths that the code may read, beside this Python and the system's programs, and of a pair the first at
+    the place of the second. `listen`: after `start`,
     `listener` is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
     caller's, who closes it, and such a sandbox is not started again by itself. `home` is the code's
     directory, after `start`.
+
+    `image`: its files are the sandbox's root, and this Python and the system's programs are not there; what
+    the code writes is gone with the sandbox. `user`: the code's name inside: an unprivileged user, or "root",
+    who may do with all files of the image what root may. `directory`: where programs start; that of the image
+    if it is not given, or `home`.
     """
 
     def __init__(
@@ -98,8 +90,11 @@ class Jail:
         limits: SandboxLimits = SandboxLimits(),
         *,
         require: Iterable[str] = ISOLATION,
-        show: Iterable[str] = (),
+        show: Iterable[Shown] = (),
         listen: bool = False,
+        image: Image | None = None,
+        user: Literal["", "root"] = "",
+        directory: str = "",
     ) -> None:
         self.limits = limits
         self.holds: frozenset[str] = frozenset()
@@ -108,6 +103,9 @@ class Jail:
         self._require = frozenset(require)
         self._listen = listen
         self._show = tuple(show)
+        self._image = image
+        self._user = user
+        self._directory = directory or (image.directory if image else "")
         self._turn = asyncio.Lock()
         self._closed = False
         self._lost = self._emptied = False  # by a call without a result: the next one reports it
@@ -160,17 +158,18 @@ class Jail:
             _close(ours)
 
     async def write_file(self, path: str, data: bytes) -> None:
-        name = shlex.quote(path)
-        await self._file(path, f'mkdir -p -- "$(dirname -- {name})" && cat > {name}', data)
+        await self._file(frames.RunRequest(b"w", FILE_SECONDS, os.fsencode(path), data))
 
     async def read_file(self, path: str) -> bytes:
-        return base64.b64decode(await self._file(path, f"base64 -w0 -- {shlex.quote(path)}"))
+        return base64.b64decode(await self._file(frames.RunRequest(b"r", FILE_SECONDS, os.fsencode(path))))
 
     async def changes(
         self, roots: Sequence[str] = (), skip: Sequence[str] = (), most: int = MOST_CHANGES
     ) -> bytes:
         ours, theirs = os.pipe()
-        source = changes.request(most, self.home or "/", roots, (*skip, *MOUNTED, *self._show))
+        shown = (one if isinstance(one, str) else one[1] for one in self._show)
+        top = "/" if self._image else self.home or "/"
+        source = changes.request(most, top, roots, (*skip, *MOUNTED, *shown))
         archive = bytearray()
         await self._move(frames.TAKE, source, theirs, partial(changes.receive, ours, archive, most))
         return bytes(archive)
@@ -191,13 +190,13 @@ class Jail:
         self._lost = self._emptied = False
         return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
 
-    async def _file(self, path: str, command: str, data: bytes = b"") -> str:
-        """The shell's output. Files are read and written with the rights of the code."""
-        result = await self._ask(_request("shell", command, FILE_SECONDS, data))
+    async def _file(self, request: frames.RunRequest) -> str:
+        """The output. Files are read and written with the rights of the code."""
+        result = await self._ask(request)
         self._lost, self._emptied = self._lost or result.lost, self._emptied or result.emptied
         if result.ending != RunEnding.DONE or result.omitted:
             why = f"more than {self.limits.output} bytes" if result.omitted else result.output[-200:].strip()
-            raise SandboxError(f"file {path!r} of the sandbox: {why or result.ending}")
+            raise SandboxError(f"file {os.fsdecode(request.source)!r} of the sandbox: {why or result.ending}")
         return result.output
 
     async def _move(self, kind: bytes, source: bytes, theirs: int, work: Callable[[], None]) -> None:
@@ -257,33 +256,17 @@ class Jail:
     async def _connect(self) -> None:
         ours, theirs = socket.socketpair()
         self._passage, their_passage = socket.socketpair()
+        self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
+        plan = (self._fallback, self._listen, self._user, self._directory)
         with theirs, their_passage:
+            streams = (theirs.fileno(), their_passage.fileno())
             try:
-                self._process = self._spawn(theirs.fileno(), their_passage.fileno())
+                self._process = spawn(self.limits, self._image, self._show, *plan, streams=streams)
             except OSError:
                 ours.close()
                 self._passage.close()
                 raise
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-
-    def _spawn(self, link: int, passage: int) -> subprocess.Popen[bytes]:
-        self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
-        arguments = (
-            tuple(self.limits),
-            _existing((*SYSTEM, *SETTINGS, sys.base_prefix, sys.prefix, *self._show)),
-            self._fallback,
-            self._listen,
-        )
-        code = START.format(root=str(ROOT), arguments=arguments, path=sysconfig.get_path("purelib"))
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code],
-            stdin=link,
-            stdout=passage,
-            stderr=subprocess.DEVNULL,
-            env=ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,
-        )
 
     async def _handshake(self) -> None:
         bits, size = frames.HELLO.unpack(await self._reader.readexactly(frames.HELLO.size))
@@ -294,6 +277,8 @@ class Jail:
         self.holds = given & frozenset(ISOLATION)
         self.home = HOME if "root" in given else self._fallback
         wanted = {"resident": self.limits.resident, "listener": self._listen}
+        if self._image and "root" not in given:
+            raise SandboxError(f"no sandbox can have an image here: {self.notes} (docs/sandbox.md)")
         if missing := sorted((self._require | {name for name in wanted if wanted[name]}) - given):
             lacks = ", ".join(MISSING.get(name, f"no isolation of {name}") for name in missing)
             raise SandboxError(
@@ -329,20 +314,18 @@ def _close(descriptors: list[int]) -> None:
     descriptors.clear()
 
 
-def _existing(paths: Iterable[str]) -> list[str]:
-    """Keep the paths that exist, links resolved beside their names; a directory before what is in it."""
-    found: dict[str, None] = {}
-    for path in filter(os.path.exists, paths):
-        found |= dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
-    return sorted(found, key=len)
-
-
 # -- what a sandbox isolates on this machine -----------------------------------------------------------------
 
 
-def new_sandbox(limits: SandboxLimits, require: Iterable[str]) -> Sandbox:
-    """Make a sandbox that is not started yet. `require`: words of ISOLATION."""
-    return Jail(limits, require=require)
+def new_sandbox(
+    limits: SandboxLimits,
+    require: Iterable[str],
+    image: Image | None = None,
+    user: Literal["", "root"] = "",
+    directory: str = "",
+) -> Sandbox:
+    """Make a sandbox that is not started yet. `require`: words of ISOLATION. See `Jail` for the others."""
+    return Jail(limits, require=require, image=image, user=user, directory=directory)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""The first process inside a sandbox starts the processes that run the code, and answers the owner. A guard
-outside (`main`) cleans up after it.
+"""The first process inside a sandbox starts the processes that run the code, and answers the owner.
 
     owner ◄── fd 0: requests, replies ──► warden ◄── cells, over a socket ──► interpreter, forked when needed
                                                  └─ fork ──► a program or a shell, for one request
@@ -12,123 +11,39 @@ pipe of changes: their descriptors come over fd 1.
 
 from __future__ import annotations
 
+import binascii
 import fcntl
 import os
 import resource
-import select
 import signal
 import struct
-import sys
 import time
 from _socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, SCM_RIGHTS, SOL_SOCKET, socket, socketpair
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from asyncrl.isolation.sandbox import changes, confine, emptying, frames, interpreter, kernel
-from asyncrl.isolation.sandbox.confine import Confinement
-from asyncrl.isolation.sandbox.frames import GIVE, TAKE, RunReply, RunRequest, SandboxLimits
-from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from asyncrl.isolation.sandbox.confine import Confinement, ConfinementPlan
+from asyncrl.isolation.sandbox.frames import GIVE, READ, TAKE, WRITE, RunReply, RunRequest, SandboxLimits
+from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from asyncrl.isolation.sandbox.watched import LINK, PIPE, BoundedOutput, WatchedProcess
 from asyncrl.isolation.wrapper import CANNOT_RUN
 
-LINK = 0  # the connection to the owner
 PASSAGE = 1  # the one that brings the streams of an exec, and takes the listener to the owner
 INODE = 1024  # bytes that the kernel holds for a file or directory in memory
 LOOK_SECONDS = 0.25  # between two measurements of the memory
 SURE_SECONDS = 0.02  # until the second one: a process that is starting another counts twice for a moment
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
-PIPE = 65_536
 MAX_FILES = 256  # descriptors that this process may have open
 
 
-class BoundedOutput:
-    """The first and the last `limit` / 2 bytes of an output; the middle is left out."""
-
-    def __init__(self, limit: int) -> None:
-        self._half = limit // 2
-        self._head = bytearray()
-        self._tail = bytearray()
-        self._seen = 0
-
-    def add(self, data: bytes) -> None:
-        self._seen += len(data)
-        room = self._half - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > 2 * self._half + PIPE:
-            del self._tail[: -self._half]
-
-    def join(self) -> tuple[int, bytes]:
-        """Return how many bytes were left out, and the output with a note in their place."""
-        tail = bytes(self._tail[-self._half :])
-        omitted = self._seen - len(self._head) - len(tail)
-        note = f"\n[{omitted} bytes left out]\n".encode() if omitted else b""
-        return omitted, bytes(self._head) + note + tail
-
-
-class WatchedProcess:
-    """A child, its output pipe and `control`, the socket that brings an interpreter its cells; or -1."""
-
-    def __init__(self, pid: int, output: int, control: int) -> None:
-        self.pid, self.control = pid, control
-        self._output = output
-        self._ended = os.pidfd_open(pid)  # readable when it has ended
-
-    def close(self) -> None:
-        for fd in {self._ended, self._output, self.control} - {-1}:
-            os.close(fd)
-
-    def watch(self, kept: BoundedOutput, seconds: float) -> bool:
-        """Collect output. True when the process or its cell has ended, False after `seconds`. EOFError when
-        the owner has closed the connection."""
-        until = time.monotonic() + seconds
-        poll = select.poll()
-        ends = {self._ended, self.control} - {-1}
-        for fd in {LINK, self._output, *ends} - {-1}:
-            poll.register(fd, select.POLLIN)
-        while (left := until - time.monotonic()) > 0:
-            for fd, _ in poll.poll(left * 1000):
-                if fd == LINK:
-                    raise EOFError
-                if fd in ends:
-                    return True
-                if not self._collect(kept):
-                    poll.unregister(fd)  # every writer has closed it
-        return False
-
-    def drain(self, kept: BoundedOutput) -> None:
-        """Read what is left in the pipe. Bounded: a process that still runs could write for ever."""
-        for _ in range(PIPE // 4096):
-            if not self._collect(kept):
-                return
-
-    def send_cell(self, number: int, source: bytes) -> bool:
-        """False when the interpreter has not taken it."""
-        frame = interpreter.CELL.pack(number, len(source)) + source
-        try:
-            return os.write(self.control, frame) == len(frame)
-        except OSError:
-            return False
-
-    def cell_raised(self, number: int) -> bool | None:
-        """True if the cell raised. None when the interpreter has ended or sent something else."""
-        try:
-            found, raised = interpreter.DONE.unpack(os.read(self.control, 64))
-        except (OSError, struct.error):
-            return None
-        return raised if found == number else None
-
-    def _collect(self, kept: BoundedOutput) -> bool:
-        try:
-            data = os.read(self._output, PIPE)
-        except BlockingIOError:
-            return False
-        kept.add(data)
-        return bool(data)
-
-
 class Warden:
-    def __init__(self, limits: SandboxLimits, confinement: Confinement) -> None:
-        self._limits = limits
+    def __init__(self, plan: ConfinementPlan, confinement: Confinement, python: str = "") -> None:
+        """`python`: the source of interpreter.py, for the Python of an image."""
+        self._limits = plan.limits
+        self._directory = plan.directory
+        self._python = python
         self._confinement = confinement
         self._passage = socket(fileno=PASSAGE)
         self._interpreter: WatchedProcess | None = None
@@ -188,13 +103,15 @@ class Warden:
     def _program(self, request: RunRequest) -> RunReply:
         """Run a program or a shell command to its end. What a shell started in the background may live on, if
         the command itself ended in time."""
-        shell, lost = request.kind == b"s", False
+        shell, lost, keep = request.kind != b"p", False, -1
         if not shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()
             emptying.empty(self._confinement.home)
-        body = _run_shell if shell else interpreter.run_program
+            if self._python:
+                keep = _file(request.source)
+        body = COMMANDS.get(request.kind, partial(self._run_program, keep))
         cpu = 0 if shell else int(request.seconds) + 2  # a shell's background processes may live longer
-        process = self._fork(lambda: body(request.source), _file(request.stdin), cpu=cpu)
+        process = self._fork(lambda: body(request.source), _file(request.stdin), theirs=keep, cpu=cpu)
         kept = BoundedOutput(self._limits.output)
         in_time = process.watch(kept, request.seconds)
         if in_time and shell:
@@ -226,10 +143,10 @@ class Warden:
 
     def _changes(self, request: RunRequest) -> RunReply:
         """Collect or apply changes of files, over the owner's pipe. No other process runs meanwhile."""
-        (pipe,), home = self._passed("i"), self._confinement.home
-        changed = os.open(home, changes.OPEN_DIRECTORY)
+        (pipe,), changed = self._passed("i"), os.dup(self._confinement.upper)
+        top = "/" if self._python else self._confinement.home
         step = changes.collect if request.kind == TAKE else changes.apply
-        process = self._fork(lambda: changes.run(step, home, changed, request.source), pipe, theirs=changed)
+        process = self._fork(lambda: changes.run(step, top, changed, request.source), pipe, theirs=changed)
         kept = BoundedOutput(self._limits.output)
         in_time = process.watch(kept, request.seconds)
         kernel.kill(process.pid, signal.SIGKILL)
@@ -247,7 +164,7 @@ class Warden:
     def _is_over(self) -> bool:
         """True when all processes and files hold more than `resident`, by two measurements."""
         for pause in (SURE_SECONDS, 0):
-            files = os.statvfs(self._confinement.home)
+            files = os.fstatvfs(self._confinement.upper)
             held = kernel.resident() + (files.f_blocks - files.f_bfree) * files.f_frsize
             held += (files.f_files - files.f_ffree) * INODE
             if not 0 < self._limits.resident << 20 < held:
@@ -259,7 +176,23 @@ class Warden:
         ours, theirs = (end.detach() for end in socketpair())
         os.set_blocking(ours, False)
         nothing = os.open("/dev/null", os.O_RDONLY)
-        return self._fork(lambda: interpreter.serve_cells(theirs), nothing, ours, theirs)
+        return self._fork(lambda: self._serve_cells(theirs), nothing, ours, theirs)
+
+    def _serve_cells(self, control: int) -> int:
+        if not self._python:
+            interpreter.serve_cells(control)
+        return self._exec_python(control, f"serve_cells({control})")
+
+    def _run_program(self, keep: int, source: bytes) -> int:
+        """`keep`: in an image a file that holds the source."""
+        if self._python:
+            return self._exec_python(keep, f"os._exit(run_program(open({keep}, 'rb').read()))")
+        return interpreter.run_program(source)
+
+    def _exec_python(self, keep: int, call: str) -> int:
+        """Become the image's Python, which runs interpreter.py and a call of it."""
+        os.set_inheritable(keep, True)
+        return _exec(["python3", "-c", f"{self._python}\n{call}"], os.environ)
 
     def _fork(
         self, body: Callable[[], object], stdin: int, control: int = -1, theirs: int = -1, cpu: int = 0
@@ -281,7 +214,7 @@ class Warden:
 
     def _become(self, body: Callable[[], object], streams: Sequence[int], keep: int, cpu: int) -> None:
         """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit."""
-        status = 1
+        status = CANNOT_RUN
         try:
             os.setsid()
             if self._confinement.files >= 0:
@@ -295,7 +228,10 @@ class Warden:
             prctl(PR_SET_DUMPABLE, 1)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             set_limits(self._limits, self._confinement.processes, cpu)
+            _enter(self._directory)
             status = int(body() or 0)  # type: ignore[call-overload]
+        except OSError as error:
+            os.write(2, f"{error}\n".encode())
         finally:
             os._exit(status)
 
@@ -347,24 +283,54 @@ def set_limits(limits: SandboxLimits, count: int, cpu: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _run_shell(command: bytes) -> None:
-    os.execv(confine.shell(), [confine.shell(), "-c", command.decode("utf-8", "replace")])
-
-
-def _run_exec(source: bytes) -> int:
-    """Become the program. It is the first that the kernel ends when the machine has no memory left."""
-    directory, words, environment = frames.read_exec(source)
+def _enter(directory: str) -> None:
+    """Enter a directory, which is made if it is missing. Where that fails, the program starts in its home."""
     try:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
-            signal.signal(number, signal.SIG_DFL)
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        os.makedirs(directory or ".", exist_ok=True)
+        os.chdir(directory or ".")
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+
+
+def _exec(words: list[str], environment: Mapping[str, str], directory: str = ".") -> int:
+    """Become the program. Where it cannot be run, its standard error says so."""
+    try:
         os.makedirs(directory, exist_ok=True)
         os.chdir(directory)
         os.execvpe(words[0], words, environment)
     except OSError as error:
         os.write(2, f"{words[0]} cannot be run: {error.strerror}\n".encode())
     return CANNOT_RUN
+
+
+def _run_shell(command: bytes) -> int:
+    return _exec([confine.shell(), "-c", command.decode("utf-8", "replace")], os.environ)
+
+
+def _write_file(path: bytes) -> None:
+    os.makedirs(os.path.dirname(path) or b".", exist_ok=True)
+    with open(os.fsdecode(path), "wb") as file:
+        while data := os.read(0, PIPE):
+            file.write(data)
+
+
+def _read_file(path: bytes) -> None:
+    with open(os.fsdecode(path), "rb") as file:
+        while data := file.read(3 * PIPE):
+            frames.write_all(1, binascii.b2a_base64(data, newline=False))
+
+
+COMMANDS: dict[bytes, Callable[[bytes], object]] = {b"s": _run_shell, WRITE: _write_file, READ: _read_file}
+
+
+def _run_exec(source: bytes) -> int:
+    """Become a program that the kernel ends first when the machine has no memory left."""
+    directory, words, environment = frames.read_exec(source)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    return _exec(words, environment, directory)
 
 
 def _file(data: bytes) -> int:
@@ -374,47 +340,3 @@ def _file(data: bytes) -> int:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-# -- the guard: the sandbox's main program, which forks the warden, waits for it, and cleans up after it --
-
-START = """import sys
-sys.path.insert(0, {root!r})
-from asyncrl.isolation.sandbox.warden import main
-main(*{arguments!r}, {path!r})"""
-
-
-def main(limits: tuple[int, ...], shown: list[str], fallback: str, listen: bool, packages: str) -> None:
-    """See confine.ConfinementPlan. `packages`: site-packages, which the code may import."""
-    plan = confine.ConfinementPlan(SandboxLimits(*limits), shown, fallback, listen, os.getpid())
-    notes: list[str] = []
-    spaces = confine.new_process_namespace(notes)
-    pid = os.fork()
-    if pid == 0:
-        run_warden(plan, spaces, notes, packages)
-    wait(pid, plan)
-
-
-def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str], packages: str) -> None:
-    """The warden's process. When it ends, the kernel kills every process of its process namespace."""
-    try:
-        confinement = confine.confine(plan, spaces, notes)
-        os.environ.update(HOME=confinement.home, TMPDIR=confinement.home)
-        sys.path[:] = [confinement.home, *sys.path[1:], packages]
-        sys.argv[:] = [""]
-        Warden(plan.limits, confinement).serve()
-    finally:
-        os._exit(0)
-
-
-def wait(warden: int, plan: confine.ConfinementPlan) -> None:
-    """Wait until the warden has ended, which SIGTERM and the owner's death cause, too. Then clean up."""
-    signal.signal(signal.SIGTERM, lambda *_: kernel.kill(warden, signal.SIGKILL))
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    for fd in (LINK, PASSAGE):
-        os.close(fd)  # the owner sees the end of the warden, not ours
-    os.waitpid(warden, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kernel.end_all(alone=False)  # what a killed warden left, where there is no process namespace
-    emptying.remove(plan.fallback)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.isolation.sandbox import frames
-from asyncrl.isolation.sandbox.warden import BoundedOutput
+from asyncrl.isolation.sandbox.watched import BoundedOutput
 
 PARTS = st.lists(st.binary(max_size=300), max_size=20)
 

@@ -1,0 +1,61 @@
+"""The guard is the sandbox's main program: it forks the warden, waits for it, and cleans up after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from asyncrl.isolation.sandbox import confine, emptying, interpreter, kernel
+from asyncrl.isolation.sandbox.frames import SandboxLimits
+from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from asyncrl.isolation.sandbox.warden import PASSAGE, Warden
+from asyncrl.isolation.sandbox.watched import LINK
+
+START = """import sys
+sys.path.insert(0, {root!r})
+from asyncrl.isolation.sandbox.guard import main
+main(*{arguments!r})"""
+
+
+def main(limits: tuple[int, ...], packages: str, *rest: Any) -> None:
+    """`limits`, `rest`: see confine.ConfinementPlan. `packages`: site-packages, which the code may import."""
+    plan = confine.ConfinementPlan(os.getpid(), SandboxLimits(*limits), *rest)
+    notes: list[str] = []
+    spaces = confine.new_process_namespace(notes)
+    pid = os.fork()
+    if pid == 0:
+        run_warden(plan, spaces, notes, packages)
+    wait(pid, plan)
+
+
+def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str], packages: str) -> None:
+    """Be the warden's process. When it ends, the kernel kills every process of its process namespace."""
+    try:
+        with open(interpreter.__file__) as file:
+            python = file.read() if plan.layers else ""
+        confinement = confine.confine(plan, spaces, notes)
+        os.environ.update(plan.environment, HOME=confinement.home)
+        if plan.layers:
+            sys.meta_path.clear()  # nothing of the image is ever imported here
+        else:
+            os.environ["TMPDIR"] = confinement.home
+            sys.path[:] = [confinement.home, *sys.path[1:], packages]
+            sys.argv[:] = [""]
+        Warden(plan, confinement, python).serve()
+    finally:
+        os._exit(0)
+
+
+def wait(warden: int, plan: confine.ConfinementPlan) -> None:
+    """Wait until the warden has ended, which SIGTERM and the owner's death cause, too. Then clean up."""
+    signal.signal(signal.SIGTERM, lambda *_: kernel.kill(warden, signal.SIGKILL))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    for fd in (LINK, PASSAGE):
+        os.close(fd)  # the owner sees the end of the warden, not ours
+    os.waitpid(warden, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kernel.end_all(alone=False)  # what a killed warden left, where there is no process namespace
+    emptying.remove(plan.fallback)
