@@ -163,6 +163,7 @@ class _Unpacking:
             with os.scandir(ahead.pop()) as entries:
                 paths = sorted(entry.path for entry in entries)
             for path in paths:
+                self.at = path
                 self._check(path)
                 mode = os.lstat(path).st_mode
                 contents = b""
@@ -236,16 +237,8 @@ class _Unpacking:
         if path == "/" or posixpath.basename(path).startswith(DELETED):
             return
         self._make_directories(posixpath.dirname(path))
-        there = os.lstat(path).st_mode if os.path.lexists(path) else 0
         if member.isdir():
-            mode = member.mode & 0o1777
-            if stat.S_ISDIR(there):
-                os.chmod(path, mode)
-                return
-            _remove(path)
-            os.mkdir(path, mode)
-            if stat.S_ISCHR(there):  # a directory of its own in place of the one below
-                os.setxattr(path, *OPAQUE)
+            _make_directory(path, member.mode & 0o1777)
             return
         _remove(path)
         if member.issym():
@@ -261,10 +254,13 @@ class _Unpacking:
             os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
 
     def _make_directories(self, path: str) -> None:
-        if not os.path.isdir(path):
-            self._make_directories(posixpath.dirname(path))
-            self._count()
-            os.mkdir(path, 0o755)
+        if os.path.isdir(path):
+            return
+        if os.path.lexists(path) and not stat.S_ISCHR(os.lstat(path).st_mode):
+            refuse(f"{path!r} above it is no directory")
+        self._make_directories(posixpath.dirname(path))
+        self._count()
+        _make_directory(path, 0o755)
 
     def _count(self, size: int = 0) -> None:
         self.files, self.size = self.files + 1, self.size + size
@@ -286,6 +282,18 @@ def _open(file: IO[bytes]) -> tarfile.TarFile:
         return tarfile.open(fileobj=file)
     except tarfile.ReadError:
         refuse("is no tar archive, or compressed otherwise than by gzip, bzip2 or xz")
+
+
+def _make_directory(path: str, mode: int) -> None:
+    """Make a directory, or change the mode of what is one. It takes the place of a file only here."""
+    there = os.lstat(path).st_mode if os.path.lexists(path) else 0
+    if stat.S_ISDIR(there):
+        os.chmod(path, mode)
+        return
+    _remove(path)
+    os.mkdir(path, mode)
+    if stat.S_ISCHR(there):  # it was deleted before: nothing of the image below shows in it
+        os.setxattr(path, *OPAQUE)
 
 
 def _remove(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -10,12 +11,11 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distribution
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+import msgspec
 from packaging.requirements import Requirement
 
 from asyncrl.isolation.images import Image, find_image
-from asyncrl.isolation.importing import import_image
 
 PROGRAMS = (
     *("sh", "bash", "env", "ls", "cat", "cp", "mv", "rm", "ln", "mkdir", "rmdir", "touch", "stat", "wc"),
@@ -67,10 +67,14 @@ def small_image(
     images: Path, name: str = "small", *, python: bool = False, packages: Iterable[str] = ()
 ) -> Image:
     """Make an image of `small_tree` in `images` (the fixture: ASYNCRL_IMAGES), unless it is there."""
-    if (images / "names" / name).exists():
-        return find_image(name)
-    with TemporaryDirectory() as directory:
-        return import_image(str(small_tree(Path(directory, name), python, packages)), name)
+    place = images / f"sha256-{hashlib.sha256(name.encode()).hexdigest()}"
+    if not place.exists():  # as an import leaves it, and three times as fast
+        small_tree(place / "root", python, packages)
+        image = Image(place.name, environment={"PATH": "/usr/bin:/bin"})
+        (place / "image.json").write_bytes(msgspec.json.encode(image))
+        (images / "names").mkdir(exist_ok=True)
+        (images / "names" / name).symlink_to(f"../{place.name}")
+    return find_image(name)
 
 
 def _copy_python(path: Path, packages: set[str]) -> list[str]:
@@ -84,7 +88,9 @@ def _copy_python(path: Path, packages: set[str]) -> list[str]:
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=shutil.ignore_patterns(*LEFT_OUT))
     for package in _with_requirements(packages):
         for file in distribution(package).files or ():
-            if ".." not in file.parts:
+            if (
+                not {"..", "lexers", "styles"} & {*file.parts} or file.name[0] == "_"
+            ):  # those of pygments: 300
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(str(file.locate()), site / file)
     return [str(binary), *map(str, library.glob("lib-dynload/*.so"))]

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import main
+from asyncrl.errors import ConfigError
 from asyncrl.isolation.images import find_image
+from asyncrl.isolation.importing import MOST_OVER, import_image, remove_image
 from tests.fakes.images import small_image
+
+ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @pytest.fixture
@@ -18,12 +30,16 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "images"
 
 
-def tree(path: Path, **files: str) -> str:
-    for name, text in {"bin/sh": "#!", **files}.items():
+def tree(path: Path, *names: str) -> str:
+    for name in ("bin/sh", *names):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(text)
-        (path / name).chmod(0o755)
+        (path / name).write_text("#!")
     return str(path)
+
+
+def left(images: Path) -> list[str]:
+    """What is there beside whole images."""
+    return [path.name for path in images.iterdir() if path.name[:6] not in ("sha256", "names", ".lock")]
 
 
 def test_programs_of_a_small_image_run_in_it(images: Path) -> None:
@@ -32,3 +48,160 @@ def test_programs_of_a_small_image_run_in_it(images: Path) -> None:
     command = ["unshare", "--user", "--map-root-user", "chroot", image.root, "python3", "-m", "pytest"]
     shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     assert shown.stdout.startswith("pytest"), shown.stderr
+
+
+def test_import_list_and_remove(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, task = tree(tmp_path / "base"), tree(tmp_path / "task", "work/code.py")
+    assert main(["image", "import", base]) == 0
+    assert main(["image", "import", task, "--over", "base", "--name", "t-1"]) == 0
+    assert main(["image", "import", base, "--name", "other"]) == 0
+    capsys.readouterr()
+    assert main(["image", "list"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert sorted(line.split("sha256")[0].split() for line in shown) == [["base", "other"], ["t-1"]]
+    image = find_image("t-1")
+    assert image.over == (find_image("base").root,) and image.layers == (image.root, *image.over)
+    assert (image.files, image.size) == (5, 4)
+
+    assert main(["image", "remove", "base"]) == 0
+    assert capsys.readouterr().out == "base is removed; its image has other names\n"
+    assert main(["image", "remove", "other"]) == 2
+    assert "'other' has images over it: 1; remove first sha256-" in capsys.readouterr().err
+    for name in ("t-1", "other"):
+        assert main(["image", "remove", name]) == 0
+    assert left(own) == [] and list(own.glob("sha256-*")) == []
+    assert main(["image", "remove", "other"]) == 2
+    assert "there is no image 'other' (there are: none)" in capsys.readouterr().err
+
+
+def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
+    base = import_image(tree(tmp_path / "base"), "base")
+    described = own / "names/base/image.json"
+    described.write_text(described.read_text().replace('"directory":"/"', '"directory":"/work"'))
+    assert import_image(tree(tmp_path / "top"), "top", over="base").directory == "/work"
+    most = '"over":' + json.dumps([base.digest] * MOST_OVER)
+    described.write_text(described.read_text().replace('"over":[]', most))
+    with pytest.raises(ConfigError, match="it lies over 8 images itself"):
+        import_image(tree(tmp_path / "top"), over="base")
+
+
+def test_an_image_that_somebody_damaged_can_be_removed(own: Path, tmp_path: Path) -> None:
+    image = import_image(tree(tmp_path / "a"), "one")
+    Path(own, image.digest, "image.json").write_text("{")
+    with pytest.raises(ConfigError, match="image 'one' cannot be read"):
+        find_image("one")
+    assert main(["image", "list"]) == 0
+    assert remove_image(image.digest) and left(own) == [] == os.listdir(own / "names")
+
+
+def test_odd_names_find_nothing(own: Path, tmp_path: Path) -> None:
+    import_image(tree(tmp_path / "a"), "a")
+    for name in ("../names/a", "sha256-../a", "a/b", "", ".lock", "a" * 200):
+        for call in (find_image, remove_image):
+            with pytest.raises(ConfigError, match="there is no image"):
+                call(name)
+        if name:
+            with pytest.raises(ConfigError, match="--name"):
+                import_image(str(tmp_path / "a"), name)
+
+
+def test_directories_without_rights_are_imported_and_removed(own: Path, tmp_path: Path) -> None:
+    tree(tmp_path / "a", "closed/inner/file")
+    for path in (tmp_path / "a/closed/inner", tmp_path / "a/closed"):
+        path.chmod(0)
+    try:
+        image = import_image(str(tmp_path / "a"), "a")
+    finally:
+        for path in (tmp_path / "a/closed", tmp_path / "a/closed/inner"):
+            path.chmod(0o700)
+    assert image.files == 6
+    assert remove_image("a") and left(own) == [] and list(own.glob("sha256-*")) == []
+
+
+def test_the_same_image_imported_at_once_by_several(own: Path, tmp_path: Path) -> None:
+    source = tree(tmp_path / "a")
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda name: import_image(source, name), ("x", "y", "z")))
+    assert found[0] == found[1] == found[2] == find_image("z")
+    assert left(own) == [] and len(list(own.glob("sha256-*"))) == 1
+
+
+@contextmanager
+def importing(*options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Import the standard input in a process."""
+    command = [sys.executable, "-m", "asyncrl.cli", "image", "import", "-", *options]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ROOT}
+    )
+    with process:
+        yield process
+        process.kill()
+
+
+def test_an_import_that_is_killed_leaves_nothing_for_long(own: Path, tmp_path: Path) -> None:
+    with importing("--name", "killed") as process:
+        assert process.stdin
+        process.stdin.write(bytes(1 << 20))  # more than a pipe holds: it reads, so it holds its lock
+        process.stdin.flush()
+        running = left(own)
+        import_image(tree(tmp_path / "a"), "a")  # leaves alone what is under way
+        assert len(running) == 1 and left(own) == running
+        process.kill()
+        process.wait()
+    with pytest.raises(ConfigError, match=r"there is no image 'killed' \(there are: a\)"):
+        find_image("killed")
+    import_image(tree(tmp_path / "a"), "b")
+    assert left(own) == []
+
+
+def test_an_archive_comes_by_the_standard_input(own: Path, tmp_path: Path) -> None:
+    with importing("--name", "piped") as process:
+        with tarfile.open(fileobj=process.stdin, mode="w|gz") as archive:
+            archive.add(tree(tmp_path / "a"), ".")
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    assert find_image("piped").files == 3
+
+
+REFUSED = {
+    "none.tar": "no such file or directory",
+    "empty": "has no /bin/sh: an image needs a shell; nothing was imported",
+    "/dev/null": "is no tar archive",
+}
+
+
+@pytest.mark.parametrize("source", REFUSED)
+def test_refused_by_one_line(
+    own: Path, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    path = os.path.join(tmp_path, source)
+    assert main(["image", "import", path]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"asyncrl: {path}: ") and REFUSED[source] in shown and shown.count("\n") == 1
+    assert not own.exists() or left(own) == []
+
+
+def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(tree(tmp_path / "a", "large"), "large").write_bytes(bytes(2 << 20))
+    assert main(["image", "import", str(tmp_path / "a"), "--mib", "1"]) == 2
+    assert "has more than 1 MiB of files (--mib)" in capsys.readouterr().err
+    assert left(own) == []
+
+
+USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+FORBIDDEN = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+FORBIDDEN += ['echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', "sh"]
+
+
+@pytest.mark.parametrize(("kind", "code"), [(USER, 0), (FORBIDDEN, 2)])
+def test_users_and_machines_that_forbid_namespaces(
+    own: Path, tmp_path: Path, kind: list[str], code: int
+) -> None:
+    command = [*kind, sys.executable, "-m", "asyncrl.cli", "image", "import", tree(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ROOT})
+    assert done.returncode == code, done.stderr
+    if code:
+        assert "images need user namespaces, which this machine forbids" in done.stderr and left(own) == []
+    else:
+        assert find_image("a").files == 3
