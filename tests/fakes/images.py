@@ -88,9 +88,7 @@ def _copy_python(path: Path, packages: set[str]) -> list[str]:
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=shutil.ignore_patterns(*LEFT_OUT))
     for package in _with_requirements(packages):
         for file in distribution(package).files or ():
-            if (
-                not {"..", "lexers", "styles"} & {*file.parts} or file.name[0] == "_"
-            ):  # those of pygments: 300
+            if ".." not in file.parts:
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(str(file.locate()), site / file)
     return [str(binary), *map(str, library.glob("lib-dynload/*.so"))]
