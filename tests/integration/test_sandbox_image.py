@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from asyncrl.errors import ConfigError
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxLimits
 from asyncrl.isolation.sandbox.changes import read_entries
-from asyncrl.isolation.sandbox.jail import Jail
+from asyncrl.isolation.sandbox.jail import Jail, check_image, detect_images
 from tests.fakes.images import small_image
+from tests.integration.test_sandbox import ROBBED
 
+ROOT = str(Path(__file__).resolve().parents[2])
 LIMITS = SandboxLimits(memory=0, disk=8)
 
 
@@ -67,3 +73,48 @@ async def test_what_is_shown_lies_over_the_image_and_changes_are_those_of_the_up
         await box.run("shell", "cd /etc && rm group && echo new > passwd", 5)
         found = {entry.path: entry.kind for entry in read_entries(await box.changes(["/etc"]))}
         assert found["etc/group"] == b"x" and found["etc/passwd"] == b"f"
+
+
+# Machines and images with which it does not start
+
+
+async def test_an_image_without_a_shell_is_refused(images: Path) -> None:
+    assert detect_images() == detect_images("root") == ""
+    shutil.copytree(small_image(images).root, images / "sha256-bare" / "root", symlinks=True)
+    for name in ("sh", "bash"):
+        os.remove(images / "sha256-bare" / "root/usr/bin" / name)
+    (images / "sha256-bare/image.json").write_text('{"digest": "sha256-bare"}')
+    assert check_image("small").root.endswith("/root")
+    with pytest.raises(ConfigError, match="'sha256-bare' has no shell: /bin/sh cannot be run: No such file"):
+        check_image("sha256-bare")
+
+
+REFUSED = """
+from asyncrl.isolation.sandbox.jail import detect_images
+print(detect_images())
+"""
+
+
+def test_where_namespaces_are_forbidden_images_are_refused_and_nothing_outside_is_ended() -> None:
+    around = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "sh", "-c"]
+    if subprocess.run([*around, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine cannot play a container")
+    forbid = "echo 0 > /proc/sys/user/max_user_namespaces; sleep 60 &"
+    command = [
+        *around,
+        f'{forbid} setpriv {ROBBED} "$@"; kill $! && echo alive',
+        "sh",
+        sys.executable,
+        "-c",
+        REFUSED,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=os.environ | {"PYTHONPATH": ROOT},
+        check=False,
+    )
+    assert done.stdout.startswith("no sandbox can have an image here: [Errno 1]"), done.stderr
+    assert done.stdout.endswith("\nalive\n"), done.stderr

@@ -181,8 +181,9 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
 
 
 def without_image(notes: list[str]) -> Confinement:
-    """Describe a sandbox in which nothing is to run: its owner says why."""
-    return Confinement("", -1, frozenset(), True, 0, -1, False, None, "; ".join(notes))
+    """Describe a sandbox in which nothing is to run: its owner says why. Not `alone`: a signal to all would
+    reach the processes of the machine."""
+    return Confinement("", -1, frozenset(), False, 0, -1, False, None, "; ".join(notes))
 
 
 def listen(listener: socket) -> None:

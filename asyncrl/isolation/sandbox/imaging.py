@@ -37,8 +37,8 @@ FILES = {"hosts": "127.0.0.1 localhost\n::1 localhost\n", "nsswitch.conf": "host
 
 
 def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
-    """Copy the mounts of an image's layers, in which all files belong to the user `uid`. OSError if they do
-    not, and if they cannot be mapped to him."""
+    """Copy the mounts of an image's layers. All files belong to the user `uid`: OSError if they do not, and
+    cannot be mapped to him."""
     if not layers:
         return []
     owner = os.stat(layers[0]).st_uid
@@ -52,7 +52,11 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
         trees.append(copy_mount(layer))
         set_attributes(trees[-1], "", READ_ONLY | NO_SUID | NO_DEVICES)
         if users >= 0:
-            set_attributes(trees[-1], "", ID_MAP, users)
+            try:
+                set_attributes(trees[-1], "", ID_MAP, users)
+            except OSError as error:
+                told = "this file system cannot map users: keep images on another, or use them not as root"
+                raise OSError(error.errno, told, layer) from error
     if users >= 0:
         os.close(users)
     return trees
@@ -109,7 +113,8 @@ def enter_image(
     proc, devices = copy_mount(f"{little}/proc"), copy_mount(f"{little}/dev")
     enter_root(f"{private}/{MERGED}")
     for path in ("/proc", "/dev", home):
-        _make_directory(path, uid, 0o700 if path == home else 0o755, real=True)
+        _make_directory(path, uid, real=True)
+    os.chmod(home, 0o700)
     _make_directory("/tmp", uid, 0o1777)
     _name_user(uid, number, home)
     for path, copy in grafts.items():
@@ -191,9 +196,10 @@ def _text(path: str) -> bytes:
 
 
 def _replace(path: str, data: bytes, uid: int) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    os.write(file, data)
-    os.fchown(file, uid, uid)
-    os.close(file)
+    with suppress(OSError):  # what is in its place may be a directory
+        if os.path.lexists(path):
+            os.unlink(path)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.fchown(file, uid, uid)
+        with open(file, "wb", 0) as opened:
+            opened.write(data)

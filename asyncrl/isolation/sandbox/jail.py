@@ -20,15 +20,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import in_thread
-from asyncrl.isolation.images import Image
+from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.sandbox import changes, emptying, frames
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,
@@ -43,8 +43,10 @@ from asyncrl.isolation.sandbox.base import (
 )
 from asyncrl.isolation.sandbox.confine import HOME
 from asyncrl.isolation.sandbox.spawning import Shown, spawn
+from asyncrl.isolation.wrapper import CANNOT_RUN
 
 log = logging.getLogger("asyncrl.sandbox")
+T = TypeVar("T")
 
 START_SECONDS = 20.0
 DETECT_SECONDS = 30.0
@@ -349,11 +351,43 @@ def detect_isolation() -> Isolation:
         async with Jail(require=()) as jail:
             return Isolation(jail.holds, jail.notes)
 
-    with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
-        found = pool.submit(asyncio.run, look()).result(DETECT_SECONDS)
+    found = _blocking(look())
     held = ", ".join(name for name in ISOLATION if name in found.holds) or "nothing"
     log.info("sandboxes of this machine isolate: %s%s", held, f" ({found.notes})" if found.missing else "")
     return found
+
+
+def _blocking(work: Coroutine[None, None, T]) -> T:
+    with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
+        return pool.submit(asyncio.run, work).result(DETECT_SECONDS)
+
+
+@functools.cache
+def detect_images(user: Literal["", "root"] = "") -> str:
+    """Return why no sandbox of this machine can have an image; "" if it can. Blocks for a start, too."""
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            _blocking(_shell_of(Image("", empty), user))
+        except SandboxError as error:
+            return str(error)
+    return ""
+
+
+def check_image(name: str, user: Literal["", "root"] = "") -> Image:
+    """Find an image that is to be used, and start a sandbox with it. ConfigError if either is impossible."""
+    image = find_image(name)
+    try:
+        shell = _blocking(_shell_of(image, user))
+    except SandboxError as error:
+        raise ConfigError(f"image {name!r}: {error}") from error
+    if shell.status == CANNOT_RUN:
+        raise ConfigError(f"image {name!r} has no shell: {shell.output.strip()}")
+    return image
+
+
+async def _shell_of(image: Image, user: Literal["", "root"]) -> RunResult:
+    async with Jail(require=(), image=image, user=user) as jail:
+        return await jail.run("shell", ":", FILE_SECONDS)
 
 
 def check_isolation(require: str) -> frozenset[str]:

@@ -106,9 +106,10 @@ class Warden:
         shell, lost, keep = request.kind != b"p", False, -1
         if not shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()
-            emptying.empty(self._confinement.home)
             if self._python:
-                keep = _file(request.source)
+                keep = _file(request.source)  # in an image all files stay: it has more than the home
+            else:
+                emptying.empty(self._confinement.home)
         body = COMMANDS.get(request.kind, partial(self._run_program, keep))
         cpu = 0 if shell else int(request.seconds) + 2  # a shell's background processes may live longer
         process = self._fork(lambda: body(request.source), _file(request.stdin), theirs=keep, cpu=cpu)
