@@ -96,7 +96,8 @@ def unpack(order: Order) -> Unpacked:
         digest = work.digest(settings)
     except Exception as error:
         where = f"entry {work.at[:200]!r}: " if work.at else ""
-        raise ConfigError(f"{where}{reason(error)}") from error
+        why = f"a header over {MEMORY >> 20} MiB" if isinstance(error, MemoryError) else reason(error)
+        raise ConfigError(where + why) from error
     return Unpacked(digest, work.size, work.files, work.left_out, settings)
 
 
@@ -156,7 +157,9 @@ class _Unpacking:
         return settings
 
     def digest(self, settings: Settings) -> str:
-        """Walk the whole tree in the order of names: each has its kind, mode and contents."""
+        """Walk the whole tree in the order of names: each has its kind, mode and contents. Counts anew, what
+        is left of all layers."""
+        self.size = self.files = 0
         found = hashlib.sha256(msgspec.msgpack.encode([self.over, settings], order="sorted"))
         ahead = ["/"]
         while ahead:
@@ -175,6 +178,8 @@ class _Unpacking:
                 elif stat.S_ISREG(mode):
                     with open(path, "rb") as file:
                         contents = hashlib.file_digest(file, "sha256").digest()
+                        self.size += file.tell()
+                self.files += 1
                 found.update(msgspec.msgpack.encode([os.fsencode(path), mode, contents]))
         return f"sha256-{found.hexdigest()}"
 

@@ -74,6 +74,7 @@ MACHINE = (
     machine.check_locks,
     machine.check_disk,
     machine.check_sandbox,
+    machine.check_images,
 )
 PLAN = (preflight.describe_cluster, preflight.check_sample, preflight.estimate)  # a dry run prints these
 ALL = tuple(dict.fromkeys((*MACHINE, *RUN, preflight.describe_chat, *PLAN)))

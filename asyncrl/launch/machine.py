@@ -233,3 +233,17 @@ def check_sandbox(inputs: Inputs) -> Iterator[Note]:
         yield warning(f"cannot isolate {lacking} ({found.notes}); allow namespaces (docs/sandbox.md)")
     else:
         yield ok("isolates " + ", ".join(sorted(found.holds)))
+
+
+@check("images")
+def check_images(inputs: Inputs) -> Iterator[Note]:
+    """Only tasks, and tools with an image, need them, and say so themselves."""
+    from asyncrl.isolation.images import images_directory, list_images
+    from asyncrl.isolation.sandbox.jail import detect_images
+
+    there = f"{len(list_images())} in {images_directory()}"
+    if why := detect_images():
+        release = os.uname().release
+        yield warning(f"{there}; {why}; needed: namespaces and Linux 6.6 (this is {release})")
+    else:
+        yield ok(f"{there}; sandboxes can have one")
