@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import random
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox import changes
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.changes import Entry, read_entries
 from asyncrl.isolation.sandbox.jail import Jail
+from tests.fakes.images import small_image
 
 SMALL = SandboxLimits(memory=300, processes=8, file=2, disk=8, output=200_000)
 END = Entry(changes.END, "").frame()
@@ -43,8 +48,25 @@ def listing(top):
 """
 
 
-def box() -> Jail:
-    return Jail(SMALL, require=())
+TREE = ("a/b/c d", "a/.git", "b/ü", "c d", "a/a/a")  # files of the image, in /testbed
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+    with pytest.MonkeyPatch.context() as patch:
+        images = tmp_path_factory.mktemp("images")
+        patch.setenv("ASYNCRL_IMAGES", str(images))
+        images.chmod(0o755)
+        made = small_image(images, python=True)
+        for name in TREE:
+            file = Path(made.root, "testbed", name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(name)
+        yield made
+
+
+def box(image: Image | None = None, user: Literal["", "root"] = "") -> Jail:
+    return Jail(SMALL, require=(), image=image, user=user)
 
 
 async def cell(jail: Jail, code: str) -> str:
@@ -69,6 +91,7 @@ class Operations:
         draw = random.Random(self.seed)
         for _ in range(count):
             name, other = self._path(draw), self._path(draw)
+            mode = draw.choice((0, 0o400, 0o555, 0o700, 0o644, 0o1777))
             data = f"b'%d' % {draw.randrange(10**9)} * {draw.choice((0, 1, 9000))}"
             self.lines.append(
                 draw.choice(
@@ -77,7 +100,7 @@ class Operations:
                         f"os.makedirs({name!r})",
                         f"write({name!r}, os.O_TRUNC, {data})",
                         f"write({name!r}, os.O_APPEND, b'more')",
-                        f"os.chmod({name!r}, {draw.choice((0, 0o400, 0o555, 0o700, 0o644, 0o1777))})",
+                        f"os.path.islink({name!r}) or os.chmod({name!r}, {mode})",
                         f"os.remove({name!r})",
                         f"os.path.isdir({name!r}) and shutil.rmtree({name!r})",
                         f"os.rename({name!r}, {other!r})",
@@ -97,26 +120,30 @@ class Operations:
         return "/".join((self.top, *names))
 
 
-async def check_copy(seed: int) -> None:
-    async with box() as first, box() as second:
-        await cell(first, Operations(seed, first.home).code(60))
-        before = await listing(first, first.home)
-        archive = await first.changes()
-        assert await listing(first, first.home) == before
+async def check_copy(seed: int, image: Image | None, user: Literal["", "root"] = "") -> None:
+    async with box(image, user) as first, box(image, user) as second:
+        top = "/testbed" if image else first.home
+        await cell(first, Operations(seed, top).code(60))
+        before = await listing(first, top)
+        archive = await first.changes((top,))
+        assert await listing(first, top) == before
         await second.apply(archive)
-        assert await listing(second, second.home) == before
-        assert await second.changes() == archive
+        assert await listing(second, top) == before
+        assert image or await second.changes((top,)) == archive
 
 
-async def test_what_changed_is_the_same_in_another_sandbox() -> None:
+async def test_what_changed_is_the_same_in_another_sandbox(image: Image) -> None:
     for seed in range(4):
-        await check_copy(seed)
+        await check_copy(seed, None)
+        await check_copy(seed, image)
 
 
 @pytest.mark.full
-async def test_what_changed_is_the_same_after_many_random_operations() -> None:
-    for seed in range(1000, 1150):
-        await check_copy(seed)
+async def test_what_changed_is_the_same_after_many_random_operations(image: Image) -> None:
+    for seed in range(1000, 1100):
+        await check_copy(seed, None)
+        await check_copy(seed, image)
+        await check_copy(seed, image, "root")
 
 
 async def test_only_what_is_asked_for_is_collected() -> None:
@@ -141,6 +168,39 @@ async def test_only_what_is_asked_for_is_collected() -> None:
             await paths("/etc")
 
 
+async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
+    async with box(image) as first, box(image) as second:
+        assert {entry.path for entry in read_entries(await first.changes())} <= {
+            *("etc", "etc/hosts", "etc/nsswitch.conf", "sandbox", "tmp")  # made at the start
+        }
+        command = (
+            "cd /testbed && rm -r a b && mkdir -p a/a && echo x > a/a/x && echo hi > /etc/motd && rm /bin/dd"
+        )
+        assert (await first.run("shell", command, 5)).status == 0
+
+        async def found(*roots: str) -> list[tuple[bytes, str]]:
+            return [entry[:2] for entry in read_entries(await first.changes(roots))]
+
+        hidden, there = changes.OPAQUE, changes.FILE
+        assert await found("/testbed/a/a") == [(hidden, "testbed/a/a"), (there, "testbed/a/a/x")]
+        assert await found("/testbed/b", "/testbed/b/deep") == [
+            (changes.DELETED, "testbed/b"),
+            (changes.DELETED, "testbed/b/deep"),
+        ]
+        assert await found("/usr") == [
+            *((changes.DIRECTORY, "usr"), (changes.DIRECTORY, "usr/bin"), (changes.DELETED, "usr/bin/dd"))
+        ]
+        with pytest.raises(SandboxError, match="bin is a link"):
+            await found("/bin")
+        everything = await first.changes()
+        assert not any(entry.path in ("etc/passwd", "proc", "dev") for entry in read_entries(everything))
+        await second.apply(everything)
+        for command in ("find / -xdev | sort", "cat /etc/motd /testbed/a/a/x", "id"):
+            shown = [await jail.run("shell", command, 5) for jail in (first, second)]
+            assert shown[0].output == shown[1].output or command == "id"
+        assert "sandbox" in shown[1].output
+
+
 async def test_what_changed_is_bounded() -> None:
     async with box() as jail:
         await jail.run("shell", "head -c 1000000 /dev/urandom > large; kept=1", 5)
@@ -158,8 +218,9 @@ async def test_nothing_runs_meanwhile_and_all_goes_on_afterwards() -> None:
         first = await jail.changes()
         assert await jail.changes() == first
         assert await cell(jail, "kept") == "42\n"
-        await jail.run("shell", "sleep 0.05", 5)
+        await jail.run("shell", "sleep 0.05; chmod 0 .", 5)
         assert len(await jail.changes()) > len(first)
+        assert await cell(jail, f"import os\nos.stat({jail.home!r}).st_mode & 0o777") == "0\n"
 
 
 async def test_names_that_are_kept_stay_as_they_are() -> None:
@@ -200,6 +261,7 @@ async def test_names_that_are_kept_stay_as_they_are() -> None:
             "Not a directory: 'l'",
         ),
     ],
+    ids=lambda one: one if isinstance(one, str) else "",
 )
 async def test_a_forged_archive_is_refused(archive: bytes, why: str) -> None:
     if "Not a directory" not in why:

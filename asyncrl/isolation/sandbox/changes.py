@@ -150,7 +150,8 @@ class _Collector:
         self._top, self._changed, self._pipe, self._skip = top, changed, pipe, skip
         self._most = self._left = most
         self._count = 0
-        self._modes: dict[str, int] = {}  # of directories that could not be read
+        self._modes = {"": stat.S_IMODE(os.fstat(changed).st_mode)}  # of directories that could not be read
+        os.fchmod(changed, 0o700)
 
     def collect(self, root: str) -> None:
         """Collect what changed below a directory. If it is no directory any more, it counts as deleted."""
@@ -205,7 +206,8 @@ class _Collector:
             os.chmod(name, 0o700, dir_fd=here)
 
     def _write_file(self, here: int, name: str, path: str, found: os.stat_result) -> None:
-        """Write what is no directory. Sockets, pipes and devices are left out."""
+        """Write what is no directory. Sockets and pipes are left out; in an image they count as deleted, as
+        do the devices by which overlayfs deletes."""
         mode, kind = stat.S_IMODE(found.st_mode), stat.S_IFMT(found.st_mode)
         if kind == stat.S_IFREG:
             try:
@@ -224,7 +226,7 @@ class _Collector:
             target = os.fsencode(os.readlink(name, dir_fd=here))
             self._write(LINK, path, mode, found.st_mtime_ns, len(target))
             self._pipe.write(target)
-        elif kind == stat.S_IFCHR and found.st_rdev == 0 and self._top == "/":  # as overlayfs deletes
+        elif self._top == "/":
             self._write(DELETED, path)
 
     def _write(self, kind: bytes, path: str, mode: int = 0, mtime_ns: int = 0, size: int = 0) -> None:
@@ -278,15 +280,11 @@ class _Applier:
 
     def _apply_directory(self, here: int, name: str, path: str, entry: Entry) -> None:
         found = _find(here, name)
-        if found and not stat.S_ISDIR(found.st_mode):
-            os.unlink(name, dir_fd=here)
-            found = None
-        if found is None:
+        replaced = entry.kind == OPAQUE or (found and not stat.S_ISDIR(found.st_mode))
+        if found is None or (replaced and self._remove(here, name, path)):
             os.mkdir(name, 0o700, dir_fd=here)
         else:
             os.chmod(name, found.st_mode & 0o7777 | 0o700, dir_fd=here)
-            if entry.kind == OPAQUE:
-                self._empty(path)
         self._directories[path] = entry
 
     def _make_file(self, here: int, name: str, entry: Entry) -> None:

@@ -57,7 +57,7 @@ CHANGES_SECONDS = 60.0  # to collect or apply them
 END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
 CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
 MAX_OUTPUT = 16 << 20
-MOUNTED = ("/proc", "/dev", "/sys")
+OWN_FILES = ("/proc", "/dev", "/sys", "/etc/passwd", "/etc/group")  # of every sandbox with an image
 ENDINGS = {
     frames.DONE: RunEnding.DONE,
     frames.FAILED: RunEnding.FAILED,
@@ -169,9 +169,11 @@ class Jail:
         self, roots: Sequence[str] = (), skip: Sequence[str] = (), most: int = MOST_CHANGES
     ) -> bytes:
         ours, theirs = os.pipe()
-        shown = (one if isinstance(one, str) else one[1] for one in self._show)
-        top = "/" if self._image else self.home or "/"
-        source = changes.request(most, top, roots, (*skip, *MOUNTED, *shown))
+        top, ours_too = self.home or "/", tuple[str, ...]()
+        if self._image:
+            shown = (one if isinstance(one, str) else one[1] for one in self._show)
+            top, ours_too = "/", (*OWN_FILES, *shown)
+        source = changes.request(most, top, roots, (*skip, *ours_too))
         archive = bytearray()
         await self._move(frames.TAKE, source, theirs, partial(changes.receive, ours, archive, most))
         return bytes(archive)
