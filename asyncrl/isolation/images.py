@@ -60,7 +60,9 @@ def find_image(name: str) -> Image:
             f"make one: asyncrl image import FILE --name {name}"
         ) from None
     except (OSError, *UNDECODABLE) as error:
-        raise ConfigError(f"image {name!r} cannot be read ({error}); import it again") from error
+        raise ConfigError(
+            f"image {name!r} cannot be read ({error}); remove it, and import it again"
+        ) from error
     return msgspec.structs.replace(image, root=roots[0], over=tuple(roots[1:]))
 
 

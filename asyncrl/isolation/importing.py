@@ -16,9 +16,9 @@ import msgspec
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.child import Child, ChildError
 from asyncrl.isolation.images import NAME, Image, find_image, images_directory, list_images
-from asyncrl.isolation.layers import Settings
+from asyncrl.isolation.layers import PATH
 from asyncrl.isolation.sandbox import emptying
-from asyncrl.isolation.unpacking import CHUNK, UNPACK, Bounds, Order, Unpacked
+from asyncrl.isolation.unpacking import CHUNK, UNPACK, Bounds, Order
 
 MOST_OVER = 8  # overlayfs takes the paths of all in 4 KiB
 LARGEST = 8 << 20  # bytes of a child's answer
@@ -31,38 +31,29 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
         raise ConfigError(f"--name {name!r}: up to 100 letters, digits and . _ -, but not sha256-")
     if source != "-" and not os.path.exists(source):
         raise ConfigError(f"{source}: no such file or directory")
-    base = find_image(over) if over else None
-    below = tuple(Path(root).parent.name for root in base.layers) if base else ()
+    image = find_image(over) if over else Image("", environment={"PATH": PATH})
+    below = tuple(Path(root).parent.name for root in image.layers if root)
     if len(below) > MOST_OVER:
         raise ConfigError(f"--over {over}: it lies over {MOST_OVER} images itself; import them as one")
-    settings = Settings(base.environment, base.directory, base.user) if base else Settings()
+    image = msgspec.structs.replace(image, digest="", root="", over=below, size=0, files=0)
     images = images_directory()
     with _incoming(images) as place:
-        (place / "root").mkdir()
-        path, spool = os.path.abspath(source), str(place / "archive")
+        path, spool, root = os.path.abspath(source), place / "archive", place / "root"
+        root.mkdir()
         if not os.path.isdir(path) and not os.path.isfile(path):
-            path = _copy(source, spool, bounds)
-        order = Order(path, spool, str(place / "root"), below[0] if below else "", settings, bounds)
+            path = _copy(source, str(spool), bounds)
         try:
-            unpacked = asyncio.run(_unpack(order))
+            image = asyncio.run(_unpack(Order(path, str(spool), str(root), image, bounds)))
         except ChildError as error:
             raise ConfigError(f"{source}: {error}; nothing was imported") from error
-        image = Image(
-            unpacked.digest,
-            over=below,
-            **msgspec.structs.asdict(unpacked.settings),
-            size=unpacked.size,
-            files=unpacked.files,
-        )
-        Path(spool).unlink(missing_ok=True)
+        spool.unlink(missing_ok=True)
         (place / "image.json").write_bytes(msgspec.json.encode(image))
         with _locked(images):
             if not (images / image.digest).exists():
                 place.rename(images / image.digest)
             if name:
                 (images / "names").mkdir(exist_ok=True)
-                link = images / f"incoming-{os.getpid()}"
-                link.symlink_to(f"../{image.digest}")
+                (link := images / f"incoming-{os.getpid()}").symlink_to(f"../{image.digest}")
                 link.replace(images / "names" / name)
     return find_image(image.digest)
 
@@ -85,7 +76,7 @@ def remove_image(name: str) -> bool:
     return gone
 
 
-async def _unpack(order: Order) -> Unpacked:
+async def _unpack(order: Order) -> Image:
     child = await Child.start(UNPACK, "the unpacking process", LARGEST)
     try:
         await child.open(True)

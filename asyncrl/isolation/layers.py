@@ -10,6 +10,7 @@ from typing import IO, NoReturn, TypeVar
 import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox.kernel import MACHINE
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -17,14 +18,6 @@ MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}  # by the name that OCI has f
 LARGEST_JSON = 4 << 20
 
 T = TypeVar("T")
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """What an image sets beside its files; see `images.Image`."""
-
-    environment: dict[str, str] = msgspec.field(default_factory=lambda: {"PATH": PATH})
-    directory: str = "/"
-    user: str = ""
 
 
 def refuse(text: str) -> NoReturn:
@@ -71,9 +64,9 @@ class _Config(msgspec.Struct):
 
 
 def find_layers(
-    tar: tarfile.TarFile, index: dict[str, tarfile.TarInfo]
-) -> tuple[Iterator[IO[bytes]], Settings]:
-    """Find the layers, the lowest first, and the settings of the one image of an archive."""
+    tar: tarfile.TarFile, index: dict[str, tarfile.TarInfo], image: Image
+) -> tuple[Iterator[IO[bytes]], Image]:
+    """Find the layers of the one image of an archive, the lowest first, and put its settings into `image`."""
 
     def find(name: str) -> IO[bytes]:
         member = index.get(posixpath.normpath(name))
@@ -108,12 +101,11 @@ def find_layers(
     given = read(config, _Config)
     if given.architecture not in ("", machine):
         refuse(f"is an image for {given.architecture}; this machine is {machine}")
-    return map(find, names), _settings(given.config or _Settings())
-
-
-def _settings(given: _Settings) -> Settings:
-    environment = dict(line.partition("=")[::2] for line in given.environment or ())
-    directory = posixpath.join("/", given.directory or "")
-    if "\0" in "".join((*environment, *environment.values(), directory, given.user or "")):
+    settings = given.config or _Settings()
+    environment = {"PATH": PATH} | dict(line.partition("=")[::2] for line in settings.environment or ())
+    directory, user = posixpath.join("/", settings.directory or ""), settings.user or ""
+    if "\0" in "".join((*environment, *environment.values(), directory, user)):
         refuse("its settings hold a NUL")
-    return Settings({"PATH": PATH} | environment, posixpath.normpath(directory), given.user or "")
+    directory = posixpath.normpath(directory)
+    image = msgspec.structs.replace(image, environment=environment, directory=directory, user=user)
+    return map(find, names), image

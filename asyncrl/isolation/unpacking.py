@@ -29,7 +29,8 @@ import msgspec
 
 from asyncrl.errors import ConfigError, reason
 from asyncrl.isolation.child import Service
-from asyncrl.isolation.layers import Settings, find_layers, refuse
+from asyncrl.isolation.images import Image
+from asyncrl.isolation.layers import find_layers, refuse
 from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.sandbox.mounts import NEWUSER, unshare
 
@@ -53,28 +54,17 @@ class Bounds(msgspec.Struct, frozen=True):
 
 class Order(msgspec.Struct, frozen=True):
     """Asks for `source`, an archive or a directory, to be unpacked into the empty directory `root`. `spool`:
-    a new file for the archive of a directory. `over`: the digest of the image below, if any. `settings`: for
-    an archive that has none."""
+    a new file for the archive of a directory. `image`: the digests of those below, and settings for an
+    archive that has none."""
 
     source: str
     spool: str
     root: str
-    over: str
-    settings: Settings
+    image: Image
     bounds: Bounds
 
 
-class Unpacked(msgspec.Struct, frozen=True):
-    """`digest` is the SHA-256 of the tree, the settings and `over`. Owners and times are not part of it."""
-
-    digest: str
-    size: int
-    files: int
-    left_out: int
-    settings: Settings
-
-
-def unpack(order: Order) -> Unpacked:
+def unpack(order: Order) -> Image:
     """To be called in a child of its own: it ends up in the new root."""
     if os.geteuid() != 0:
         _become_root()  # before: then a user reads its own files whatever their modes
@@ -92,16 +82,14 @@ def unpack(order: Order) -> Unpacked:
     sys.meta_path.clear()
     work = _Unpacking(order)
     try:
-        settings = work.unpack(archive)
-        digest = work.digest(settings)
+        return work.digest(work.unpack(archive))
     except Exception as error:
         where = f"entry {work.at[:200]!r}: " if work.at else ""
         why = f"a header over {MEMORY >> 20} MiB" if isinstance(error, MemoryError) else reason(error)
         raise ConfigError(where + why) from error
-    return Unpacked(digest, work.size, work.files, work.left_out, settings)
 
 
-UNPACK = Service(f"{__name__}:UNPACK", lambda _: unpack, bool, Order, Unpacked)
+UNPACK = Service(f"{__name__}:UNPACK", lambda _: unpack, bool, Order, Image)
 
 
 def _become_root() -> None:
@@ -136,15 +124,17 @@ class _Unpacking:
     """The new root is this process's. `at`: the entry that is worked on."""
 
     def __init__(self, order: Order) -> None:
-        self.bounds, self.over, self.settings = order.bounds, order.over, order.settings
-        self.size = self.files = self.left_out = 0
+        self.image, self.bounds, self.over = order.image, order.bounds, bool(order.image.over)
+        self.size = self.files = 0
         self.at = ""
 
-    def unpack(self, archive: IO[bytes]) -> Settings:
-        tar = _open(archive)
+    def unpack(self, archive: IO[bytes]) -> Image:
+        tar, image = _open(archive), self.image
         index = self._index(tar)
         self.at = ""
-        layers, settings = find_layers(tar, index) if index else (iter([archive]), self.settings)
+        layers = iter([archive])
+        if index:
+            layers, image = find_layers(tar, index, image)
         for number, layer in enumerate(layers):
             if number or self.over:  # first, whatever the order: a layer deletes only what is below it
                 for _, path, _ in self._members(layer):
@@ -154,20 +144,20 @@ class _Unpacking:
         self.at = ""
         if not self.over and not os.path.isfile("/bin/sh"):
             refuse("has no /bin/sh: an image needs a shell")
-        return settings
+        return image
 
-    def digest(self, settings: Settings) -> str:
-        """Walk the whole tree in the order of names: each has its kind, mode and contents. Counts anew, what
-        is left of all layers."""
-        self.size = self.files = 0
-        found = hashlib.sha256(msgspec.msgpack.encode([self.over, settings], order="sorted"))
-        ahead = ["/"]
+    def digest(self, image: Image) -> Image:
+        """Walk the whole tree in the order of names: each has its kind, mode and contents; owners and times
+        do not count. Returns the image with its digest, and its files as they are left of all layers."""
+        settings = [image.over, image.environment, image.directory, image.user]
+        found = hashlib.sha256(msgspec.msgpack.encode(settings, order="sorted"))
+        size, files, ahead = 0, 0, ["/"]
         while ahead:
             with os.scandir(ahead.pop()) as entries:
                 paths = sorted(entry.path for entry in entries)
-            for path in paths:
-                self.at = path
-                self._check(path)
+            files += len(paths)
+            for self.at in paths:
+                self._check(path := self.at)
                 mode = os.lstat(path).st_mode
                 contents = b""
                 if stat.S_ISDIR(mode):
@@ -178,10 +168,9 @@ class _Unpacking:
                 elif stat.S_ISREG(mode):
                     with open(path, "rb") as file:
                         contents = hashlib.file_digest(file, "sha256").digest()
-                        self.size += file.tell()
-                self.files += 1
+                        size += file.tell()
                 found.update(msgspec.msgpack.encode([os.fsencode(path), mode, contents]))
-        return f"sha256-{found.hexdigest()}"
+        return msgspec.structs.replace(image, digest=f"sha256-{found.hexdigest()}", size=size, files=files)
 
     def _index(self, tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
         """The entries of an archive of layers by name; none of a root file system."""
@@ -192,7 +181,7 @@ class _Unpacking:
             if name.split("/")[0] in OF_A_ROOT:
                 return {}
             index[name] = member
-        return index if index.keys() & {"manifest.json", "index.json"} else {}
+        return index if index.keys() & {"manifest.json", "oci-layout"} else {}
 
     def _members(self, layer: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, str, tarfile.TarInfo]]:
         """Yield all entries with their paths. Raises for an archive that ends early."""
@@ -237,8 +226,7 @@ class _Unpacking:
         """Make what an entry says, in place of what is there. Links above it are followed inside."""
         self._count(member.size)
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
-            self.left_out += 1  # devices and pipes
-            return
+            return  # devices and pipes
         if path == "/" or posixpath.basename(path).startswith(DELETED):
             return
         self._make_directories(posixpath.dirname(path))
