@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError
 
@@ -29,7 +30,9 @@ MAX_ARGUMENT = 100_000  # bytes of a prompt; the kernel takes 131,071 with what 
 
 
 class CommandError(AsyncrlError):
-    """Says that a program could not be run, or failed."""
+    """Says that a program could not be run, or failed. `result`: what it left nevertheless."""
+
+    result: Any = None
 
 
 def words_of(line: str, key: str = "line") -> list[str]:

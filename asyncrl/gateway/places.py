@@ -1,6 +1,7 @@
 """A place for each episode of a program: a directory to work in, a HOME and a TMPDIR that no other one has.
 
     /sandbox/{work,home,tmp}                                   in a sandbox, with which it ends
+    the task's directory, /sandbox/{home,tmp}                  in that of a sample's task, in its image
     /var/tmp/asyncrl-UID/NAMESPACE-PID-START-TOKEN/{work,…}    without one
 
 The latter is removed when the episode is over. A killed worker leaves it: its owner is known by pid and start
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shlex
+import shutil
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from fnmatch import fnmatchcase
@@ -19,7 +22,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.errors import ConfigError
+from asyncrl.data.task_sandboxes import TaskSandbox
+from asyncrl.data.tasks import Task
+from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway.lines import CommandError
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.calls import in_thread
@@ -32,7 +37,7 @@ from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 PARENT = f"/var/tmp/asyncrl-{os.getuid()}"
 ISOLATED = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
 MAKE_SECONDS = 60.0  # for three directories, on a busy machine
-PARTS = ("work", "home", "tmp")
+PARTS = ("home", "tmp")
 CREDENTIALS = (
     *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc", ".env"),
     *("auth.json", ".credentials.json", "*token", "*tokens", "*token.*", "*tokens.*"),
@@ -45,10 +50,13 @@ Streams = tuple[int, int, int]
 
 
 class EpisodePlace(Protocol):
-    """Runs programs. `root`: the directory of `work`, `home` and `tmp`. `endpoint`: as programs reach it."""
+    """Runs programs, in the directory `work`. `root`: the directory of `home` and `tmp`. `endpoint`: as
+    programs reach it. `environment`: of an image, None where there is none."""
 
     root: str
+    work: str
     endpoint: Endpoint
+    environment: Mapping[str, str] | None
 
     async def write(self, path: str, text: str) -> None:
         """Write a file at a path below `root`."""
@@ -57,12 +65,23 @@ class EpisodePlace(Protocol):
         """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
         when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
 
+    def stop(self) -> None:
+        """End the program that runs, in a task's sandbox, which stays."""
+
+    async def find(self, program: str) -> str:
+        """Find a program as a shell in the place does; '' if there is none."""
+
+    async def result(self) -> dict[str, str] | None:
+        """Collect the changes of a task's workspace (see TaskSandbox); None where there is no task."""
+
 
 class OpenPlace:
     """Runs programs without a sandbox: they can do what the user can."""
 
+    environment: Mapping[str, str] | None = None
+
     def __init__(self, root: Path, endpoint: Endpoint) -> None:
-        self.root, self.endpoint = str(root), endpoint
+        self.root, self.work, self.endpoint = str(root), f"{root}/work", endpoint
 
     async def write(self, path: str, text: str) -> None:
         file = Path(self.root, path)
@@ -77,7 +96,7 @@ class OpenPlace:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                cwd=f"{self.root}/work",
+                cwd=self.work,
                 env=environment,
                 start_new_session=True,
             )
@@ -95,18 +114,29 @@ class OpenPlace:
                     kill(process.pid)
                 await asyncio.wait([ended], timeout=2 * KILL_SECONDS)
 
+    def stop(self) -> None:
+        raise NotImplementedError("only the sandbox of a task outlives its program")
+
+    async def find(self, program: str) -> str:
+        return shutil.which(program) or ""
+
+    async def result(self) -> None:
+        return None
+
 
 class SandboxPlace:
-    """Runs programs in a sandbox, where they can read only programs and what is shown."""
+    """Runs programs in a sandbox, where they can read only programs and what is shown, or an image."""
 
-    def __init__(self, jail: Jail, endpoint: Endpoint) -> None:
-        self.root, self.endpoint, self._jail = jail.home, endpoint, jail
+    def __init__(self, jail: Jail, endpoint: Endpoint, task: TaskSandbox | None) -> None:
+        self.root, self.endpoint, self._jail, self._task = jail.home, endpoint, jail, task
+        self.work = task.directory if task else f"{self.root}/work"
+        self.environment: Mapping[str, str] | None = task.environment if task else None
 
     async def write(self, path: str, text: str) -> None:
-        await self._jail.write_file(path, text.encode(errors="replace"))
+        await self._jail.write_file(f"{self.root}/{path}", text.encode(errors="replace"))
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
-        result = await self._jail.execute(Program(words, environment, "work"), streams)
+        result = await self._jail.execute(Program(words, environment, self.work), streams)
         if result.ending is RunEnding.OVER:
             most = self._jail.limits.resident
             raise CommandError(
@@ -116,9 +146,20 @@ class SandboxPlace:
             raise CommandError("its sandbox ended")
         return result.status
 
+    def stop(self) -> None:
+        self._jail.stop()
+
+    async def result(self) -> dict[str, str] | None:
+        return await self._task.result() if self._task else None
+
+    async def find(self, program: str) -> str:
+        name = shlex.quote(program)
+        found = await self._jail.run("shell", f"command -v -- {name}", MAKE_SECONDS)
+        return found.output.strip() if found.ending is RunEnding.DONE else ""
+
 
 @asynccontextmanager
-async def open_place(endpoint: Endpoint) -> AsyncIterator[EpisodePlace]:
+async def open_place(endpoint: Endpoint) -> AsyncIterator[OpenPlace]:
     """Make a place, which is removed in the end. CommandError where it cannot be made."""
     try:
         root = _made()
@@ -132,18 +173,26 @@ async def open_place(endpoint: Endpoint) -> AsyncIterator[EpisodePlace]:
 
 @asynccontextmanager
 async def sandbox_place(
-    endpoint: Endpoint, limits: SandboxLimits, show: Iterable[str]
-) -> AsyncIterator[EpisodePlace]:
+    endpoint: Endpoint, limits: SandboxLimits, show: Iterable[str], task: Task | None = None
+) -> AsyncIterator[SandboxPlace]:
     """Make a place in a sandbox, whose only network is the endpoint (without a key none is served).
-    CommandError where it cannot be made."""
-    async with Jail(limits, require=ISOLATED, show=show, listen=True) as jail:
+    CommandError where it cannot be made, SetupError where that of a task cannot."""
+    ours = TaskSandbox(task, limits, ISOLATED, show, True) if task else None
+    jail = ours.jail if ours else Jail(limits, require=ISOLATED, show=show, listen=True)
+    try:
+        await (ours or jail).start()
         assert jail.listener is not None
         with jail.listener:
             served = await endpoint.through(jail.listener) if endpoint.api_key else endpoint
-        made = await jail.run("shell", f"mkdir {' '.join(PARTS)}", MAKE_SECONDS)
+        place = SandboxPlace(jail, served, ours)
+        parts = shlex.join((place.work, *(f"{place.root}/{part}" for part in PARTS)))
+        made = await jail.run("shell", f"mkdir -p {parts}", MAKE_SECONDS)
         if made.ending is not RunEnding.DONE:
-            raise CommandError(f"no place could be made in its sandbox: {made.output.strip() or made.ending}")
-        yield SandboxPlace(jail, served)
+            why = f"no place could be made in its sandbox: {made.output.strip() or made.ending}"
+            raise SetupError(f"task {task.name}: {why}") if task else CommandError(why)
+        yield place
+    finally:
+        await jail.close()
 
 
 def check_sandbox() -> None:
@@ -162,7 +211,7 @@ def check_sandbox() -> None:
 
 def _made() -> Path:
     root = _parent() / "-".join((*_owner(), secrets.token_hex(8)))
-    for directory in (root, *(root / part for part in PARTS)):
+    for directory in (root, root / "work", *(root / part for part in PARTS)):
         directory.mkdir(0o700)
     return root
 

@@ -10,15 +10,15 @@ over or the worker has died.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import shutil
 import site
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -27,7 +27,9 @@ import msgspec
 
 import asyncrl
 from asyncrl.config.base import Count, Seconds
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.data.task_sandboxes import RESULT_SECONDS
+from asyncrl.data.tasks import Task, task_of
+from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
 from asyncrl.gateway.places import (
     EpisodePlace,
@@ -37,33 +39,29 @@ from asyncrl.gateway.places import (
     sandbox_place,
 )
 from asyncrl.gateway.server import Endpoint
+from asyncrl.gateway.talking import result_in, talk
 from asyncrl.isolation.child import inherited
 from asyncrl.isolation.sandbox.base import SandboxLimits
 from asyncrl.isolation.sandbox.needs import needed_by
-from asyncrl.isolation.wrapper import KILL_SECONDS
 from asyncrl.types import Sample
-from asyncrl.values import MAX_RESULT
 
+INSTALL = "install it, or set program to its path"
 STARTS = 2  # at once, for each CPU
+SPARE_SECONDS = RESULT_SECONDS + 5.0  # at the end of an episode, to collect what changed
 VERSION_SECONDS = 60.0  # to say it, on a busy machine and from a cold disk
 VERSION = re.compile(r"\d+\.\d+([\w.+-]*\w)?")
-MAX_ERROR = 1 << 16  # bytes of stderr that are kept
-MAX_COMPLAINT = 300  # characters
-FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no environment variable can have these
-INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 NOT_PASSED = {
     "none": re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"),  # the user's own, with logins
     "jail": re.compile("XDG_.*|HOME|TMPDIR|HF_.*|TORCH_HOME|SSL_CERT_.*|REQUESTS_CA_BUNDLE"),  # not there
 }
 
 
-class TimeUp(AsyncrlError):
+class TimeUp(CommandError):
     """Ends an episode whose agent has used up its time: as `timeout`, scored for its turns."""
 
 
 Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
-NewPlace = Callable[[Endpoint], AbstractAsyncContextManager[EpisodePlace]]
 NOWHERE = Endpoint("http://127.0.0.1:9/v1", "")
 
 
@@ -115,6 +113,10 @@ class Command:
     files, `processes` (threads included), `disk_mb`; 0 is what the harness needs. `setup_seconds`: time
     until the first request, in which at most `starts` episodes of a worker may be (0: two per CPU);
     `seconds`: time from then on (0: as long as the episode).
+
+    A sample with a task (data/tasks.py) has its place in the task's image, with the sizes and seconds that
+    the task states. The program is the image's, if it has one of that name; else the one of this machine. Its
+    result has the changes of the task's workspace, however it ended.
     ConfigError for options that cannot be used."""
 
     def __init__(
@@ -148,12 +150,13 @@ class Command:
         self.harness, self._extra_info = harness, _names(extra_info)
         words = words_of(line or harness.line) + words_of(arguments, "arguments")
         self._named = words[0]
+        self._searched = "" if "/" in (program or self._named) else program or self._named
         self._words = located([program or words[0], *words[1:]])
-        if shutil.which(self._words[0]) is None:
-            raise ConfigError(
-                f"line {line or harness.line!r}: there is no program {program or self._named!r}; install it, "
-                "or set program to its path"
-            )
+        self.sandbox = sandbox or harness.sandbox
+        found = shutil.which(self._words[0])
+        self._absent = "" if found else f"there is no program {program or self._named!r}"
+        if self._absent and self.sandbox == "none":  # else the image of a task may have it
+            raise ConfigError(f"line {line or harness.line!r}: {self._absent}; {INSTALL}")
         if extra_info and harness.stdin != "sample":
             raise ConfigError(f"extra_info is for command: {harness.name} reads the prompt and nothing else")
         if files:
@@ -164,59 +167,94 @@ class Command:
         self._inherited = {name for name, equals, _ in given if not equals}
         if NO_TEXT.search(env) or any(not name.strip() for name, *_ in given):
             raise ConfigError(f"env {env!r} has a NUL, a part of a character, or a value without a name")
-        self.sandbox = sandbox or harness.sandbox
-        self._place: NewPlace = open_place
         chosen = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
         chosen = {name: most for name, most in chosen.items() if most}
         if self.sandbox == "jail":
             check_sandbox()
-            limits, shown = harness.needs._replace(**chosen), _shown(self._words, self._files, _names(show))
-            self._place = partial(sandbox_place, limits=limits, show=shown)
+            self._limits = harness.needs._replace(**chosen)
+            self._shown = _shown(self._words, self._files, _names(show))
         elif chosen or show:
             raise ConfigError("memory_mb, processes, disk_mb and show need a sandbox; set sandbox: jail")
-        self._setup_seconds, self._seconds = setup_seconds, seconds or None
+        self._setup_seconds, self._seconds = setup_seconds, seconds
         self._starts = asyncio.Semaphore(starts or STARTS * len(os.sched_getaffinity(0)))
 
     async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
         """Run the program for an episode, and return its result. CommandError on an exit code other than 0,
         with the last line of stderr (and the place of a Python error), or if no request comes in time.
-        TimeUp after `seconds`."""
-        tasks = list[asyncio.Future[Any]]()
+        TimeUp after `seconds`. SetupError where the sandbox of the sample's task cannot be made."""
+        task, stop = task_of(sample), asyncio.get_running_loop().create_future()
+        now = stop.get_loop().time
+        until = now() + endpoint.seconds - min(SPARE_SECONDS, endpoint.seconds / 4) if task else math.inf
+        runs = list[asyncio.Future[Any]]()
         try:
             async with self._starts:
-                tasks += map(asyncio.ensure_future, (self._run(sample, endpoint), endpoint.asked()))
-                running, asked = tasks
-                await asyncio.wait(tasks, timeout=self._setup_seconds, return_when=asyncio.FIRST_COMPLETED)
+                both = self._run(sample, endpoint, task, stop), endpoint.asked()
+                running, asked = runs = [*map(asyncio.ensure_future, both)]
+                await asyncio.wait(runs, timeout=self._setup_seconds, return_when=asyncio.FIRST_COMPLETED)
             if not (running.done() or asked.done()):
-                seconds = f"setup_seconds ({self._setup_seconds:g} s)"
-                raise CommandError(f"{self._named} made no request within {seconds}")
-            await asyncio.wait([running], timeout=self._seconds)
-            if not running.done():
-                raise TimeUp(f"{self._named} was ended after seconds ({self._seconds:g} s)")
-            return running.result()
+                limit = f"setup_seconds ({self._setup_seconds:g} s)"
+                raise CommandError(f"{self._named} made no request within {limit}")
+            limits = self._seconds, task.seconds if task else 0.0, until - now()
+            seconds = min(most or math.inf for most in limits)
+            await asyncio.wait([running], timeout=seconds)
+            if running.done():
+                return running.result()
+            late = TimeUp(f"{self._named} was ended after {seconds:g} s, as its time was up")
+            if task:
+                late.result = {"failed": f"its sandbox did not end the program within {SPARE_SECONDS:g} s"}
+                stop.set_result(late)
+                await asyncio.wait([running], timeout=SPARE_SECONDS)
+            raise (running.done() and running.exception()) or late
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
 
-    async def version(self) -> str:
-        """Ask a harness' program for its version, in a place without an endpoint; '' for a `command`.
-        CommandError, or SandboxError, where it cannot be run there."""
-        async with (
-            asyncio.timeout(VERSION_SECONDS),
-            self._place(NOWHERE) as place,
-        ):
-            words = [self._words[0], self.harness.version] if self.harness.tested else ["true"]
-            said = await _talk(words, place, self._environment(place, self._values(place, "")))
+    async def version(self, tasks: Sequence[Task] = ()) -> str:
+        """Ask a harness' program for its version, in a place without an endpoint, that of the first task if
+        there are some; '' for a `command`. CommandError, or SandboxError, where it cannot be run there;
+        SetupError where it cannot be in the places of all tasks."""
+        for other in tasks[1:]:
+            async with self._place(NOWHERE, other) as place:
+                await self._program(place)
+        first = next(iter(tasks), None)
+        async with asyncio.timeout(VERSION_SECONDS), self._place(NOWHERE, first) as place:
+            program = await self._program(place)
+            words = [program, self.harness.version] if self.harness.tested else ["true"]
+            said = await talk(words, place, self._environment(place, self._values(place, "")))
         found = VERSION.search("\n".join(said))
         return found[0] if found else ""
 
-    async def _run(self, sample: Sample, endpoint: Endpoint) -> Any:
+    def _place(self, endpoint: Endpoint, task: Task | None) -> AbstractAsyncContextManager[EpisodePlace]:
+        if task and (self.sandbox == "none" or self._files):
+            other = "sandbox: none" if self.sandbox == "none" else "files"
+            raise SetupError(f"task {task.name} has an image, so {other} cannot be; leave it out")
+        if self.sandbox == "none":
+            return open_place(endpoint)
+        return sandbox_place(endpoint, self._limits, self._shown, task)
+
+    async def _program(self, place: EpisodePlace) -> str:
+        """Find the program: in an image by its PATH, or this machine's, which is shown there."""
+        here = self._words[0]
+        if place.environment is None:
+            if self._absent:
+                raise CommandError(f"{self._absent}; {INSTALL}")
+            return here
+        for name in filter(None, (self._searched, shutil.which(here) or here)):
+            if found := await place.find(name):
+                return found
+        here = self._absent or f"{here} of this machine cannot be shown there"
+        raise SetupError(f"the image has no program {self._named!r}, and {here}; install it in the image")
+
+    async def _run(
+        self, sample: Sample, endpoint: Endpoint, task: Task | None, stop: asyncio.Future[CommandError]
+    ) -> Any:
+        """Run the program until it ends, or until `stop` is done."""
         harness, prompt = self.harness, "\n\n".join(message.content for message in sample.prompt)
         given = {"sample": _written(sample, self._extra_info), "prompt": prompt.encode(errors="replace")}
-        async with self._place(endpoint) as place:
+        async with self._place(endpoint, task) as place:
             values = self._values(place, prompt)
-            words = [fill_word(word, values) for word in self._words]
+            words = [await self._program(place), *(fill_word(word, values) for word in self._words[1:])]
             if any("{prompt_file}" in word for word in self._words):
                 await place.write("prompt", prompt)
             values["key"] = endpoint.api_key
@@ -224,9 +262,22 @@ class Command:
                 await place.write(f"home/{path}", fill(text, values))
             environment = self._environment(place, values)
             if self._files:
-                await _talk(["cp", "-a", "--", f"{self._files}/.", "."], place, environment)
-            said = await _talk(words, place, environment, given.get(harness.stdin, b""))
-        return _result("".join(said[-1:])) if harness.stdin == "sample" else None
+                await talk(["cp", "-a", "--", f"{self._files}/.", "."], place, environment)
+            if task:
+                stop.add_done_callback(lambda _: place.stop())
+            said, error = list[str](), None
+            try:
+                said = await talk(words, place, environment, given.get(harness.stdin, b""))
+            except CommandError as raised:
+                error = raised
+            result, changed = result_in("".join(said[-1:])), await place.result()
+        result = _joined(result if harness.stdin == "sample" else None, changed)
+        if stop.done():
+            error = stop.result()
+        if error is None:
+            return result
+        error.result = result
+        raise error
 
     def _values(self, place: EpisodePlace, prompt: str) -> dict[str, str]:
         """Return the values of all placeholders but the key."""
@@ -235,25 +286,25 @@ class Command:
             "anthropic_url": place.endpoint.anthropic_url,
             "model": place.endpoint.model,
             "max_tokens": str(place.endpoint.max_tokens),
-            "workspace": f"{place.root}/work",
+            "workspace": place.work,
             "prompt": prompt,
             "prompt_file": f"{place.root}/prompt",
         }
 
     def _environment(self, place: EpisodePlace, values: Mapping[str, str]) -> dict[str, str]:
         """Return its environment variables, with which it reaches the endpoint without a proxy."""
-        named = self._inherited
-        own = {
+        named, image = self._inherited, place.environment
+        own = {"PYTHONUSERBASE": site.getuserbase()} if image is None else dict(image)  # not in its HOME
+        own |= {
             name: value
             for name, value in inherited(named).items()
-            if name in named or not NOT_PASSED[self.sandbox].fullmatch(name)
+            if name in named or (image is None and not NOT_PASSED[self.sandbox].fullmatch(name))
         }
         host = urlsplit(place.endpoint.base_url).hostname
         no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), host)))
         return {
             "HOME": f"{place.root}/home",
             "TMPDIR": f"{place.root}/tmp",
-            "PYTHONUSERBASE": site.getuserbase(),  # it would be looked for in HOME
             **own,
             **dict.fromkeys(("NO_PROXY", "no_proxy"), no_proxy),
             **{name: fill(text, values) for name, text in {**self.harness.environment, **self._env}.items()},
@@ -274,55 +325,6 @@ def _shown(words: list[str], files: str, show: Sequence[str]) -> list[str]:
     return shown
 
 
-async def _talk(
-    words: Sequence[str], place: EpisodePlace, environment: Mapping[str, str], given: bytes = b""
-) -> list[str]:
-    """Run a program in a place, and return the last lines of its output. CommandError, with the last line of
-    its errors, if it fails."""
-    (stdin, feed), (read_out, stdout), (read_err, stderr) = (os.pipe() for _ in range(3))
-    out = asyncio.ensure_future(_tail(read_out, MAX_RESULT))
-    err = asyncio.ensure_future(_tail(read_err, MAX_ERROR))
-    fed = asyncio.ensure_future(_feed(feed, given))
-    try:
-        status = await place.run(words, environment, (stdin, stdout, stderr))
-    finally:  # all of its processes have ended, and so do the pipes
-        await asyncio.wait([fed, out, err], timeout=KILL_SECONDS)
-    if status:
-        raise CommandError(f"{words[0]} ended with code {status}: {_complaint(err.result()) or 'no message'}")
-    return out.result()
-
-
-async def _feed(descriptor: int, given: bytes) -> None:
-    connect = asyncio.get_running_loop().connect_write_pipe
-    writer, _ = await connect(asyncio.BaseProtocol, os.fdopen(descriptor, "wb", 0))
-    writer.write(given)
-    writer.close()  # when all of it is read, or nobody can read it
-
-
-async def _tail(descriptor: int, limit: int) -> list[str]:
-    """Read a pipe to its end, and return the lines in its last `limit` bytes."""
-    stream, kept = asyncio.StreamReader(), bytearray()
-    protocol = partial(asyncio.StreamReaderProtocol, stream)
-    await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
-    while data := await stream.read(1 << 16):
-        kept += data
-        if len(kept) > 2 * limit:  # not each time: it would copy all that is kept
-            del kept[:-limit]
-    return kept[-limit:].decode(errors="replace").strip().splitlines()
-
-
-def _complaint(lines: Sequence[str]) -> str:
-    """Return the last line; for a Python traceback, with the innermost place in a user's file."""
-    if not lines:
-        return ""
-    above = "\n".join(lines[:-1]).rpartition("Traceback (most recent call last):")[2]
-    frames = [frame for frame in FRAME.findall(above) if not INSTALLED.search(frame[0])]
-    raised = frames and lines[-2].startswith(" ")
-    return lines[-1].strip()[:MAX_COMPLAINT] + (
-        f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if raised else ""
-    )
-
-
 def _written(sample: Sample, names: Sequence[str]) -> bytes:
     """Write the sample as JSON, with these entries of its extra_info, and without its ground truth."""
     extra = msgspec.json.decode(sample.extra_info)
@@ -337,14 +339,13 @@ def _written(sample: Sample, names: Sequence[str]) -> bytes:
     )
 
 
+def _joined(result: Any, changed: Mapping[str, str] | None) -> Any:
+    """Join what a program said, perhaps a score, with what changed, of which it can say nothing."""
+    if changed is None:
+        return result
+    said = {} if result is None else result if isinstance(result, dict) else {"score": result}
+    return {name: value for name, value in said.items() if name not in ("changes", "failed")} | dict(changed)
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _result(line: str) -> Any:
-    """Read the number or object in the last line; None for any other text."""
-    with suppress(ValueError, RecursionError):
-        value = msgspec.json.decode(line)
-        if isinstance(value, dict | int | float) and not isinstance(value, bool):
-            return value
-    return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -51,12 +52,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Endpoint(msgspec.Struct, frozen=True):
     """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
-    Anthropic's API want `anthropic_url`, without it. `max_tokens`: of a row, prompt included."""
+    Anthropic's API want `anthropic_url`, without it. `max_tokens`: of a row, prompt included. `seconds`:
+    that the episode has left."""
 
     base_url: str
     api_key: str
     model: str = exchange.MODEL
     max_tokens: int = 0
+    seconds: float = math.inf
 
     @property
     def anthropic_url(self) -> str:

@@ -23,7 +23,7 @@ from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, sample
 from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
-from asyncrl.data.tasks import check_task, task_of
+from asyncrl.data.tasks import Task, check_task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway import Command
 from asyncrl.launch.run_directory import begun_with, changes, stored
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 100  # samples whose ground truth is looked at for a reward that compares numbers
 TESTS = "tests"  # the reward that judges tasks
+IMAGES = 16  # in which the program that leads episodes is looked for, and sandboxes are started
 MESSAGE_TOKENS = 64  # more than a template writes around a message
 MEASURED = 1000  # samples whose tokens are counted only for a warning
 # What decides, beside the data and the template, which prompts are too long.
@@ -289,6 +290,16 @@ class Inputs:
         return EpisodeParts(self.config)
 
     @cached_property
+    def tasks(self) -> list[Task]:
+        """Return a task of each image that episodes work in, at most IMAGES of them."""
+        found: dict[str, Task] = {}
+        for samples in filter(None, (self.samples.train, self.samples.test)):
+            if any(map(task_of, samples[:LOOKED_AT])):
+                tasks = filter(None, map(task_of, samples))
+                found |= {task.image: task for task in tasks}
+        return [*found.values()][:IMAGES]
+
+    @cached_property
     def agent_version(self) -> dict[str, str]:
         """Ask the coding agent that leads episodes for its version, by its name; empty where none does.
         ConfigError where the program of an agent cannot be run as episodes run it."""
@@ -297,11 +308,13 @@ class Inputs:
             return {}
         name = agent.harness.name
         try:
-            version = asyncio.run(agent.version())
+            version = asyncio.run(agent.version(self.tasks))
             return {name: version} if agent.harness.tested else {}
         except (AsyncrlError, TimeoutError) as error:
             where, more = "in the sandbox", ", show what it needs to read, or set sandbox: none"
-            if agent.sandbox == "none":
+            if self.tasks:
+                where, more = "in the image of a task", ", or install it in the image"
+            elif agent.sandbox == "none":
                 where, more = "here", ""
             why = str(error) or "it has not answered in time"
             raise ConfigError(

@@ -190,7 +190,7 @@ def check_disk(inputs: Inputs) -> Iterator[Note]:
     yield ok(text) if free >= LITTLE_DISK else warning(f"{text}; free some, or set run_dir=…")
 
 
-@check("agent", needs=("plug-ins",))
+@check("agent", needs=("tasks",))
 def check_agent(inputs: Inputs) -> Iterator[Note]:
     """Check that a program that leads episodes can be run as they run it, that its version was tested, and
     that there is memory for as many as run at once."""

@@ -18,6 +18,7 @@ import msgspec
 
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
+from asyncrl.isolation.sandbox.jail import check_image
 from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
@@ -78,6 +79,18 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     held_out = f", {len(data.test)} held out" if data.test is not None else ""
     yield ok(f"{len(data.train)} samples{held_out}")
     yield from map(warning, data.warnings)
+
+
+@check("tasks", needs=("data",))
+def check_tasks(inputs: Inputs) -> Iterator[Note]:
+    """Start a sandbox in the images of some tasks."""
+    for task in inputs.tasks:
+        try:
+            check_image(task.image, task.user)
+        except ConfigError as error:
+            raise ConfigError(f"task {task.name}: {error}") from error
+    if inputs.tasks:
+        yield ok(f"sandboxes start in their images ({len(inputs.tasks)} tried)")
 
 
 @check("plug-ins", needs=("libraries",))

@@ -24,8 +24,8 @@ from asyncrl.conversation.forms import grammar
 from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untrained
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
-from asyncrl.errors import EngineError, ProtocolError, describe
-from asyncrl.gateway import Agent, AgentError, Endpoint, Gateway, TimeUp
+from asyncrl.errors import EngineError, ProtocolError, SetupError, describe
+from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
@@ -231,18 +231,21 @@ class AgentPlayer:
             raise host.failed.result()
         try:
             return False, result_of(agent.result())
-        except TimeUp:
-            return True, None
+        except TimeUp as error:
+            return True, result_of(error.result)
+        except SetupError:
+            raise
         except Exception as error:
             branches = self._branches
             cut = bool(trained(branches.turns)) and branches.end is EpisodeEnd.LENGTH
             if branches.refused is None and not cut:
                 raise AgentError(describe(error)) from error
-            return False, None
+            return False, result_of(error.result) if isinstance(error, CommandError) else None
 
     async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
         """Run the agent until it ends, or `failed` is done; it is done in both cases."""
-        endpoint = replace(endpoint, max_tokens=self.run.context.rules.config.max_tokens)
+        tokens = self.run.context.rules.config.max_tokens
+        endpoint = replace(endpoint, max_tokens=tokens, seconds=self.run.seconds_left)
         call = self.shared.threads.call(partial(self.shared.agent, self.run.assign.sample, endpoint))
         agent = asyncio.ensure_future(call)
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -143,6 +144,11 @@ class EpisodeRun:
     def seconds(self) -> float:
         """Seconds that the episode has taken, earlier attempts included."""
         return asyncio.get_running_loop().time() - self.started
+
+    @property
+    def seconds_left(self) -> float:
+        when = self.limit.when() if self.limit is not None else None
+        return math.inf if when is None else when - asyncio.get_running_loop().time()
 
     def caught_up(self) -> None:
         """The recorded turns have been repeated, which costs the episode nothing: what is left of its time

@@ -1,16 +1,21 @@
-"""Python that keeps its variables for an episode, in a sandbox; `workspace` adds a shell to it."""
+"""Python that keeps its variables for an episode, in a sandbox; `workspace` adds a shell to it.
+
+For a sample with a task the sandbox is in the task's image, and its changes are left for the reward.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from asyncrl.data.task_sandboxes import TaskSandbox
+from asyncrl.data.tasks import Task, task_of
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunKind, RunResult, SandboxLimits
-from asyncrl.isolation.sandbox.jail import check_isolation, new_sandbox
+from asyncrl.isolation.sandbox.jail import check_image, check_isolation, new_sandbox
 from asyncrl.tools.base import MAX_REPLY, Tool, ToolError, tools
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
@@ -23,10 +28,16 @@ Size = Annotated[int, Meta(ge=1)]
 
 
 class Workspace:
-    """Holds one sandbox for one episode: an interpreter, a shell, and the directory they share."""
+    """Holds one sandbox for one episode: an interpreter, a shell, and the directory they share. `task`: the
+    one of samples that have none."""
 
-    def __init__(self, limits: SandboxLimits, require: frozenset[str], seconds: float) -> None:
+    def __init__(
+        self, limits: SandboxLimits, require: frozenset[str], seconds: float, task: Task | None = None
+    ) -> None:
+        self._made = limits, require
         self._sandbox = new_sandbox(limits, require)
+        self._default = task
+        self._task: TaskSandbox | None = None
         self._seconds = seconds
         self._setup = ""
         self._number = 0  # of the sample
@@ -36,7 +47,10 @@ class Workspace:
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
         self._setup, self._number = setup, sample.row
-        await self._sandbox.start()
+        if task := task_of(sample) or self._default:
+            self._task = TaskSandbox(task, *self._made)
+            self._sandbox = self._task.jail
+        await (self._task or self._sandbox).start()
         await self._prepare()
 
     async def python(self, code: str) -> str:
@@ -56,6 +70,10 @@ class Workspace:
         result = await self._run("shell", command)
         status = f"[exit status {result.status}]" if result.ending == RunEnding.FAILED else ""
         return reply_text(result, self._seconds, status)
+
+    async def result(self) -> dict[str, str] | None:
+        """Return what changed in the workspace of a task."""
+        return await self._task.result() if self._task else None
 
     async def close(self) -> None:
         await self._sandbox.close()
@@ -97,14 +115,18 @@ def _register(label: str, *methods: Callable[..., Awaitable[str]]) -> None:
         disk_mb: Size = 64,
         processes: Size = 32,
         require: str = " ".join(ISOLATION),
+        image: str = "",
+        user: Literal["", "root"] = "",
         name: str = "",
     ) -> Sequence[Tool]:
         """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
         `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
-        can. `name`: of the tool, where there is one."""
+        can. `image`, `user`: of the sandbox for samples without a task. `name`: of the tool, where there is
+        one."""
         required = check_isolation(require)
         limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=OUTPUT)
-        state = functools.partial(Workspace, limits, required, seconds)
+        task = Task(image, check_image(image, user).digest, user=user) if image else None
+        state = functools.partial(Workspace, limits, required, seconds, task)
         return [_tool(name or method.__name__, method, state, seconds) for method in methods]
 
 

@@ -214,9 +214,13 @@ class ToolSession:
 
     async def result(self) -> dict[str, Any] | None:
         """Return what the objects leave for the reward: their dicts in one, None without any. ToolError when
-        one fails."""
-        found = await asyncio.gather(*(one.result() for one in self._objects.values()))
-        return {name: value for each in found for name, value in each.items()} or None
+        one fails, and when two leave something of the same name."""
+        joined: dict[str, Any] = {}
+        for found in await asyncio.gather(*(one.result() for one in self._objects.values())):
+            if twice := sorted(joined.keys() & found.keys()):
+                raise ToolError(f"two tools leave {twice[0]!r} as their result; use one of them")
+            joined |= found
+        return joined or None
 
     async def close(self) -> None:
         """Cancel what runs and close what was made, within about CLOSE_SECONDS. Raises only when cancelled;

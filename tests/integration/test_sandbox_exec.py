@@ -560,3 +560,19 @@ def test_it_works_with_fewer_rights_or_says_what_is_missing(kind: str) -> None:
     surroundings = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=surroundings)
     assert done.stdout.splitlines() == FEWER[kind], done.stderr
+
+
+async def test_a_program_that_is_stopped_leaves_its_sandbox_and_files() -> None:
+    """The second word to stop comes too late, and is not one for the next program."""
+    async with jail() as box:
+        box.stop()
+        line = "echo a > file; echo there; sleep 600"
+        running = Execution(box, Program(["sh", "-c", line], PATH), math.inf)
+        assert await running.line() == b"there\n"
+        box.stop()
+        box.stop()
+        result, *_ = await running.end()
+        assert (result.ending, result.status, result.lost) == (RunEnding.FAILED, -signal.SIGKILL, False)
+        box.stop()
+        result, output, _ = await Execution(box, Program(["cat", "file"], PATH), math.inf).end()
+        assert (result.ending, output) == (RunEnding.DONE, b"a\n")

@@ -159,6 +159,12 @@ class Jail:
         finally:
             _close(ours)
 
+    def stop(self) -> None:
+        """End the program of the `execute` that runs, if there is one; its status is that of a kill."""
+        with contextlib.suppress(OSError):
+            if self._process and self._turn.locked():
+                self._passage.send(b"s")
+
     async def write_file(self, path: str, data: bytes) -> None:
         await self._file(frames.RunRequest(b"w", FILE_SECONDS, os.fsencode(path), data))
 

@@ -6,7 +6,7 @@
 Between two requests only the warden runs; all other processes are stopped. During a request it waits for
 output, the end of the process, the time limit and its owner. The owner sends nothing during a request, so
 a readable connection means that the owner has closed it. The streams of an exec are the owner's, as is the
-pipe of changes: their descriptors come over fd 1.
+pipe of changes: their descriptors come over fd 1, and a word that ends an exec.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Warden:
         """Run a program with the owner's streams to its end. It finds and leaves no process."""
         lost = self._kill_all_and_forget()
         pid = self._start(lambda: _run_exec(request.source), self._passed("3i"))
-        process, nothing, over = WatchedProcess(pid, -1, -1), BoundedOutput(0), False
+        stop = os.dup(PASSAGE)  # readable, when the owner stops the program
+        process, nothing, over = WatchedProcess(pid, -1, stop), BoundedOutput(0), False
         until = time.monotonic() + request.seconds
         while not (ended := process.watch(nothing, min(LOOK_SECONDS, until - time.monotonic()))):
             self._interpreter_ended()  # orphans that have ended would count as processes
@@ -158,8 +159,12 @@ class Warden:
         return RunReply(ending, status, False, *kept.join())
 
     def _passed(self, form: str) -> tuple[int, ...]:
-        """Take descriptors that the owner has sent."""
-        _, ancillary, *_ = self._passage.recvmsg(1, CMSG_SPACE(12), MSG_CMSG_CLOEXEC)
+        """Take descriptors that the owner has sent, perhaps after a word to stop what had ended."""
+        ancillary = list[tuple[int, int, bytes]]()
+        while not ancillary:
+            word, ancillary, *_ = self._passage.recvmsg(1, CMSG_SPACE(12), MSG_CMSG_CLOEXEC)
+            if not word:
+                raise EOFError
         return struct.unpack(form, ancillary[0][2])
 
     def _is_over(self) -> bool:

@@ -258,6 +258,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
     ],
     "error: agent": [
+        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "there is no program '/no/codex'; install"),
         (
             claude("echo no loader >&2; exit 1"),
             "in the sandbox: claude ended with code 1: no loader; give its path",
@@ -269,7 +270,6 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
     ],
     "error: plug-ins": [
-        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "there is no program '/no/codex'; install"),
         (
             [claude("exit 0"), {"rollout.reward": "agent"}],
             "rollout.reward is agent, and rollout.agent claude_code returns no score; set another",

@@ -519,3 +519,18 @@ def test_objects_leave_a_result_for_the_reward() -> None:
 def test_a_result_that_fails_or_hangs_is_a_tool_error(way: str, why: str) -> None:
     with pytest.raises(ToolError, match=f"Leaves.result: .*{why}"):
         asyncio.run(left(way))
+
+
+def test_two_tools_do_not_leave_the_same() -> None:
+    async def play() -> None:
+        class Others(Leaves):
+            pass
+
+        twins = {"one": tool(Leaves, name="one"), "two": tool(Others, name="two")}
+        given = {name: {"create_kwargs": {"way": "dict"}} for name in twins}
+        session = Toolbox(twins).session(sample(tools_kwargs=given))
+        await session.open()
+        await session.result()
+
+    with pytest.raises(ToolError, match="two tools leave 'calls' as their result; use one"):
+        asyncio.run(play())

@@ -1,0 +1,74 @@
+"""Opens the sandboxes in which tasks are worked on, and collects what changed there, for tests to judge."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from asyncrl.data.tasks import Task
+from asyncrl.errors import ConfigError, SetupError, one_line
+from asyncrl.isolation.images import find_image
+from asyncrl.isolation.sandbox.base import SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.jail import Jail
+from asyncrl.isolation.sandbox.spawning import IMAGE_PATH, Shown
+
+MOST_CHANGES = 700_000  # bytes: as base64 text, with what an agent returned, a result of 1 MiB
+RESULT_SECONDS = 20.0  # to collect what changed, on a busy machine
+NOT_COUNTED = (".git", "__pycache__", "*.pyc", ".pytest_cache", "/sandbox", "/tmp")
+
+
+class TaskSandbox:
+    """Holds the sandbox of a task: in its image, with its directory, environment, user and sizes, which
+    `limits` complete. SetupError where there is no such image. The caller closes the `jail`."""
+
+    def __init__(
+        self,
+        task: Task,
+        limits: SandboxLimits,
+        require: Iterable[str],
+        show: Iterable[Shown] = (),
+        listen: bool = False,
+    ) -> None:
+        try:
+            image = find_image(task.image)
+        except ConfigError as error:
+            raise SetupError(f"task {task.name}: {error}") from error
+        self.task = task
+        self.directory = task.directory or image.directory
+        self.environment = {"PATH": IMAGE_PATH, **image.environment, **task.environment}
+        memory = (
+            "resident" if limits.resident else "memory"
+        )  # of a program with its children, or of a process
+        sizes = {memory: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
+        self.jail = Jail(
+            limits._replace(**{name: size for name, size in sizes.items() if size}),
+            require=require,
+            show=show,
+            listen=listen,
+            image=replace(image, environment=self.environment),
+            user=task.user,
+            directory=self.directory,
+        )
+
+    async def start(self) -> None:
+        """Start it. SetupError where it does not start."""
+        try:
+            await self.jail.start()
+        except SandboxError as error:
+            raise SetupError(f"task {self.task.name}: {error}") from error
+
+    async def result(self) -> dict[str, str]:
+        """Collect what changed in the task's workspace, while nothing runs: `changes`, an archive as base64
+        text; `failed`, where there is none, says why."""
+        roots = self.task.workspace or (self.directory,)
+        try:
+            async with asyncio.timeout(RESULT_SECONDS):
+                archive = await self.jail.changes(roots, NOT_COUNTED, MOST_CHANGES)
+        except SandboxError as error:
+            return {"failed": one_line(error)}
+        except TimeoutError:
+            return {"failed": f"what changed was not collected within {RESULT_SECONDS:g} s"}
+        return {"changes": base64.b64encode(archive).decode()}

@@ -1,0 +1,169 @@
+"""Agents and tools work on tasks: in the task's image, and what they change there reaches the reward."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.data.tasks import Task
+from asyncrl.errors import ConfigError, SetupError
+from asyncrl.gateway import Command, CommandError, Endpoint, Gateway, TimeUp
+from asyncrl.isolation.sandbox.changes import read_entries
+from asyncrl.tools import Toolbox, load_tools
+from asyncrl.types import Message, Sample, ToolCall
+from tests.fakes.hosts import FakeHost
+from tests.fakes.images import small_image
+
+ENDPOINT = Endpoint("http://127.0.0.1:9/v1", "")
+
+
+@pytest.fixture
+def task(images: Path) -> Task:
+    small_image(images, "small-python", python=True, packages=("pytest",))
+    return Task("fizz", "small-python", "/root/repo", environment={"WORD": "hello"})
+
+
+def sample_of(task: Task) -> Sample:
+    return Sample(
+        0, "t", (Message("user", "q"),), "1", extra_info=json.dumps({"task": msgspec.to_builtins(task)})
+    )
+
+
+def changed(result: Any) -> dict[str, bytes]:
+    return {one.path: one.content for one in read_entries(base64.b64decode(result["changes"]))}
+
+
+def script(path: Path, text: str, **options: Any) -> Command:
+    file = path / "agent.sh"
+    file.write_text(text)
+    return Command(line=f"sh {file}", sandbox="jail", **options)
+
+
+async def test_a_program_works_in_the_image_and_leaves_what_it_changed(tmp_path: Path, task: Task) -> None:
+    """Its own result stays beside that; what it writes elsewhere is not of the workspace."""
+    agent = script(
+        tmp_path,
+        """
+echo $WORD > a.txt; mkdir -p sub/.git __pycache__; echo x > sub/.git/x; echo y > __pycache__/y
+echo $PATH > sub/path; echo z > ~/z; ls /work /var/tmp/asyncrl-* 2>/dev/null; pwd > where
+printf '{"score": 0.5, "changes": "forged", "failed": "no"}'
+""",
+    )
+    result = await agent(sample_of(task), ENDPOINT)
+    found = changed(result)
+    assert (result["score"], "failed" in result) == (0.5, False)
+    assert found == {
+        "root/repo": b"",
+        "root/repo/a.txt": b"hello\n",
+        "root/repo/sub": b"",
+        "root/repo/sub/path": b"/usr/bin:/bin\n",
+        "root/repo/where": b"/root/repo\n",
+    }
+
+
+async def test_a_program_that_fails_leaves_what_it_changed(tmp_path: Path, task: Task) -> None:
+    with pytest.raises(CommandError, match="sh ended with code 3: no") as caught:
+        await script(tmp_path, "echo a > a.txt; echo no >&2; exit 3")(sample_of(task), ENDPOINT)
+    assert changed(caught.value.result)["root/repo/a.txt"] == b"a\n"
+
+
+ASKS = """
+import json, os, time, urllib.request
+open("a.txt", "w").write("begun")
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+urllib.request.urlopen(request).read()
+open("b.txt", "w").write("asked")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("of", ["option", "task", "episode"])
+async def test_a_program_whose_time_is_up_leaves_what_it_changed(tmp_path: Path, task: Task, of: str) -> None:
+    (tmp_path / "agent.py").write_text(ASKS)
+    given = msgspec.structs.replace(task, seconds=0.5) if of == "task" else task
+    seconds = 0.5 if of == "option" else 0.0
+    agent = Command(line=f"python {tmp_path}/agent.py", sandbox="jail", seconds=seconds)
+    gateway = Gateway(str)
+    await gateway.start()
+    try:
+        async with gateway.admit(FakeHost()) as endpoint:
+            if of == "episode":
+                endpoint = msgspec.structs.replace(endpoint, seconds=4.0)
+            with pytest.raises(TimeUp, match=r"python was ended after .* as its time was up") as caught:
+                await agent(sample_of(given), endpoint)
+    finally:
+        await gateway.close()
+    assert changed(caught.value.result)["root/repo/a.txt"] == b"begun"
+    assert changed(caught.value.result)["root/repo/b.txt"] == b"asked"
+
+
+async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task: Task) -> None:
+    result = await script(tmp_path, "head -c 800000 /dev/urandom > big")(sample_of(task), ENDPOINT)
+    assert list(result) == ["failed"] and "more than 700000 bytes" in result["failed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"line": "no-such-agent"}, "the image has no program 'no-such-agent', and there is no program"),
+        ({"line": "make x"}, "the image has no program 'make', and make of this machine cannot be shown"),
+        ({"line": "true", "files": "."}, "task fizz has an image, so files cannot be"),
+        ({"line": "true", "sandbox": "none"}, "task fizz has an image, so sandbox: none cannot be"),
+    ],
+)
+async def test_what_cannot_be_in_an_image_is_a_failed_setup(
+    tmp_path: Path, task: Task, options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SetupError, match=why):
+        await Command(**{"sandbox": "jail", **options})(sample_of(task), ENDPOINT)
+
+
+async def test_an_image_that_is_gone_is_a_failed_setup(task: Task) -> None:
+    gone = msgspec.structs.replace(task, image="gone")
+    with pytest.raises(SetupError, match="task fizz: there is no image 'gone'"):
+        await Command(line="true", sandbox="jail")(sample_of(gone), ENDPOINT)
+
+
+@pytest.mark.parametrize("of", ["task", "option"])
+async def test_tools_work_in_the_image_and_leave_what_they_changed(task: Task, of: str) -> None:
+    options = {"workspace": {"image": "small-python"}} if of == "option" else {}
+    session = Toolbox(load_tools(["workspace"], options)).session(
+        sample_of(task) if of == "task" else Sample(0, "t", (), "1")
+    )
+    try:
+        await session.open()
+        commands = "pwd; echo $WORD > a.txt; test ! -e /work", "open('b.txt', 'w').write('b')"
+        shell = ToolCall("shell", json.dumps({"command": commands[0]}))
+        python = ToolCall("python", json.dumps({"code": commands[1]}))
+        replies = [(await session.call(call)).content for call in (shell, python)]
+        result = changed(await session.result())
+    finally:
+        await session.close()
+    top = "root/repo/" if of == "task" else ""
+    assert replies == ["/root/repo" if of == "task" else "/", "1"]
+    assert result[f"{top}a.txt"] == (b"hello\n" if of == "task" else b"\n")
+    assert result[f"{top}b.txt"] == b"b"
+
+
+async def test_a_sandbox_that_cannot_be_opened_for_a_tool_is_a_failed_setup(task: Task) -> None:
+    session = Toolbox(load_tools(["shell"], {})).session(
+        sample_of(msgspec.structs.replace(task, image="gone"))
+    )
+    with pytest.raises(SetupError, match="task fizz: there is no image 'gone'"):
+        await session.open()
+    await session.close()
+
+
+def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
+    with pytest.raises(ConfigError, match="tool 'shell': there is no image 'gone'"):
+        load_tools(["shell"], {"shell": {"image": "gone"}})
