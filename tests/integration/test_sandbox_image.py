@@ -60,6 +60,24 @@ async def test_cells_and_programs_are_run_by_the_images_python(image: Image) -> 
         ).output == "/bin/sh cannot be run: No such file or directory\n"
 
 
+SERVED = """\
+import socket, threading
+with socket.create_server(("127.0.0.1", 0)) as server:
+    threading.Thread(target=lambda: server.accept()[0].sendall(b"hello")).start()
+    print(socket.create_connection(server.getsockname(), 5).recv(9))
+try:
+    socket.create_connection(("192.0.2.1", 80), 5)
+except OSError as error:
+    print(error)
+"""
+
+
+async def test_programs_reach_servers_of_their_own_and_nothing_else(image: Image) -> None:
+    async with Jail(LIMITS, image=image) as box:
+        ran = await box.run("program", SERVED, 9)
+        assert ran.output == "b'hello'\n[Errno 101] Network is unreachable\n"
+
+
 async def test_what_is_shown_lies_over_the_image_and_changes_are_those_of_the_upper_layer(
     image: Image, tmp_path: Path
 ) -> None:
