@@ -49,6 +49,8 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
         spool.unlink(missing_ok=True)
         (place / "image.json").write_bytes(msgspec.json.encode(image))
         with _locked(images):
+            if below:
+                find_image(below[0])  # it may have been removed
             if not (images / image.digest).exists():
                 place.rename(images / image.digest)
             if name:
@@ -65,7 +67,8 @@ def remove_image(name: str) -> bool:
         found = list_images()
         digest = next((one for one in found if name in (one, *found[one])), "") or find_image(name).digest
         gone = name == digest or found[digest] == [name]
-        above = [one for one in found if f"/{digest}/root" in " ".join(_over(one))]
+        others = (path for path in images.glob("sha256-*/image.json") if path.parent.name != digest)
+        above = [path.parent.name for path in others if digest in path.read_text(errors="replace")]
         if gone and above:
             raise ConfigError(f"image {name!r} has images over it: {len(above)}; remove first {above[0]}")
         for each in found[digest] if gone else [name]:
@@ -94,13 +97,6 @@ def _copy(source: str, spool: str, bounds: Bounds) -> str:
             if copy.tell() >> 20 >= bounds.mib:
                 raise ConfigError(f"{source}: has more than {bounds.mib} MiB (--mib)")
     return spool
-
-
-def _over(digest: str) -> tuple[str, ...]:
-    try:
-        return find_image(digest).over
-    except ConfigError:  # somebody has changed it
-        return ()
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def unpack(order: Order) -> Image:
     os.chmod(order.root, 0o755)
     os.chroot(order.root)
     os.chdir("/")
-    sys.meta_path.clear()
+    sys.meta_path.clear()  # from here on a module to import would be the archive's
     work = _Unpacking(order)
     try:
         return work.digest(work.unpack(archive))
@@ -156,8 +156,9 @@ class _Unpacking:
             with os.scandir(ahead.pop()) as entries:
                 paths = sorted(entry.path for entry in entries)
             files += len(paths)
-            for self.at in paths:
-                self._check(path := self.at)
+            for path in paths:
+                self.at = path
+                self._check(path)
                 mode = os.lstat(path).st_mode
                 contents = b""
                 if stat.S_ISDIR(mode):
