@@ -67,6 +67,9 @@ class _Metadata(msgspec.Struct, frozen=True):
     workspace: Annotated[
         list[str], _is("directories that are judged, not Harbor's; `workdir` otherwise")
     ] = []
+    protected: Annotated[
+        list[str], _is("names of files that tests need as the image has them, not Harbor's")
+    ] = []
 
 
 class _Environment(msgspec.Struct, frozen=True):
@@ -177,9 +180,7 @@ def _read(folder: Path) -> TaskFolder:
         environment.storage_mb or _mebibytes(environment.storage),
         fields.agent.timeout_sec or 0.0,
     )
-    return TaskFolder(
-        folder, instruction, task, _tests(folder, fields.verifier), fields.solution.env, ignored
-    )
+    return TaskFolder(folder, instruction, task, _tests(folder, fields), fields.solution.env, ignored)
 
 
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
@@ -258,7 +259,7 @@ def _mebibytes(size: str | None) -> int:
     return max(1, int(float(size[:-1]) * UNITS[size[-1]])) if size else 0
 
 
-def _tests(folder: Path, verifier: _Verifier) -> TaskTests:
+def _tests(folder: Path, fields: HonouredFields) -> TaskTests:
     """Read tests/. ConfigError without a test.sh, and for links out of it."""
     directory = folder / "tests"
     if not (directory / "test.sh").is_file():
@@ -271,7 +272,8 @@ def _tests(folder: Path, verifier: _Verifier) -> TaskTests:
     found = _parsed(config, msgspec.json.decode) if config.exists() else {}
     named = found if isinstance(found, dict) else {}
     turn, stay = (_names(key, named.get(key)) for key in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    return TaskTests(str(directory), verifier.timeout_sec, verifier.env, turn, stay)
+    verifier, protected = fields.verifier, tuple(fields.metadata.protected)
+    return TaskTests(str(directory), verifier.timeout_sec, verifier.env, turn, stay, protected)
 
 
 def _names(key: str, given: Any) -> tuple[str, ...]:

@@ -62,13 +62,14 @@ class TaskSandbox:
 
     async def result(self) -> dict[str, str]:
         """Collect what changed in the task's workspace, while nothing runs: `changes`, an archive as base64
-        text; `failed`, where there is none, says why."""
+        text; `failed`, where the agent left none, says why. SetupError where that is not its doing."""
         roots = self.task.workspace or (self.directory,)
         try:
             async with asyncio.timeout(RESULT_SECONDS):
                 archive = await self.jail.changes(roots, NOT_COUNTED, MOST_CHANGES)
         except SandboxError as error:
             return {"failed": one_line(error)}
-        except TimeoutError:
-            return {"failed": f"what changed was not collected within {RESULT_SECONDS:g} s"}
+        except TimeoutError:  # of a machine that is too busy: the archive is small
+            why = f"what changed was not collected within {RESULT_SECONDS:g} s"
+            raise SetupError(f"task {self.task.name}: {why}") from None
         return {"changes": base64.b64encode(archive).decode()}

@@ -33,13 +33,15 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
 class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
     """Describes how a task is judged: the ground truth of its sample. `tests`: the directory of `test.sh`.
     `turn_green`: tests that fail before, and must pass; `stay_green`: tests that must go on to pass. Without
-    either the script's own verdict counts."""
+    either the script's own verdict counts. `protected`: globs of names, or of whole paths, that are as the
+    image has them when tests run."""
 
     tests: str
     seconds: float = 600.0
     environment: dict[str, str] = {}
     turn_green: tuple[str, ...] = ()
     stay_green: tuple[str, ...] = ()
+    protected: tuple[str, ...] = ()
 
 
 class _Extra(msgspec.Struct):

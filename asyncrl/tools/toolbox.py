@@ -113,6 +113,8 @@ class EpisodeObject:
         try:
             found = await call_user(partial(call, self.state.result), self._limit)
             return {} if found is None else dict(found)
+        except SetupError:
+            raise
         except Exception as problem:
             raise ToolError(f"{type(self.state).__name__}.result: {describe(problem)}") from problem
 

@@ -30,6 +30,7 @@ name = "we/sums"
 [metadata]
 author = "A"
 workspace = ["/app", "/data/in/"]
+protected = ["helpers.py"]
 [environment]
 docker_image = "bare"
 workdir = "/app"
@@ -92,6 +93,7 @@ def test_a_folder_becomes_a_sample_with_its_image_pinned(tmp_path: Path, images:
         "environment": {"SEED": "1"},
         "turn_green": ["test_a.py::test_one"],
         "stay_green": ["test_a.py::test_two[x-1]"],
+        "protected": ["helpers.py"],
     }
     assert task_of(first) == Task("a", digest, "/app", ("/app",))
     assert msgspec.json.decode(first.ground_truth, type=TaskTests).seconds == 600

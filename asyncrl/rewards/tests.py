@@ -1,0 +1,300 @@
+"""Tests of a task as the reward. They judge what an agent changed, in a clean sandbox of the task's image.
+
+    image ─► + the changes, but for protected names ─► + /tests, an empty /logs ─► /tests/test.sh ─► verdict
+
+The verdict is that of named tests in a report, as pytest's `--junitxml` writes it, and no exit code. Where
+there is none, the same runs without the changes, which tells whose fault it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from xml.parsers import expat
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.data.task_sandboxes import TaskSandbox
+from asyncrl.data.tasks import Task, TaskTests, task_of
+from asyncrl.errors import SetupError, one_line
+from asyncrl.isolation.calls import in_thread
+from asyncrl.isolation.sandbox.base import ISOLATION, MOST_CHANGES, Program, RunEnding, SandboxError
+from asyncrl.isolation.sandbox.base import SandboxLimits as Limits
+from asyncrl.isolation.sandbox.changes import DIRECTORY, END, FILE, LINK, OPAQUE, Entry, read_entries
+from asyncrl.isolation.sandbox.jail import check_isolation
+from asyncrl.rewards.base import RewardError, RewardInput, rewards
+from asyncrl.types import FailReason
+from asyncrl.values import finite
+
+PROTECTED = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml"),
+    *("tox.ini", "setup.cfg", ".git", "*.pyc", "__pycache__", ".pytest_cache", "*.pth", "*.dist-info"),
+    *("*.egg-info", "*.egg-link", "sitecustomize*", "usercustomize*", "site-packages", "dist-packages"),
+    "pyvenv.cfg",
+)
+"""Names that decide how tests run, or which code: as the image has them, and not as the agent left them."""
+LOGS = "/logs/verifier"
+SCRIPT = f"exec /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
+LARGEST = 4 << 20  # bytes of a report
+BASE64 = 1.4  # times as long, as files are read
+SAID = 300  # characters of the output that a note has
+LOOK_SECONDS = 10.0
+ILLEGAL = re.compile("[^\t\n\r -~\x80-\ud7ff\ue000-\ufffd]")  # in XML, as pytest sees it
+
+
+class NoVerdict(Exception):
+    """Tests ended without a verdict."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`notes`: the tests that did not pass, or why there is no verdict."""
+
+    score: float
+    components: Mapping[str, float]
+    notes: str = ""
+
+
+@rewards.register("tests")
+class JudgedByTests:
+    """1.0 if all tests that must turn green do, and all that must stay green do; with `partial` the share of
+    the former if the latter do. Components: both shares, and the seconds that the tests took.
+
+    `at_once`: sandboxes of one worker; `setup_seconds`: to make one. `memory_mb`, `disk_mb`: where the task
+    says nothing. `require`: see docs/sandbox.md.
+    """
+
+    needs_truth = True
+    own_deadline = True  # waiting for a sandbox and making it do not count against the tests
+
+    def __init__(
+        self,
+        *,
+        partial: bool = False,
+        at_once: Annotated[int, Meta(ge=1)] = 4,
+        setup_seconds: Annotated[float, Meta(gt=0)] = 60.0,
+        memory_mb: Annotated[int, Meta(ge=1)] = 2048,
+        disk_mb: Annotated[int, Meta(ge=1)] = 1024,
+        require: str = " ".join(ISOLATION),
+    ) -> None:
+        self._partial, self._setup_seconds = partial, setup_seconds
+        sizes = {"file": disk_mb, "disk": disk_mb, "resident": memory_mb, "output": int(BASE64 * LARGEST)}
+        self._limits = Limits(memory=0, processes=256, open_files=4096, **sizes)
+        self._require = check_isolation(require)
+        self._places = asyncio.Semaphore(at_once)
+
+    async def __call__(self, given: RewardInput) -> dict[str, Any]:
+        task = task_of(given.sample)
+        if task is None:
+            raise RewardError("the sample is no task: it has no extra_info.task with an image")
+        tests = msgspec.json.decode(given.sample.ground_truth, type=TaskTests)
+        verdict = await self._verdict(task, tests, given.result)
+        return {"score": verdict.score, "components": verdict.components, "tests": verdict.notes or None}
+
+    async def _verdict(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
+        nothing = dict.fromkeys(("turn_green", "stay_green") if named(tests) else (), 0.0) | {"seconds": 0.0}
+        if isinstance(result, dict) and (why := result.get("failed")):
+            return Verdict(0.0, nothing, f"its changes cannot be judged: {why}")
+        changes = changes_of(result, task)
+        async with self._places:
+            try:
+                return await self._judged(task, tests, changes)
+            except NoVerdict as error:
+                fault = str(error)
+            try:
+                await self._judged(task, tests, None)
+            except NoVerdict as error:
+                why = f"task {task.name}, also without changes: {error}"
+                raise RewardError(why, FailReason.TESTS_FAILED_TO_RUN) from None
+        return Verdict(0.0, nothing, fault)
+
+    async def _judged(self, task: Task, tests: TaskTests, changes: bytes | None) -> Verdict:
+        """Run the tests in a sandbox of their own, with the changes. NoVerdict when they do not end with one,
+        or the changes do not fit into the sandbox. RewardError when it cannot be made."""
+        sandbox = None
+        try:
+            async with asyncio.timeout(self._setup_seconds):
+                sandbox = TaskSandbox(task, self._limits, self._require)
+                packed = await in_thread(partial(pack, Path(tests.tests)), "tests")
+                await sandbox.start()
+                if changes is not None:
+                    await sandbox.jail.apply(changes, (*PROTECTED, *protected(sandbox, tests)))
+                await sandbox.jail.apply(packed)
+            return await self._run(sandbox, tests)
+        except (SetupError, SandboxError, TimeoutError, OSError) as error:
+            started = sandbox is not None and sandbox.jail.pid is not None
+            if started and changes is not None and isinstance(error, SandboxError):
+                raise NoVerdict(one_line(error)) from error
+            why = f"task {task.name}: {one_line(error) or f'not set up in {self._setup_seconds:g} s'}"
+            raise RewardError(why, FailReason.SETUP_FAILED) from error
+        finally:
+            if sandbox is not None:
+                await sandbox.jail.close()
+
+    async def _run(self, sandbox: TaskSandbox, tests: TaskTests) -> Verdict:
+        """Run the tests and read their verdict. NoVerdict where there is none."""
+        box, null = sandbox.jail, os.open(os.devnull, os.O_RDWR)
+        environment = {"HOME": box.home, **sandbox.environment, **tests.environment}
+        program = Program(["/bin/sh", "-c", SCRIPT], environment, sandbox.directory)
+        ran = await box.execute(program, (null, null, null), tests.seconds)
+        endings = {
+            RunEnding.LATE: f"the tests did not end within {tests.seconds:g} s",
+            RunEnding.OVER: f"the tests took more than {box.limits.resident} MiB with their files",
+        }
+        if ran.ending is RunEnding.DIED:
+            raise SandboxError("the sandbox of the tests ended")
+        if ran.ending in endings:
+            raise NoVerdict(endings[ran.ending])
+        try:
+            if named(tests):
+                report = await box.read_file(f"{LOGS}/report.xml")
+                passed = await in_thread(partial(read_report, report), "tests")
+                found = by_names(tests, passed, self._partial)
+            else:
+                found = await script_verdict(box.read_file)
+        except (SandboxError, ValueError, expat.ExpatError) as error:
+            said = await box.run("shell", f"tail -c {SAID} {LOGS}/test-stdout.txt", LOOK_SECONDS)
+            raise NoVerdict(
+                f"no verdict: {one_line(error)}; the tests said: {said.output.strip()}"
+            ) from error
+        return Verdict(found.score, {**found.components, "seconds": ran.seconds}, found.notes)
+
+
+def named(tests: TaskTests) -> tuple[str, ...]:
+    return tests.turn_green + tests.stay_green
+
+
+def changes_of(result: Any, task: Task) -> bytes:
+    """Read the changes that an episode left, but for what lies outside of the workspace. RewardError where
+    there are none."""
+    try:
+        archive = base64.b64decode(result["changes"], validate=True)
+        entries = list(read_entries(archive))
+    except (TypeError, KeyError):
+        raise RewardError(
+            "there are no changes to judge: the agent or the tools must work in the task's image"
+        ) from None
+    tops = [root.strip("/") for root in task.workspace or (task.directory,)]
+    return packed(entry for entry in entries if any(f"{entry.path}/".startswith(f"{top}/") for top in tops))
+
+
+def packed(entries: Iterable[Entry]) -> bytes:
+    return b"".join(entry.frame() for entry in (*entries, Entry(END, "")))
+
+
+def pack(directory: Path) -> bytes:
+    """Pack the tests of a task as /tests, and an empty directory for what they write. OSError if they cannot
+    be read, or are too large."""
+    os.stat(directory / "test.sh")
+    entries = [Entry(OPAQUE, "tests", 0o755), Entry(DIRECTORY, "logs", 0o755)]
+    entries.append(Entry(OPAQUE, LOGS.strip("/"), 0o755))
+    left = MOST_CHANGES
+    for path in sorted(directory.rglob("*")):
+        inside, found, content, kind = f"tests/{path.relative_to(directory)}", path.lstat(), b"", FILE
+        if path.is_symlink():
+            kind, content = LINK, os.fsencode(path.readlink())
+        elif path.is_dir():
+            kind = DIRECTORY
+        elif (left := left - found.st_size) < 0:
+            raise OSError(f"{directory} has more than {MOST_CHANGES} bytes")
+        else:
+            content = path.read_bytes()
+        mode = found.st_mode & 0o755 | (0o555 if kind == DIRECTORY or inside == "tests/test.sh" else 0o444)
+        entries.append(Entry(kind, inside, mode, found.st_mtime_ns, content))
+    return packed(entries)
+
+
+def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
+    """Name what else is as the image has it: files of named tests, programs in PATH, what the task names."""
+    tops = {"/", sandbox.directory, *sandbox.task.workspace}
+    for file in {name.partition("::")[0] for name in named(tests)}:
+        yield from (glob.escape(os.path.normpath(f"{top}/{file}")) for top in tops)
+    path = sandbox.environment["PATH"].split(":")
+    yield from (glob.escape(os.path.normpath(one)) for one in path if one.startswith("/"))
+    yield from tests.protected
+
+
+# -- verdicts: reports are untrusted -------------------------------------------------------------------------
+
+
+def read_report(report: bytes) -> dict[tuple[str, str], bool]:
+    """Read which tests passed, by class name and name; one that is there twice has passed if both did.
+    ExpatError for what is no XML, ValueError for a document type, which could define entities."""
+    passed: dict[tuple[str, str], bool] = {}
+    inside: list[tuple[str, str]] = []
+
+    def start(tag: str, given: dict[str, str]) -> None:
+        if tag == "testcase":
+            inside.append((given.get("classname", ""), given.get("name", "")))
+            passed.setdefault(inside[-1], True)
+        elif inside and tag in ("failure", "error", "skipped"):  # an expected failure is skipped
+            passed[inside[-1]] = False
+
+    def end(tag: str) -> None:
+        if tag == "testcase":
+            inside.pop()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("the report has a document type")
+
+    parser = expat.ParserCreate("utf-8")
+    parser.StartElementHandler, parser.EndElementHandler = start, end
+    parser.StartDoctypeDeclHandler = refuse
+    parser.Parse(report, True)
+    return passed
+
+
+def named_in_report(test: str) -> tuple[str, str]:
+    """Return the class name and the name that pytest gives a test in its report, from its id."""
+    path, bracket, parameters = test.partition("[")
+    file, *names = path.split("::")
+    parts = [re.sub(r"\.py$", "", file.replace("/", ".")), *names]
+    return ".".join(parts[:-1]), ILLEGAL.sub(_escaped, parts[-1] + bracket + parameters)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return f"#x{number:02X}" if number <= 0xFF else f"#x{number:04X}"
+
+
+def by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], part: bool) -> Verdict:
+    """Judge by the named tests. `part`: a share of those that turn green counts."""
+
+    def failed(names: Sequence[str]) -> list[str]:
+        return [name for name in names if not passed.get(named_in_report(name))]
+
+    red, broken = failed(tests.turn_green), failed(tests.stay_green)
+    turned = 1 - len(red) / max(1, len(tests.turn_green))
+    stayed = 1 - len(broken) / max(1, len(tests.stay_green))
+    score = (turned if part else float(not red)) * (not broken)
+    told = [("not green", red), ("broken", broken)]
+    notes = "; ".join(f"{len(names)} {what}: {', '.join(names)}" for what, names in told if names)
+    return Verdict(score, {"turn_green": turned, "stay_green": stayed}, notes)
+
+
+_numbers = msgspec.json.Decoder(dict[str, float | bool] | float | bool).decode
+
+
+async def script_verdict(read: Any) -> Verdict:
+    """Read the script's own verdict, as Harbor does: the number `reward` of reward.json, or its only one;
+    where there is no such file, reward.txt. ValueError, or what `read` raises, where there is none."""
+    try:
+        found = _numbers(await read(f"{LOGS}/reward.json"))
+    except SandboxError:
+        return Verdict(finite("reward.txt", float(await read(f"{LOGS}/reward.txt"))), {})
+    numbers = {
+        name: finite(f"reward.json: {name}", value)
+        for name, value in (found if isinstance(found, dict) else {"reward": found}).items()
+    }
+    if "reward" not in numbers and len(numbers) != 1:
+        raise ValueError("reward.json has no `reward`")
+    return Verdict(numbers.get("reward", next(iter(numbers.values()))), numbers)

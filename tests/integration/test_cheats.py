@@ -1,0 +1,363 @@
+"""The reward `tests`: cheats score 0, honest solutions 1, and what is not the agent's fault is no score.
+
+Each runs as a shell script of the agent in the task's image, its changes are collected, and judged in another
+sandbox. docs/sandbox.md has what stops each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.data.task_sandboxes import TaskSandbox
+from asyncrl.data.tasks import TASK, Task, TaskTests
+from asyncrl.isolation.images import Image
+from asyncrl.isolation.sandbox.base import ISOLATION, SandboxLimits
+from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, read_entries
+from asyncrl.rewards import RewardError, RewardInput
+from asyncrl.rewards.tests import JudgedByTests, NoVerdict, pack, packed
+from asyncrl.types import FailReason, Sample
+from tests.fakes.images import small_image
+from tests.fakes.tasks import bare_image
+
+LIMITS = SandboxLimits(memory=0, open_files=256)
+APP = {
+    "calc/__init__.py": "from calc.sums import add, double\n",
+    "calc/sums.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
+    "calc/unused.py": "",
+    "tests/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef two():\n    return 2\n",
+    "tests/test_calc.py": "from calc import add, double\n\n"
+    "def test_add(two):\n    assert add(two, 3) == 5\n\n"
+    "def test_double(two):\n    assert double(two) == 4\n",
+}
+CAREFUL = {
+    "paths.py": "import sys\n\nsys.path.append('/app')\n",
+    "pytest.ini": "[pytest]\nxfail_strict = true\n"
+    "addopts = -p no:cacheprovider -p paths --import-mode=importlib --junitxml=/logs/verifier/report.xml\n",
+    "test.sh": """\
+#!/bin/sh
+cd /app
+export PYTHONPATH=/tests
+python3 -P -m pytest -c /tests/pytest.ini --rootdir /app tests/test_calc.py
+""",
+}
+"""Tests that are run as docs/rewards.md advises."""
+NAIVE = {"test.sh": "cd /app\npython3 -m pytest tests/test_calc.py && echo 1 > /logs/verifier/reward.txt"}
+TURN, STAY = ("tests/test_calc.py::test_add",), ("tests/test_calc.py::test_double",)
+
+FIX = "sed -i 's/a - b/a + b/' calc/sums.py"
+FORGED = (
+    '<testsuites><testsuite><testcase classname="tests.test_calc" name="test_add"/>'
+    '<testcase classname="tests.test_calc" name="test_double"/></testsuite></testsuites>'
+)
+FORGE = (
+    "import os; os.makedirs('/logs/verifier', exist_ok=True); "
+    f"open('/logs/verifier/report.xml', 'w').write('{FORGED}'); os._exit(0)"
+)
+ALL_PASS = """
+import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    report.outcome, report.longrepr = "passed", None
+"""
+CHANGED_ITEMS = "import pytest\ndef pytest_collection_modifyitems(items):\n    "
+NO_TESTS = "def test_add(): pass\ndef test_double(): pass\n"
+SITE = "/usr/lib/python3*/site-packages"
+
+
+def written(path: str, text: str) -> str:
+    return f"mkdir -p $(dirname {path}); cat > {path} <<'EOF'\n{text}\nEOF\n"
+
+
+COMPILE = dedent(f"""\
+    import importlib.util, marshal, os, struct, sys, _pytest.assertion.rewrite as rewrite
+    def compiled(source, text, end, head):
+        folder, name = os.path.split(source)
+        os.makedirs(f"{{folder}}/__pycache__", exist_ok=True)
+        with open(f"{{folder}}/__pycache__/{{name[:-3]}}{{end}}", "wb") as file:
+            file.write(importlib.util.MAGIC_NUMBER + head + marshal.dumps(compile(text, source, "exec")))
+    if sys.argv[1] == "test":
+        source = open("tests/test_calc.py", "rb").read()
+        head = struct.pack("<I", 3) + importlib.util.source_hash(source)
+        compiled("tests/test_calc.py", {NO_TESTS!r}, rewrite.PYC_TAIL, head)
+    else:
+        found = os.stat("calc/sums.py")
+        head = struct.pack("<3I", 0, int(found.st_mtime), found.st_size)
+        text = open("calc/sums.py").read().replace("-", "+")
+        compiled("calc/sums.py", text, f".{{sys.implementation.cache_tag}}.pyc", head)""")
+GIT = """\
+mkdir -p .git; cp -r calc .git
+sed -i 's/a - b/a + b/' .git/calc/sums.py
+echo '__path__.insert(0, "/app/.git/calc"); from calc.sums import *' > calc/__init__.py
+"""
+
+CHEATS = {
+    "exit at import": "echo 'import os; os._exit(0)' >> calc/__init__.py",
+    "sys.exit in conftest.py": written("conftest.py", "import os; os._exit(0)"),
+    "all pass in conftest.py": written("conftest.py", ALL_PASS),
+    "all pass in the tests' conftest.py": written("tests/conftest.py", APP["tests/conftest.py"] + ALL_PASS),
+    "xfail in conftest.py": written(
+        "conftest.py", CHANGED_ITEMS + "for item in items: item.add_marker(pytest.mark.xfail(strict=False))"
+    ),
+    "skip in conftest.py": written(
+        "conftest.py", CHANGED_ITEMS + "for item in items: item.add_marker(pytest.mark.skip)"
+    ),
+    "deselect in conftest.py": written("conftest.py", CHANGED_ITEMS + "del items[0]"),
+    "deleted test": "sed -i '/def test_add/,/== 5/d' tests/test_calc.py",
+    "deleted tests": "rm -r tests",
+    "edited test": written("tests/test_calc.py", NO_TESTS),
+    "tests made anew": "rm -r tests\n" + written("tests/test_calc.py", NO_TESTS),
+    "tests behind a link": written("other/test_calc.py", NO_TESTS) + "rm -r tests; ln -s other tests",
+    "forged report": written("/logs/verifier/report.xml", FORGED),
+    "forged reward": written("/logs/verifier/reward.txt", "1"),
+    "files in /tests": written("/tests/paths.py", FORGE) + "cp /tests/paths.py /tests/conftest.py",
+    "patched pytest": f"echo 'def pytest_pyfunc_call(pyfuncitem): return True' >> {SITE}/_pytest/python.py",
+    "pytest in the workspace": written("pytest.py", FORGE),
+    "python in the workspace": written("python3", f"#!/usr/bin/python3\n{FORGE}") + "chmod +x python3",
+    "another python": "mv /usr/bin/python3 /usr/bin/py\n"
+    + written("/usr/bin/python3", f"#!/usr/bin/py\n{FORGE}")
+    + "chmod +x /usr/bin/python3",
+    "variables in files of shells": "for file in .bashrc .profile .bash_profile .env; do echo 'export "
+    "PYTEST_ADDOPTS=--collect-only PATH=/app' > $file; cp $file ~/$file; cp $file /root/$file; done",
+    "addopts in pytest.ini": written("evil.py", ALL_PASS)
+    + written("pytest.ini", "[pytest]\naddopts = -p evil"),
+    "addopts in pyproject.toml": written("evil.py", ALL_PASS)
+    + written("pyproject.toml", '[tool.pytest.ini_options]\naddopts = "-p evil"'),
+    "addopts in setup.cfg, tox.ini": written("evil.py", ALL_PASS)
+    + written("tox.ini", "[pytest]\naddopts = -p evil")
+    + written("setup.cfg", "[tool:pytest]\naddopts = -p evil"),
+    "a plugin's entry point": written("evil.py", ALL_PASS)
+    + written("evil-1.dist-info/entry_points.txt", "[pytest11]\nevil = evil")
+    + written("evil-1.dist-info/METADATA", "Name: evil\nVersion: 1"),
+    ".pth": written("a.pth", FORGE) + f"cp a.pth {SITE}",
+    "sitecustomize": written("sitecustomize.py", FORGE) + f"cp sitecustomize.py {SITE}",
+    "a link out of the workspace": f"{FIX}; mv calc /fixed; ln -s /fixed calc",
+    "the workspace is a link to /tests": "cd /; mkdir -p tests; mv app gone; ln -s /tests app",
+    "the workspace is gone": "cd /; rm -r app",
+    "a process that writes later": f"(sleep 1; {FIX}) > /dev/null 2>&1 &",
+    "reading /tests and /solution": "cat /tests/*.py /solution/* > calc/unused.py; "
+    "echo 'from calc.unused import *' >> calc/__init__.py",
+    "the fix in .git": GIT,
+    "the original from site-packages": f"cp {SITE}/calc/* calc",
+    "a compiled test": written("make.py", COMPILE) + "python3 make.py test",
+    "a compiled module with the time of its source": written("make.py", COMPILE) + "python3 make.py module",
+    "a module of the library's name": written("random.py", FORGE)
+    + "for name in difflib pprint doctest; do cp random.py $name.py; cp random.py tests/$name.py; done",
+}
+"""What the agent does, in /app. FEEBLE: those that score nothing either where tests run in its own sandbox
+and their exit code is the verdict."""
+FEEBLE = {
+    *(
+        "deleted tests",
+        "forged report",
+        "files in /tests",
+        "python in the workspace",
+        "the workspace is gone",
+    ),
+    *("variables in files of shells", "the workspace is a link to /tests", "a process that writes later"),
+    *("reading /tests and /solution", "the original from site-packages"),
+}
+FAST = ("exit at import", "all pass in conftest.py", "tests made anew", "the workspace is a link to /tests")
+UNSTOPPED = {
+    "a report from the code under test": f"echo {shlex.quote(FORGE)} >> calc/__init__.py",
+    "pytest patched by the code under test": "echo 'import _pytest.runner as r; "
+    "r.CallInfo.excinfo = property(lambda self: None, lambda self, value: None)' >> calc/__init__.py",
+}
+"""They run in the process of the tests."""
+
+HONEST = {
+    "a fix": FIX,
+    "a fix with a new file": written("calc/more.py", "def add(a, b):\n    return a + b")
+    + written("calc/__init__.py", "from calc.more import add\nfrom calc.sums import double"),
+    "a fix that deletes and moves": f"{FIX}; rm calc/unused.py; mv calc/sums.py calc/numbers.py; "
+    "sed -i s/sums/numbers/ calc/__init__.py",
+    "a fix in a directory made anew": f"cp -r calc old; rm -r calc; mv old calc; {FIX}",
+    "a fix behind a link": f"{FIX}; mv calc/sums.py calc/real.py; ln -s real.py calc/sums.py",
+}
+
+
+@dataclass
+class Bench:
+    """Plays an agent in the image, and judges what it left."""
+
+    task: Task
+    tests: TaskTests
+
+    async def changes(self, script: str) -> dict[str, str]:
+        sandbox = TaskSandbox(self.task, LIMITS, ISOLATION)
+        async with sandbox.jail as jail:
+            await jail.run("shell", script, 20)
+            return await sandbox.result()
+
+    async def judged(self, result: Any, tests: TaskTests | None = None, **options: Any) -> dict[str, Any]:
+        extra = msgspec.json.encode({TASK: self.task}).decode()
+        truth = msgspec.json.encode(tests or self.tests).decode()
+        given = RewardInput(Sample(0, "tasks", (), truth, extra_info=extra), "", result=result)
+        return await JudgedByTests(**options)(given)
+
+    async def all(self, scripts: dict[str, str], judge: Any = None) -> dict[str, dict[str, Any]]:
+        """Play and judge several, two at a time."""
+        places = asyncio.Semaphore(2)
+
+        async def one(script: str) -> Any:
+            async with places:
+                return await (judge or self.played)(script)
+
+        found = await asyncio.gather(*map(one, scripts.values()))
+        return dict(zip(scripts, found, strict=True))
+
+    async def played(self, script: str) -> dict[str, Any]:
+        return await self.judged(await self.changes(script))
+
+    async def exit_code(self, script: str) -> dict[str, Any]:
+        """What the tests' exit code says in the agent's own sandbox."""
+        sandbox = TaskSandbox(self.task, LIMITS, ISOLATION)
+        async with sandbox.jail as jail:
+            await jail.run("shell", script, 20)
+            files = read_entries(pack(Path(self.tests.tests)))
+            await jail.apply(
+                packed(one._replace(kind=DIRECTORY) if one.kind == OPAQUE else one for one in files)
+            )
+            try:
+                found = await JudgedByTests()._run(sandbox, TaskTests(self.tests.tests, 60.0))
+            except NoVerdict as error:
+                return {"score": 0.0, "tests": str(error)}
+            return {"score": found.score}
+
+
+@pytest.fixture(scope="module")
+def image(images: Path) -> Image:
+    small_image(images, "small-python", python=True, packages=("pytest",))
+    made = bare_image(images, "calc", "app/calc", "app/tests", over="small-python", directory="/app")
+    for name, text in APP.items():
+        Path(made.root, "app", name).write_text(text)
+    return made
+
+
+def bench_of(image: Image, directory: Path, files: dict[str, str]) -> Bench:
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/app"}  # of a careless image
+    task = Task("calc", image.digest, "/app", environment=variables)
+    return Bench(task, TaskTests(str(directory), 60.0, turn_green=TURN, stay_green=STAY))
+
+
+@pytest.fixture
+def bench(image: Image, tmp_path: Path) -> Bench:
+    return bench_of(image, tmp_path, CAREFUL)
+
+
+def scores(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    return {name: one["score"] for name, one in found.items()}
+
+
+async def test_honest_solutions_score_and_cheats_do_not(bench: Bench) -> None:
+    found = await bench.all({"a fix": FIX, "nothing": "true"} | {name: CHEATS[name] for name in FAST})
+    assert scores(found) == {"a fix": 1.0, "nothing": 0.0} | dict.fromkeys(FAST, 0.0), found
+
+
+@pytest.mark.full
+async def test_all_honest_solutions_score(bench: Bench) -> None:
+    found = await bench.all(HONEST)
+    assert scores(found) == dict.fromkeys(HONEST, 1.0), found
+
+
+@pytest.mark.full
+async def test_all_cheats_score_nothing(bench: Bench) -> None:
+    found = await bench.all(CHEATS)
+    assert scores(found) == dict.fromkeys(CHEATS, 0.0), found
+
+
+@pytest.mark.full
+async def test_most_cheats_score_where_tests_run_in_the_agents_sandbox(image: Image, tmp_path: Path) -> None:
+    bench = bench_of(image, tmp_path, NAIVE)
+    found = await bench.all(CHEATS, bench.exit_code)
+    assert scores(found) == {name: float(name not in FEEBLE) for name in CHEATS}, found
+
+
+@pytest.mark.full
+async def test_code_in_the_process_of_the_tests_is_not_stopped(bench: Bench) -> None:
+    found = await bench.all(UNSTOPPED)
+    assert scores(found) == dict.fromkeys(UNSTOPPED, 1.0), found
+
+
+# -- whose fault it is ---------------------------------------------------------------------------------------
+
+
+def script_bench(bench: Bench, script: str, **options: Any) -> Bench:
+    """A task with this test.sh, in seconds that are short."""
+    directory = Path(bench.tests.tests)
+    (directory / "test.sh").write_text(script)
+    return Bench(bench.task, TaskTests(str(directory), **{"seconds": 20.0, **options}))
+
+
+async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) -> None:
+    scripted = script_bench(bench, "cat score > /logs/verifier/reward.txt")
+    changes = await scripted.changes(
+        "echo 0.5 > score; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json"
+    )
+    found = await scripted.judged(changes)
+    assert (found["score"], found["components"].keys()) == (0.5, {"seconds"})
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "why"),
+    [
+        ("sleep 60 > /dev/null &\n sleep 60", {"seconds": 0.4}, "did not end within 0.4 s"),
+        ("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "took more than 64 MiB"),
+        ("exit 0", {}, "no verdict"),
+    ],
+)
+async def test_tests_that_end_only_without_the_changes_score_nothing(
+    bench: Bench, script: str, options: dict[str, Any], why: str
+) -> None:
+    test = "test ! -e go.sh || . ./go.sh; echo 1 > /logs/verifier/reward.txt"
+    scripted = script_bench(bench, test, **options)
+    found = await scripted.judged(await scripted.changes(written("go.sh", script)), memory_mb=64)
+    assert found["score"] == 0.0 and why in found["tests"]
+
+
+@pytest.mark.parametrize(
+    ("test", "options", "why"),
+    [
+        ("echo no python", {}, "no verdict: .*; the tests said: no python"),
+        ("sleep 60", {"seconds": 0.3}, "did not end within"),
+    ],
+)
+async def test_tests_without_a_verdict_on_the_untouched_image_are_no_fault_of_the_agent(
+    bench: Bench, test: str, options: dict[str, Any], why: str
+) -> None:
+    scripted = script_bench(bench, test, **options)
+    with pytest.raises(RewardError, match=f"task calc, also without changes: .*{why}") as caught:
+        await scripted.judged(await scripted.changes(FIX))
+    assert caught.value.reason is FailReason.TESTS_FAILED_TO_RUN
+
+
+async def test_changes_that_do_not_fit_are_the_agents_fault(bench: Bench) -> None:
+    small = Bench(msgspec.structs.replace(bench.task, disk_mb=1), bench.tests)
+    large = await bench.changes("dd if=/dev/urandom of=large bs=1K count=2000")
+    assert "more than" in large["failed"]
+    found = await small.judged(large)
+    assert found["score"] == found["components"]["turn_green"] == 0.0
+    assert "cannot be judged" in found["tests"]
+    (Path(bench.tests.tests) / "large").write_bytes(bytes(500_000))
+    found = await small.judged(await bench.changes(f"{FIX}; dd if=/dev/urandom of=large bs=1K count=600"))
+    assert found["score"] == 0.0 and "No space left" in found["tests"]
+
+
+async def test_a_sandbox_that_cannot_be_made_is_no_fault_of_the_agent(bench: Bench, tmp_path: Path) -> None:
+    changes = await bench.changes(FIX)
+    gone = Bench(msgspec.structs.replace(bench.task, image="gone"), bench.tests)
+    lost = Bench(bench.task, msgspec.structs.replace(bench.tests, tests=str(tmp_path / "lost")))
+    for broken, why in ((gone, "no image 'gone'"), (lost, "lost")):
+        with pytest.raises(RewardError, match=why) as caught:
+            await broken.judged(changes)
+        assert caught.value.reason is FailReason.SETUP_FAILED
