@@ -44,6 +44,7 @@ COMMANDS = {
     "image": [
         "import FILE | list       root file systems for sandboxes: unpack one, see which there are",
     ],
+    "tasks": ["check DIR               tasks before training: untouched 0, solved 1, seconds, network"],
     "tools": [
         "list [SPEC...]          the built-in tools, or those of a module, file or folder",
         "call NAME '{\"a\": 1}'    call one",

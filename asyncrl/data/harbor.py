@@ -132,7 +132,7 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     """Read a task folder, or all in a directory, by name. ConfigError names the folder, what is wrong, and
     what to do."""
     top = Path(os.path.abspath(directory))
-    folders = [top] if _is_task(top) else sorted(filter(_is_task, top.iterdir()))
+    folders = [top] if _is_task(top) else sorted(filter(_is_task, top.glob("*")))
     if not folders:
         raise ConfigError(
             f"{directory}: has no task, a folder with {FILE} (docs/tasks.md); files of rows are named by a "

@@ -17,6 +17,7 @@ from asyncrl.isolation.sandbox.spawning import IMAGE_PATH, Shown
 
 MOST_CHANGES = 700_000  # bytes: as base64 text, with what an agent returned, a result of 1 MiB
 RESULT_SECONDS = 20.0  # to collect what changed, on a busy machine
+UNREACHED = ("OutNoRoutes", "NoPorts")  # datagrams and connections without a route, or that nobody received
 NOT_COUNTED = (".git", "__pycache__", "*.pyc", ".pytest_cache", "/sandbox", "/tmp")
 
 
@@ -73,3 +74,10 @@ class TaskSandbox:
             why = f"what changed was not collected within {RESULT_SECONDS:g} s"
             raise SetupError(f"task {self.task.name}: {why}") from None
         return {"changes": base64.b64encode(archive).decode()}
+
+    async def unreached(self) -> int:
+        """Count how often something in it tried to reach another machine, or a name server. It does not see
+        IPv6, and what looked first whether there is a network."""
+        lines = (await self.jail.read_file("/proc/net/snmp")).decode().splitlines()
+        pairs = zip(" ".join(lines[::2]).split(), " ".join(lines[1::2]).split(), strict=True)
+        return sum(int(value) for name, value in pairs if name in UNREACHED)

@@ -67,7 +67,8 @@ class Verdict:
 @rewards.register("tests")
 class JudgedByTests:
     """1.0 if all tests that must turn green do, and all that must stay green do; with `partial` the share of
-    the former if the latter do. Components: both shares, and the seconds that the tests took.
+    the former if the latter do. Components: both shares, the seconds that the tests took, and how often they
+    tried to reach a `network`.
 
     `at_once`: sandboxes of one worker; `setup_seconds`: to make one. `memory_mb`, `disk_mb`: where the task
     says nothing. `require`: see docs/sandbox.md.
@@ -166,7 +167,8 @@ class JudgedByTests:
             raise NoVerdict(
                 f"no verdict: {one_line(error)}; the tests said: {said.output.strip()}"
             ) from error
-        return Verdict(found.score, {**found.components, "seconds": ran.seconds}, found.notes)
+        components = {**found.components, "seconds": ran.seconds, "network": await sandbox.unreached()}
+        return Verdict(found.score, components, found.notes)
 
 
 def named(tests: TaskTests) -> tuple[str, ...]:

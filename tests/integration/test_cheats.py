@@ -305,7 +305,7 @@ async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) 
         "echo 0.5 > score; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json"
     )
     found = await scripted.judged(changes)
-    assert (found["score"], found["components"].keys()) == (0.5, {"seconds"})
+    assert (found["score"], found["components"].keys()) == (0.5, {"seconds", "network"})
 
 
 @pytest.mark.parametrize(

@@ -197,9 +197,9 @@ def listen(listener: socket) -> None:
 
 def raise_loopback() -> None:
     """Bring up the loopback interface of this network namespace, which has no other."""
-    of_any = socket(AF_INET, SOCK_STREAM)
-    fcntl.ioctl(of_any.fileno(), SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
-    of_any.close()
+    unused = socket(AF_INET, SOCK_STREAM)
+    fcntl.ioctl(unused.fileno(), SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+    unused.close()
 
 
 def new_root(plan: ConfinementPlan, uid: int) -> int:

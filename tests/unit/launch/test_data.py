@@ -178,7 +178,9 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     assert "data.train: rollout.reward final_number cannot judge tasks; set rollout.reward=tests" in (
         given.notes("data")[-1].text
     )
-    given.keys |= {"rollout.reward": "none", "rollout.tools": []}
+    given.keys |= {"rollout.reward": "tests", "data.train": str(given.train)}
+    assert "data.train: sample 0 is no task, which rollout.reward judges" in given.notes("data")[-1].text
+    given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": []}
     assert "data.train: nothing works on its tasks; set rollout.agent" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["calculator"]
     begin(given.config())

@@ -1,0 +1,158 @@
+"""`asyncrl tasks check`: tries tasks before any training, in sandboxes like those of episodes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.data.harbor import TaskFolder, read_tasks
+from asyncrl.data.samples import RowLayout, question
+from asyncrl.data.sources import Place
+from asyncrl.data.task_sandboxes import TaskSandbox
+from asyncrl.errors import AsyncrlError, ConfigError, reason
+from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, SandboxLimits
+from asyncrl.isolation.sandbox.changes import END, FILE, Entry
+from asyncrl.rewards.base import RewardInput, evaluate
+from asyncrl.rewards.tests import JudgedByTests
+from asyncrl.types import RewardResult
+
+EXPECTED = {
+    "untouched": {"score": 0, "turn_green": 0, "stay_green": 1},
+    "solved": {"score": 1, "turn_green": 1, "stay_green": 1},
+}
+LIMITS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
+SECONDS = 600.0  # of a solution, where the task sets no limit for agents
+LOOK_SECONDS = 10.0
+SAID = 200  # characters of what a solution printed
+LINE = "{:<32} {:>9} {:>6} {:>10} {:>7}  {:<14}  {}"
+
+
+class Trial(msgspec.Struct):
+    """Holds what was found of a task. `untouched`, `solved`: the scores without changes and with those of the
+    solution. `network`: which of tests and solution tried to reach one. `faults`: why not to train on it."""
+
+    task: str
+    untouched: list[float] = []
+    solved: list[float] = []
+    solution_seconds: float = 0.0
+    tests_seconds: float = 0.0
+    network: list[str] = []
+    faults: list[str] = []
+
+    def line(self) -> str:
+        scores = [
+            " ".join(f"{one:g}" for one in dict.fromkeys(found)) for found in (self.untouched, self.solved)
+        ]
+        seconds = (f"{one:.2f}" for one in (self.solution_seconds, self.tests_seconds))
+        cells = (*scores, *seconds, " ".join(self.network))
+        return LINE.format(self.task, *(cell or "-" for cell in cells), "; ".join(self.faults) or "ok")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="asyncrl tasks", description=__doc__)
+    parser.add_argument("action", choices=("check",))
+    parser.add_argument("directory", help="a task folder, or a directory of them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tasks at once")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of the tests: 2 find some that are flaky"
+    )
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each task")
+    given = parser.parse_args(argv)
+    if min(given.jobs, given.repeats) < 1:
+        raise ConfigError("--jobs and --repeats are numbers from 1")
+    return asyncio.run(check(list(read_tasks(given.directory)), given.jobs, given.repeats, given.json))
+
+
+async def check(folders: list[TaskFolder], jobs: int, repeats: int, as_json: bool) -> int:
+    """Try tasks, `jobs` at once, and print a line for each, in their order. Returns 1 if one has a fault."""
+    judge, places, bad = JudgedByTests(at_once=jobs), asyncio.Semaphore(jobs), 0
+
+    async def tried(folder: TaskFolder) -> Trial:
+        async with places:
+            return await try_task(folder, judge, repeats)
+
+    if not as_json:
+        print(LINE.format("task", "untouched", "solved", "solution s", "tests s", "network", ""))
+    async with asyncio.TaskGroup() as group:
+        for trying in [group.create_task(tried(folder)) for folder in folders]:
+            trial = await trying
+            bad += bool(trial.faults)
+            print(msgspec.json.encode(trial).decode() if as_json else trial.line(), flush=True)
+    if not as_json:
+        print(f"{len(folders) - bad} of {len(folders)} tasks are as they should be")
+    return 1 if bad else 0
+
+
+async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Trial:
+    """Judge a task without changes, and with those of its solution, `repeats` times each."""
+    trial = Trial(folder.task.name)
+    sample = question(Place(str(folder.path), 0), folder.row, RowLayout())
+    for what, scores in (("untouched", trial.untouched), ("solved", trial.solved)):
+        try:
+            result = await left_behind(folder, trial, what == "solved")
+            found = []
+            for _ in range(repeats):
+                found.append(await evaluate(judge, RewardInput(sample, "", result=result)))
+        except AsyncrlError as error:
+            trial.faults.append(f"{what}: {reason(error)}")
+            break
+        scores += [one.score for one in found]
+        trial.tests_seconds = found[0].components.get("seconds", 0.0)
+        if any(one.components.get("network") for one in found) and "tests" not in trial.network:
+            trial.network.append("tests")
+        trial.faults += faults(what, found)
+    return trial
+
+
+def faults(what: str, found: Sequence[RewardResult]) -> Iterator[str]:
+    """Compare what the tests gave with what a task needs."""
+    parts = [{"score": one.score, **one.components} for one in found]
+    for name, expected in EXPECTED[what].items():
+        values = sorted({part[name] for part in parts if name in part})
+        if values and values != [expected]:
+            told = " and ".join(f"{value:g}" for value in values)
+            yield f"{'flaky, ' * (len(values) > 1)}{what}: {name} is {told}, not {expected}"
+    if what == "solved" and (notes := found[0].notes.get("tests")):
+        yield notes
+
+
+async def left_behind(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
+    """Return what the reward is given of an episode that did nothing, or ran the solution."""
+    sandbox = TaskSandbox(folder.task, LIMITS, ISOLATION)
+    try:
+        await sandbox.start()
+        if solved:
+            await solve(folder, trial, sandbox)
+        else:
+            hidden = shlex.join((str(folder.path), "/tests", "/solution"))
+            look = f'for one in {hidden}; do test ! -e "$one" || echo "$one"; done'
+            if seen := (await sandbox.jail.run("shell", look, LOOK_SECONDS)).output.split():
+                trial.faults.append(f"agents can see {' '.join(seen)}")
+        return await sandbox.result()
+    finally:
+        await sandbox.jail.close()
+
+
+async def solve(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -> None:
+    """Run the task's solution. ConfigError where there is none."""
+    top = folder.path / "solution"
+    if not (top / "solve.sh").is_file():
+        raise ConfigError("there is no solution/solve.sh, so nobody knows whether the task can be solved")
+    files = [path for path in sorted(top.rglob("*")) if path.is_file()]
+    entries = [Entry(FILE, str(path.relative_to(folder.path)), 0o755, 0, path.read_bytes()) for path in files]
+    await sandbox.jail.apply(b"".join(entry.frame() for entry in (*entries, Entry(END, ""))))
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder.solution.items())
+    seconds = folder.task.seconds or SECONDS
+    result = await sandbox.jail.run("shell", f"{variables} /solution/solve.sh", seconds)
+    trial.solution_seconds = result.seconds
+    if result.ending is not RunEnding.DONE:
+        said = " ".join(result.output.split())[-SAID:]
+        trial.faults.append(f"solution/solve.sh {result.ending} with {result.status}: {said}")
+    if await sandbox.unreached():
+        trial.network.append("solution")

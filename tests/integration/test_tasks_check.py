@@ -1,0 +1,91 @@
+"""`asyncrl tasks check`: which tasks can be trained on, and why the others cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import main
+from tests.fakes.images import small_image
+from tests.fakes.tasks import SOLVE, TEST, bare_image, task_folder
+
+TOML = '[environment]\ndocker_image = "{}"\nworkdir = "/app"\n[solution]\nenv = {{ANSWER = "42"}}\n'
+TRIES = "(exec 3<>/dev/tcp/192.0.2.1/80) 2>/dev/null\n"  # bash's
+NAMED = {"FAIL_TO_PASS": ["t.py::test_answer"], "PASS_TO_PASS": ["t.py::test_old"]}
+REPORT = """#!/bin/sh
+[ "$(cat answer.txt)" = 42 ] || red='<failure/>'
+echo "<a><testcase classname='t' name='test_answer'>$red</testcase>" > /logs/verifier/report.xml
+echo "<testcase classname='t' name='{}'/></a>" >> /logs/verifier/report.xml
+"""
+RANDOM = (
+    "read id < /proc/sys/kernel/random/uuid; echo 0.$(echo $id | tr -dc 0-9) > /logs/verifier/reward.txt\n"
+)
+TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a-good": ({"solve": "#!/bin/sh\necho $ANSWER > answer.txt\n"}, []),
+    "b-named": ({"test": REPORT.format("test_old"), "config": NAMED}, []),
+    "c-lost": (
+        {"test": REPORT.format("test_new"), "config": NAMED},
+        [
+            *("untouched: stay_green is 0, not 1", "solved: score is 0, not 1"),
+            *("solved: stay_green is 0, not 1", r"1 broken: t\.py::test_old"),
+        ],
+    ),
+    "d-easy": ({"test": "echo 1 > /logs/verifier/reward.txt\n"}, ["untouched: score is 1, not 0"]),
+    "e-wrong": ({"solve": "#!/bin/sh\necho 41 > answer.txt\n"}, ["solved: score is 0, not 1"]),
+    "f-fails": (
+        {"solve": f"{SOLVE}echo no such thing >&2; exit 3\n"},
+        ["solve.sh failed with 3: no such thing"],
+    ),
+    "g-silent": ({"test": "exit 0\n"}, ["untouched: task g-silent, also without changes: no verdict"]),
+    "h-tries": ({"test": f"#!/bin/bash\n{TRIES}{TEST}", "solve": f"#!/bin/bash\n{TRIES}{SOLVE}"}, []),
+    "i-unsolved": ({"solve": ""}, [r"solved: there is no solution/solve\.sh"]),
+    "j-shown": ({}, ["agents can see /solution"]),
+}
+
+
+@pytest.fixture
+def tasks(images: Path, tmp_path: Path) -> Path:
+    small_image(images)
+    bare_image(images, "small-app", "app", over="small")
+    bare_image(images, "shown-app", "app", "solution", over="small")
+    for name, (texts, _) in TASKS.items():
+        task_folder(tmp_path / name, TOML.format("shown-app" if name == "j-shown" else "small-app"), **texts)
+    return tmp_path
+
+
+def test_each_task_has_its_faults(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "check", str(tasks), "--json", "--jobs", "2"]) == 1
+    found = {trial["task"]: trial for trial in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert list(found) == list(TASKS)
+    for name, (_, expected) in TASKS.items():
+        assert len(found[name]["faults"]) == len(expected), found[name]
+        for said, pattern in zip(found[name]["faults"], expected, strict=True):
+            assert re.search(pattern, said), said
+    good = found["a-good"]
+    assert (good["untouched"], good["solved"], good["network"]) == ([0], [1], [])
+    assert 0 < good["tests_seconds"] < 10 and 0 < good["solution_seconds"] < 10
+    assert {name for name, one in found.items() if one["network"]} == {"h-tries"}
+    assert sorted(found["h-tries"]["network"]) == ["solution", "tests"]
+
+
+def test_tests_that_run_twice_are_found_flaky(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flaky = task_folder(tasks / "flaky", TOML.format("small-app"), test=RANDOM)
+    assert main(["tasks", "check", str(flaky), "--json", "--repeats", "2"]) == 1
+    trial = json.loads(capsys.readouterr().out)
+    assert len({*trial["untouched"]}) == 2
+    for fault, what in zip(trial["faults"], ("untouched", "solved"), strict=True):
+        assert re.match(f"flaky, {what}: score is 0\\.\\d+ and 0\\.\\d+, not", fault)
+
+
+def test_a_table_is_for_people(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "check", str(tasks / "a-good")]) == 0
+    header, line, end = capsys.readouterr().out.splitlines()
+    assert header.split() == ["task", "untouched", "solved", "solution", "s", "tests", "s", "network"]
+    assert line.split()[:3] == ["a-good", "0", "1"] and line.split()[5:] == ["-", "ok"]
+    assert end == "1 of 1 tasks are as they should be"
+    assert main(["tasks", "check", str(tasks / "none")]) == 2
+    assert "has no task" in capsys.readouterr().err
