@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from glob import glob
@@ -42,6 +43,7 @@ asyncrl runs transcripts NAME. What the numbers mean: docs/evaluation.md."""
 
 ALL = "validation.samples=1000000000"
 ALIASES = {"data": "data.test", "samples": "validation.samples", "episodes": "validation.episodes"}
+SOLVED = re.compile(r"val-core/all/(\w+/(?:success|pass@\d+))")
 COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
 
@@ -181,15 +183,28 @@ class Result(NamedTuple):
     data: str  # fingerprint of the samples
     episodes: list[Judged]
     numbers: PerSample
+    tasks: dict[str, dict[str, float]]  # `success` and `pass@k` of each sample that is a task, by its name
 
     @classmethod
     def read(cls, run_dir: Path) -> Result:
         """Raises StoreError and ConfigError."""
+        from asyncrl.data.tasks import task_of
         from asyncrl.episodes.recorded import evaluated
 
         samples, episodes = evaluated(run_dir)
-        threshold = read_config(run_dir).validation.success
-        return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, threshold))
+        numbers = per_sample(episodes, read_config(run_dir).validation.success)
+        rows = sorted({one.which.row for one in episodes})
+        names = {row: task.name for row in rows if (task := task_of(samples[row]))}
+        return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(names, numbers))
+
+
+def by_task(names: dict[int, str], numbers: PerSample) -> dict[str, dict[str, float]]:
+    """Return `success` and `pass@k` of samples, by their names."""
+    solved = {found[1]: numbers[name] for name in numbers if (found := SOLVED.fullmatch(name))}
+    return {
+        name: {metric: values[row] for metric, values in solved.items() if row in values}
+        for row, name in names.items()
+    }
 
 
 def print_result(result: Result, baseline: Result | None = None) -> None:
@@ -200,6 +215,8 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
         )
     found = summary(result.numbers, baseline.numbers if baseline else {})
     more = sizes(result.episodes) | losses(result.episodes)
+    for task, values in result.tasks.items():
+        more |= {f"val-task/{task}/{name}": value for name, value in values.items()}
     written = {**found, **{name: {"mean": value} for name, value in more.items()}}
     (result.run_dir / "evaluation.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
@@ -212,8 +229,13 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
         if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in found):  # `mean@k` says it
             lines.append((name.removeprefix("val-core/"), *_cells(found[name])))
     lines += [(name.removeprefix("val-core/"), f"{v:.4f}") for name, v in losses(result.episodes).items()]
-    width = max(len(line[0]) for line in lines)
-    for first, *cells in lines:
+    if result.tasks:
+        columns = sorted(set().union(*result.tasks.values()))
+        lines += [(), ("task", *columns)]
+        for task, values in result.tasks.items():
+            lines.append((task, *(f"{values[name]:.4f}" if name in values else "" for name in columns)))
+    width = max(len(line[0]) for line in filter(None, lines))
+    for first, *cells in (line or ("",) for line in lines):
         print(f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))
     if failed := sum(one.result is None for one in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from asyncrl.config import leaves, parse, without_defaults
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.observe.files import read_lines, read_rows, read_summary
 from asyncrl.observe.machine import recorded_machine
 from asyncrl.observe.metrics import FLOW, PHASES, STEP_SECONDS, Row, label, shown
@@ -29,6 +30,7 @@ from asyncrl.observe.table import NUMBERS, before_and_after
 from asyncrl.observe.timeline import files, union
 from asyncrl.store.launches import differences, launches_of
 
+TASK = "val-task/"  # in evaluation.json
 BAR = 30  # characters of a whole
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 CELL = 300  # characters of a value of the configuration; a chat template is longer
@@ -54,6 +56,7 @@ def results(run_dir: Path) -> dict[str, Any]:
         "notes": [*filter(None, _notes(summary)), *[NO_MACHINE] * (machine is None)],
         "tables": [
             Table("Results", _numbers(summary)),
+            Table("Evaluation by task", _by_task(run_dir)),
             Table("Configuration: what differs from the defaults", _configuration(run_dir), "default"),
             Table("Lag of the tokens taken for training, in steps", lag),
             Table("Time of the trainer, between steps", _phases(steps)),
@@ -86,6 +89,18 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, str]:
     found |= {label: f"{before} → {after}" for label, before, after in before_and_after(summary)}
     known = ((label, summary.get(key), form) for label, key, form in NUMBERS)
     return found | {label: shown(value, form) for label, value, form in known if value is not None}
+
+
+def _by_task(run_dir: Path) -> dict[str, str]:
+    """Return what `asyncrl eval` found of each task."""
+    found: dict[str, str] = {}
+    with suppress(FileNotFoundError, *UNDECODABLE):
+        for name, numbers in msgspec.json.decode((run_dir / "evaluation.json").read_bytes()).items():
+            if name.startswith(TASK):
+                task, mode, metric = name.removeprefix(TASK).rsplit("/", 2)
+                text = f"{mode}/{metric} {numbers['mean']:.2f}"
+                found[task] = f"{found[task]}, {text}" if task in found else text
+    return found
 
 
 def _configuration(run_dir: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ function table(names, found) {
   const keys = [...new Set(found.flatMap((one) => Object.keys(one.rows)))];
   const cells = (kind, texts) => make("tr", {}, ...texts.map((text) => make(kind, {}, text)));
   const rows = keys.map((key) => cells("td", [key, ...found.map((one) => one.rows[key] ?? one.default)]));
-  return [make("h3", {}, found[0].title), make("table", {}, cells("th", ["", ...names]), ...rows)];
+  return keys.length ? [make("h3", {}, found[0].title), make("table", {}, cells("th", ["", ...names]), ...rows)] : [];
 }
 
 function transcript({ title, texts }) {

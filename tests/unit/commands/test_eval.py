@@ -7,10 +7,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.commands.eval import Target, argument_parser, configuration, find_target, summary
+from asyncrl.commands.eval import (
+    Result,
+    Target,
+    argument_parser,
+    by_task,
+    configuration,
+    find_target,
+    print_result,
+    summary,
+)
 from asyncrl.config import RunConfig, composition
 from asyncrl.errors import ConfigError
-from asyncrl.observe.held_out import interval
+from asyncrl.observe.held_out import SAMPLED, HeldOut, Judged, interval, per_sample
+from asyncrl.types import EpisodeResult
+from asyncrl.viewer.results import results
+from tests.unit.commands.test_report import make_run
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = str(ROOT / "examples/multiturn/calculator/model")
@@ -102,3 +114,25 @@ def test_a_comparison_is_of_the_samples_that_both_have() -> None:
     (found,) = summary(numbers, baseline).values()
     assert (found["mean"], found["samples"], found["difference"]) == (0.625, 4, 0.5)
     assert (found["difference_low"], found["difference_high"]) == interval([1.0, 0.0, 0.5])
+
+
+def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command, and in the page of its run."""
+    run_dir = make_run(tmp_path, "a")
+    scores = {0: (1.0, 0.0), 1: (1.0, 1.0), 2: (0.0, 0.0)}
+    episodes = [
+        Judged(HeldOut(0, SAMPLED, row, draw), "swe", EpisodeResult(score))
+        for row, both in scores.items()
+        for draw, score in enumerate(both)
+    ]
+    numbers = per_sample(episodes, 0.5)
+    print_result(Result(run_dir, "", episodes, numbers, by_task({0: "org/fix", 1: "sum"}, numbers)))
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown[-5:-1] == [
+        [],
+        ["task", "sampled/pass@2", "sampled/success"],
+        ["org/fix", "1.0000", "0.5000"],
+        ["sum", "1.0000", "1.0000"],
+    ]
+    (table,) = [table for table in results(run_dir)["tables"] if table.title == "Evaluation by task"]
+    assert table.rows["org/fix"] == "sampled/success 0.50, sampled/pass@2 1.00"
