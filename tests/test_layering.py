@@ -133,6 +133,7 @@ WALL_CLOCK = {
     "runtime/activity.py",
     "runtime/mirror.py",
     "runtime/weight_loader.py",
+    "tools/snapshots.py",
 }
 
 

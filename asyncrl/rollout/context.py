@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from asyncrl.episodes.scoring import Scorer, shaped, transcript
 from asyncrl.errors import one_line
 from asyncrl.rewards import RewardInput
 from asyncrl.runtime.activity import Waits
+from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
@@ -67,6 +69,7 @@ class EpisodeContext:
     waits: Waits
     oldest: Callable[[], int]
     form_refused: bool = False  # by an engine, and logged
+    snapshots: Snapshots | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -161,6 +164,12 @@ class EpisodeRun:
         """The engines may forget the episode."""
         for session in self._sessions | {self.name}:
             self.sampler.release(session)
+
+    def forget(self, ended: asyncio.Future[None]) -> None:
+        """The episode's end is durable: nothing goes on from its snapshots."""
+        if self.context.snapshots is not None and not ended.cancelled():
+            forget = partial(self.context.snapshots.forget, self.attempt.uid)
+            asyncio.get_running_loop().run_in_executor(None, forget)
 
     async def post_turn(self, turn: Turn) -> None:
         """Post a turn; its replies are posted later. The row's next one needs no routes of its tokens."""

@@ -69,7 +69,8 @@ class EpisodeRunner:
                 record = await self._attempt(run, player, frames)
             finally:
                 run.release()
-            await run.post(record, *run.result_frame(record))
+            durable = await run.post(record, *run.result_frame(record))
+            durable.add_done_callback(run.forget)
         finally:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 

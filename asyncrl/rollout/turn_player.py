@@ -21,11 +21,12 @@ from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.episode import Episode
 from asyncrl.conversation.turns import turn_message
 from asyncrl.environments import Environment
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import AsyncrlError, ProtocolError
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
+from asyncrl.tools.snapshots import history
 from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
 
 log = logging.getLogger("asyncrl.worker")
@@ -42,9 +43,13 @@ class TurnPlayer:
     _tools: ToolSession = field(init=False)
     _environment: EpisodeEnvironment | None = None
     _stepped: int = 0  # turns up to the newest that the environment got
+    _histories: list[str] = field(
+        default_factory=list
+    )  # a name of each turn with all before it, for snapshots
 
     def __post_init__(self) -> None:
-        self._tools = self.toolbox.session(self.run.assign.sample)
+        episode, snapshots = self.run.attempt.uid, self.run.context.snapshots
+        self._tools = self.toolbox.session(self.run.assign.sample, episode, snapshots)
 
     @property
     def _rules(self) -> Rules:
@@ -139,14 +144,34 @@ class TurnPlayer:
         return turn_message(self._rules, turn, episode.opened.tools)
 
     async def _rebuild(self, episode: Episode, recorded: Sequence[Turn]) -> None:
-        """Repeat on this worker's tools and environment what the recorded turns did to them. Then post the
-        replies to malformed calls of the last turn, if they were not recorded."""
-        for turn in episode.turns:
-            await self._tools.redo(turn.replies, self._rules.shorten)
-            if turn.observation is not None:
-                await self._step_again(episode, turn, turn.observation)
+        """Bring back on this worker what the recorded turns did to tools and environment: take snapshots, and
+        repeat the rest. If that fails, repeat all. Then post the replies to malformed calls of the last
+        turn, if they were not recorded."""
+        self._note(episode.turns)
+        try:
+            await self._tools.restore(self._histories)
+            await self._repeat(episode)
+        except AsyncrlError:
+            if not self._tools.restored or self._environment is not None:
+                raise
+            await self._tools.close()
+            await self._tools.open()
+            await self._repeat(episode)
+        self._tools.caught_up()
         if recorded and episode.turns[-1].replies != recorded[-1].replies:
             await self.run.post_reply(episode.turns[-1])
+
+    async def _repeat(self, episode: Episode) -> None:
+        for turn in episode.turns:
+            await self._tools.redo(turn.replies, self._rules.shorten, turn.index)
+            if turn.observation is not None:
+                await self._step_again(episode, turn, turn.observation)
+
+    def _note(self, turns: Sequence[Turn]) -> None:
+        """Name new turns, and the last one again: it may have got more replies."""
+        del self._histories[len(turns) - 1 :]
+        for turn in turns[len(self._histories) :]:
+            self._histories.append(history(self._histories[-1] if self._histories else "", turn))
 
     async def _step_again(self, episode: Episode, turn: Turn, recorded: Observation) -> None:
         assert self._environment is not None
@@ -167,6 +192,8 @@ class TurnPlayer:
             return
         last, known = now.turns[-1], before.turns[-1] if len(before.turns) == len(now.turns) else None
         if (last.replies, last.observation) != ((known.replies, known.observation) if known else ((), None)):
+            self._note(now.turns)
+            await self._tools.save(last.index, self._histories[-1])  # first: see tools/snapshots.py
             await self.run.post_reply(last)
 
 

@@ -43,6 +43,7 @@ from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.process import at_ending
+from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages import shared, worker
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
@@ -114,8 +115,14 @@ class RolloutWorker:
         self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
         self._pools = self._server_pools(connect) if connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
+        snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
-            parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
+            parts.rules,
+            parts.scorer,
+            self.outbox,
+            self.waits,
+            oldest=lambda: self._oldest,
+            snapshots=snapshots,
         )
         gateway = Gateway(parts.rules.chat.decode, config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None

@@ -21,6 +21,7 @@ from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
 
 OUTPUT = MAX_REPLY - 1024  # bytes that are kept of an output; the rest is for the notes on its end
+RESTORED = "[files are kept; variables and background processes of earlier calls are lost]"
 SPARE = 10.0  # seconds that a call may take beside its code: a start, an interrupt, a kill
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -29,20 +30,26 @@ Size = Annotated[int, Meta(ge=1)]
 
 class Workspace:
     """Holds one sandbox for one episode: an interpreter, a shell, and the directory they share. `task`: the
-    one of samples that have none."""
+    one of samples that have none. `snapshots`: its files are kept at most every so many turns; 0: never."""
 
     def __init__(
-        self, limits: SandboxLimits, require: frozenset[str], seconds: float, task: Task | None = None
+        self,
+        limits: SandboxLimits,
+        require: frozenset[str],
+        seconds: float,
+        task: Task | None = None,
+        snapshots: int = 0,
     ) -> None:
         self._made = limits, require
         self._sandbox = new_sandbox(limits, require)
         self._default = task
         self._task: TaskSandbox | None = None
+        self.snapshots = snapshots
         self._seconds = seconds
         self._setup = ""
         self._number = 0  # of the sample
         self._ready = False  # the interpreter has run the setup, and was not lost since
-        self._lost = self._emptied = False  # what the next reply reports
+        self._lost = self._emptied = self._restored = False  # what the next reply reports
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
@@ -59,7 +66,7 @@ class Workspace:
         Args:
             code: The code to run.
         """
-        return reply_text(await self._run("cell", code), self._seconds)
+        return self._reply(await self._run("cell", code))
 
     async def shell(self, command: str) -> str:
         """Run a shell command; shows what it prints. Files are kept.
@@ -69,7 +76,23 @@ class Workspace:
         """
         result = await self._run("shell", command)
         status = f"[exit status {result.status}]" if result.ending == RunEnding.FAILED else ""
-        return reply_text(result, self._seconds, status)
+        return self._reply(result, status)
+
+    async def snapshot(self) -> bytes:
+        """Collect the files, while nothing runs."""
+        return await self._sandbox.changes()
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Apply the files in a sandbox where nothing has run. The setup runs again in the next call."""
+        if self._setup:
+            await self._sandbox.close()
+            await self._sandbox.start()
+            self._ready = False
+        await self._sandbox.apply(snapshot)
+
+    def restored(self) -> None:
+        """Let the next reply say that the files were restored, and nothing else."""
+        self._restored = True
 
     async def result(self) -> dict[str, str] | None:
         """Return what changed in the workspace of a task."""
@@ -77,6 +100,11 @@ class Workspace:
 
     async def close(self) -> None:
         await self._sandbox.close()
+
+    def _reply(self, result: RunResult, status: str = "") -> str:
+        text, restored = reply_text(result, self._seconds, status), self._restored
+        self._restored = False
+        return f"{text}\n{RESTORED}" if restored else text
 
     async def _run(self, kind: RunKind, source: str) -> RunResult:
         await self._prepare()
@@ -104,8 +132,8 @@ class Workspace:
         return result
 
 
-def _register(label: str, *methods: Callable[..., Awaitable[str]]) -> None:
-    """A factory of tools, one for each method, that share a sandbox."""
+def _register(label: str, snapshots: int, *methods: Callable[..., Awaitable[str]]) -> None:
+    """A factory of tools, one for each method, that share a sandbox. `snapshots`: the option's default."""
 
     @tools.register(label)
     def make(
@@ -114,6 +142,7 @@ def _register(label: str, *methods: Callable[..., Awaitable[str]]) -> None:
         memory_mb: Size = 512,
         disk_mb: Size = 64,
         processes: Size = 32,
+        snapshots: Annotated[int, Meta(ge=0)] = snapshots,
         require: str = " ".join(ISOLATION),
         image: str = "",
         user: Literal["", "root"] = "",
@@ -121,12 +150,12 @@ def _register(label: str, *methods: Callable[..., Awaitable[str]]) -> None:
     ) -> Sequence[Tool]:
         """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
         `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
-        can. `image`, `user`: of the sandbox for samples without a task. `name`: of the tool, where there is
-        one."""
+        can. `image`, `user`: of the sandbox for samples without a task. `snapshots`: of its files, at most
+        one every so many turns; 0 for none. `name`: of the tool, where there is one."""
         required = check_isolation(require)
         limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=OUTPUT)
         task = Task(image, check_image(image, user).digest, user=user) if image else None
-        state = functools.partial(Workspace, limits, required, seconds, task)
+        state = functools.partial(Workspace, limits, required, seconds, task, snapshots)
         return [_tool(name or method.__name__, method, state, seconds) for method in methods]
 
 
@@ -138,9 +167,9 @@ def _tool(
     return Tool(name, found.schema, method, found.decode, state, timeout=timeout, replay="reapply")
 
 
-_register("python", Workspace.python)
-_register("shell", Workspace.shell)
-_register("workspace", Workspace.python, Workspace.shell)
+_register("python", 0, Workspace.python)  # calls that run again give the variables back, too
+_register("shell", 1, Workspace.shell)
+_register("workspace", 1, Workspace.python, Workspace.shell)
 
 
 def reply_text(result: RunResult, seconds: float, status: str = "") -> str:

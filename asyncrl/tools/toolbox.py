@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason
-from asyncrl.isolation.calls import call_user
+from asyncrl.isolation.calls import call_user, in_thread
 from asyncrl.tools.base import Tool, ToolError, names, reply_of, within_memory
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
@@ -33,6 +33,7 @@ from asyncrl.tools.sample_tools import (
     select_tools,
 )
 from asyncrl.tools.schema import outline
+from asyncrl.tools.snapshots import Snapshots, ToolSnapshots
 from asyncrl.types import Sample, ToolCall, ToolReply
 from asyncrl.values import result_of
 
@@ -51,9 +52,9 @@ class Toolbox:
         self.call_limits = {name: CallLimits(tool) for name, tool in tools.items()}
         self._reported: set[str] = set()
 
-    def session(self, sample: Sample) -> ToolSession:
-        """The tools of one episode, not yet open."""
-        return ToolSession(self, sample)
+    def session(self, sample: Sample, episode: str = "", snapshots: Snapshots | None = None) -> ToolSession:
+        """The tools of one episode, not yet open. `episode`: its name in `snapshots`."""
+        return ToolSession(self, sample, episode, snapshots)
 
     async def close(self) -> None:
         """End what tools share: their processes and connections, within a deadline. Never raises."""
@@ -89,10 +90,15 @@ class Toolbox:
 class EpisodeObject:
     """An object that lives as long as its episode. Its calls run one after another, in their order."""
 
-    def __init__(self, state: Any, blocking: bool, limit: float) -> None:
+    def __init__(self, state: Any, blocking: bool, limit: float, snapshots: ToolSnapshots | None) -> None:
         self.state = state
         self.turn = asyncio.Lock()
+        self.called = False  # since `save`
+        self.restored = -1  # the turn up to which a snapshot brought the effects of calls
         self._blocking, self._limit = blocking, limit
+        self._every: int = getattr(state, "snapshots", 0) if snapshots else 0
+        self._snapshots = snapshots
+        self._unsaved = 0  # turns with calls since the newest snapshot
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
         """Call its `open`, where it has one, with the arguments that it takes."""
@@ -118,6 +124,28 @@ class EpisodeObject:
         except Exception as problem:
             raise ToolError(f"{type(self.state).__name__}.result: {describe(problem)}") from problem
 
+    async def save(self, turn: int, history: str) -> None:
+        """Keep a snapshot if it is called for. Without it an older one and later calls give the same."""
+        self._unsaved += self.called
+        self.called = False
+        if self._snapshots is None or not 0 < self._every <= self._unsaved:
+            return
+        try:
+            async with self.turn:
+                archive = await call_user(self.state.snapshot, self._limit)
+            await in_thread(partial(self._snapshots.save, turn, history, archive), "snapshot")
+            self._unsaved = 0
+        except Exception as problem:
+            log.info("no snapshot of %s: %s", type(self.state).__name__, reason(problem))
+
+    async def restore(self, histories: Sequence[str]) -> None:
+        """Take the newest snapshot of these turns, if there is one."""
+        if self._snapshots is not None and self._every:
+            found = await in_thread(partial(self._snapshots.find, histories), "snapshot")
+            if found is not None:
+                self.restored, archive = found
+                await call_user(partial(self.state.restore, archive), self._limit)
+
     async def close(self) -> None:
         """Close it after its calls; a call that hangs is not waited for. Raises only when cancelled."""
         try:
@@ -136,9 +164,10 @@ class EpisodeObject:
 class ToolSession:
     """The tools of one episode. `schemas` (JSON text, the config's order) are known once it is open."""
 
-    def __init__(self, box: Toolbox, sample: Sample) -> None:
+    def __init__(self, box: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
         self._box = box
         self._sample = sample
+        self._episode, self._snapshots = episode, snapshots
         self._tools: dict[str, Tool] = {}
         self._objects: dict[int, EpisodeObject] = {}  # by the identity of Tool.state
         self._running: set[asyncio.Task[Any]] = set()
@@ -167,7 +196,8 @@ class ToolSession:
         assert state is not None
         try:
             limit, blocking = max(map(self._box.limit, tools)), any(tool.blocking for tool in tools)
-            made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit)
+            snapshots = self._snapshots.of(self._episode, tools[0].name) if self._snapshots else None
+            made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit, snapshots)
             opening = partial(made.open, self._sample, merged_arguments(tools, asked))
             await call_user(opening, limit, running=self._running)
         except SetupError:
@@ -201,12 +231,34 @@ class ToolSession:
                 self._box.report(tool.name, describe(problem))
             return ToolReply(call, shown, within_memory(describe(problem)), seconds)
 
-    async def redo(self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str) -> None:
+    async def save(self, turn: int, history: str) -> None:
+        """Keep snapshots after the calls of a turn. Raises only when cancelled."""
+        await asyncio.gather(*(one.save(turn, history) for one in self._objects.values()))
+
+    async def restore(self, histories: Sequence[str]) -> None:
+        """Take the newest snapshots of these recorded turns. Then `redo` leaves out their calls."""
+        await asyncio.gather(*(one.restore(histories) for one in self._objects.values()))
+
+    @property
+    def restored(self) -> list[EpisodeObject]:
+        """The objects that have taken a snapshot."""
+        return [one for one in self._objects.values() if one.restored >= 0]
+
+    def caught_up(self) -> None:
+        """All recorded turns are there: what snapshots could not bring is reported from now on."""
+        for one in self.restored:
+            one.state.restored()
+
+    async def redo(
+        self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str, turn: int = 0
+    ) -> None:
         """Rebuild the effects of recorded calls, where tools ask for it. ProtocolError: the episode must
         begin again. `shorten` cuts a reply as it was cut before it was recorded."""
         for reply in replies:
             tool = self._tools.get(reply.call.name)
             if tool is None or tool.replay == "pure" or reply.refused:
+                continue
+            if tool.state and self._objects[id(tool.state)].restored >= turn:
                 continue
             if tool.replay == "no":
                 raise ProtocolError(f"tool {tool.name} cannot be repeated, so the episode starts again")
@@ -251,6 +303,7 @@ class ToolSession:
         if tool.state is None:
             return reply_of(await run(partial(tool.function, **keywords)))
         one = self._objects[id(tool.state)]
+        one.called = True
         async with one.turn:  # until the reply is text: the next call may change what this one returned
             return reply_of(await run(partial(tool.function, one.state, **keywords)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ seams = Seams()
 class CallingEngine(ScriptedEngine):
     """Writes a call of `look` in the first turn and 42 in the second, with a real tokenizer."""
 
+    calls = [LOOK]
+
     def __init__(self, model_path: str, **options: Any) -> None:
         super().__init__(lambda request: "")
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -42,11 +45,37 @@ class CallingEngine(ScriptedEngine):
 
     async def generate(self, request: Request) -> Generation:
         nothing = await super().generate(request)
-        replied = "<|im_start|>tool" in self._tokenizer.decode(list(request.ids))
-        ids = self._tokenizer.encode(("42" if replied else LOOK) + "<|im_end|>", add_special_tokens=False)
+        replies = self._tokenizer.decode(list(request.ids)).count("<|im_start|>tool")
+        text = self.calls[replies] if replies < len(self.calls) else "42"
+        ids = self._tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
         self.tokens += len(ids) - len(nothing.ids)
         span = VersionSpan(0, len(ids), self.version, self.version)
         return Generation(tuple(ids), (-0.5,) * len(ids), (span,), StopReason.STOP)
+
+
+def run_shell(command: str) -> str:
+    return f'<tool_call>{{"name": "shell", "arguments": {json.dumps({"command": command})}}}</tool_call>'
+
+
+class ShellEngine(CallingEngine):
+    """Writes commands that leave a line each, one a turn, with replies that nobody can foretell."""
+
+    calls = [
+        *(
+            run_shell(f"sleep 0.{n}; echo {n} >> log; tee -a ids < /proc/sys/kernel/random/uuid")
+            for n in range(5)
+        ),
+        run_shell("cat log ids"),
+    ]
+
+
+class CountingEngine(CallingEngine):
+    """Writes commands that leave a line each, one a turn."""
+
+    calls = [
+        *(run_shell(f"sleep 0.0{n}; echo {n} >> log; wc -l < log") for n in range(5)),
+        run_shell("cat log"),
+    ]
 
 
 def looker() -> Tool:

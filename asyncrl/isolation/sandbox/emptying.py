@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 
 
 def remove(directory: str) -> None:
@@ -49,3 +50,11 @@ def _delete_files(here: int) -> list[str]:
         else:
             os.unlink(name, dir_fd=here)
     return [name for name, is_directory in kinds.items() if is_directory]
+
+
+def make_private(directory: str) -> None:
+    """Make a directory that only this user can open. PermissionError if another one is there."""
+    os.makedirs(directory, 0o700, exist_ok=True)
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{directory} is open to other users; remove it")
