@@ -21,7 +21,7 @@ PROGRAMS = (
     *("sh", "bash", "env", "ls", "cat", "cp", "mv", "rm", "ln", "mkdir", "rmdir", "touch", "stat", "wc"),
     *("chmod", "chown", "id", "sleep", "sed", "grep", "find", "head", "tail", "tee", "test", "true"),
     *("false", "sort", "basename", "dirname", "base64", "readlink", "realpath", "mount", "mknod", "kill"),
-    *("ps", "dd", "df", "tr"),
+    *("ps", "dd", "df", "tr", "echo", "yes", "seq", "setsid"),
 )
 MERGED = ("bin", "sbin", "lib", "lib64")  # links into usr/, as Debian has them
 DIRECTORIES = ("root", "home", "etc", "proc", "dev", "sys", "run", "var/tmp", "tmp")

@@ -22,10 +22,13 @@ from asyncrl.isolation.sandbox.base import Program, RunEnding, RunResult, Sandbo
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.sandbox.kernel import SOCKET
 from asyncrl.isolation.sandbox.needs import needed_by
-from tests.integration.test_sandbox import KINDS
+from tests.integration.test_sandbox import IMAGE, KINDS, USER
+from tests.integration.test_sandbox import jail as any_jail
 
 LIMITS = SandboxLimits(memory=0, resident=100, disk=80, file=80)
 PATH = {"PATH": "/usr/bin:/bin"}
+PYTHON = "python3" if IMAGE else sys.executable
+NAME = f"{USER or 'sandbox'}\n".encode()
 
 
 class Execution:
@@ -63,7 +66,7 @@ async def _rest(stream: IO[bytes]) -> bytes:
 
 @asynccontextmanager
 async def jail(limits: SandboxLimits = LIMITS, listen: bool = False) -> AsyncIterator[Jail]:
-    box = Jail(limits, require=(), listen=listen)
+    box = any_jail(limits, listen=listen)
     try:
         await box.start()
     except SandboxError as error:
@@ -84,7 +87,7 @@ async def run(box: Jail, *words: str, seconds: float = 20) -> tuple[RunResult, b
 
 
 async def python(box: Jail, code: str, seconds: float = 20) -> tuple[RunResult, bytes, bytes]:
-    return await run(box, sys.executable, "-I", "-S", "-c", code, seconds=seconds)
+    return await run(box, PYTHON, "-I", "-S", "-c", code, seconds=seconds)
 
 
 # What it is for
@@ -136,7 +139,7 @@ async def test_a_program_that_cannot_be_run_says_so() -> None:
         }.items():
             result, output, errors = await run(box, *words)
             assert (result.ending, result.status, output, errors) == (RunEnding.FAILED, 127, b"", why)
-        nowhere = Execution(box, Program(["true"], PATH, "/usr/new"), 20)
+        nowhere = Execution(box, Program(["true"], PATH, "/dev/new"), 20)
         assert (await nowhere.end())[2].startswith(b"true cannot be run: ")
 
 
@@ -161,7 +164,7 @@ async def test_streams_have_names_and_there_are_terminals_of_its_own() -> None:
     """
     async with jail() as box:
         shell = "cat <(echo fd) /dev/stdin; echo err > /dev/stderr; id -un; id -gn"
-        assert (await run(box, "bash", "-c", shell))[1:] == (b"fd\nsandbox\nsandbox\n", b"err\n")
+        assert (await run(box, "bash", "-c", shell))[1:] == (b"fd\n" + NAME + NAME, b"err\n")
         output = (await python(box, textwrap.dedent(terminals)))[1]
         assert output == b"['ptmx'] 33 ENOSPC\n"
 
@@ -270,7 +273,7 @@ HOLDS = {
 @pytest.mark.parametrize("code", HOLDS.values(), ids=HOLDS)
 async def test_memory_and_files_of_all_together_are_bounded(code: str) -> None:
     async with jail() as box:
-        running = begin(box, [sys.executable, "-I", "-S", "-c", code])
+        running = begin(box, [PYTHON, "-I", "-S", "-c", code])
         result = await running.result  # its input stays open: it waits, or is ended
         assert (result.ending, result.status) == (RunEnding.OVER, -9)
         await running.end()
@@ -295,7 +298,7 @@ for one in held:
 
 async def test_a_socket_holds_no_more_than_is_counted_for_it() -> None:
     async with jail(listen=True) as box:
-        _, output, errors = await run(box, sys.executable, "-I", "-S", "-c", BUFFERS)
+        _, output, errors = await run(box, PYTHON, "-I", "-S", "-c", BUFFERS)
         assert not errors and len(output.split()) == 4
         assert all(0 < int(sent) <= SOCKET for sent in output.split()), output
 
@@ -303,7 +306,7 @@ async def test_a_socket_holds_no_more_than_is_counted_for_it() -> None:
 async def test_less_than_the_bound_and_any_address_space_are_no_offence() -> None:
     reserve = "import mmap\nmmap.mmap(-1, 129 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, 0)\n"
     async with jail() as box:
-        running = begin(box, [sys.executable, "-I", "-S", "-c", reserve + FILL.format(count=60)])
+        running = begin(box, [PYTHON, "-I", "-S", "-c", reserve + FILL.format(count=60)])
         assert await running.line() == b"held\n"
         await asyncio.wait([running.result], timeout=0.8)  # three measurements
         running.write(b"\n")
@@ -354,8 +357,8 @@ async def test_only_the_sandbox_reaches_its_listener() -> None:
         assert box.listener is not None
         host, port = box.listener.getsockname()
         assert host == "127.0.0.1"
-        inside = begin(box, [sys.executable, "-I", "-S", "-c", ASK])
-        outside = begin(other, [sys.executable, "-I", "-S", "-c", ASK])
+        inside = begin(box, [PYTHON, "-I", "-S", "-c", ASK])
+        outside = begin(other, [PYTHON, "-I", "-S", "-c", ASK])
         for running in (inside, outside):
             running.write(b"%d\n" % port)
         link, _ = await asyncio.to_thread(box.listener.accept)
@@ -376,7 +379,7 @@ async def test_nothing_inside_ends_or_takes_over_the_listener() -> None:
     async with jail(listen=True) as box:
         assert box.listener is not None
         port = box.listener.getsockname()[1]
-        _, output, _ = await run(box, sys.executable, "-I", "-S", "-c", TAKE_OVER, str(port))
+        _, output, _ = await run(box, PYTHON, "-I", "-S", "-c", TAKE_OVER, str(port))
         found = dict(line.split() for line in output.decode().splitlines())
         assert found == {
             "same": "EADDRINUSE",
@@ -386,7 +389,7 @@ async def test_nothing_inside_ends_or_takes_over_the_listener() -> None:
             "netlink": "EAFNOSUPPORT",
             "flood": "EMFILE",
         }
-        asking = begin(box, [sys.executable, "-I", "-S", "-c", ASK])
+        asking = begin(box, [PYTHON, "-I", "-S", "-c", ASK])
         asking.write(b"%d\n" % port)
 
         async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -424,10 +427,10 @@ async def test_64_at_once_cannot_read_each_others_files_nor_the_users(tmp_path: 
     starting = asyncio.Semaphore(16)
 
     async def start(number: int) -> tuple[Jail, Execution]:
-        box = Jail(LIMITS, require=())
+        box = any_jail(LIMITS)
         async with starting:
             await box.start()
-        words = [sys.executable, "-I", "-S", "-c", LOOK_AROUND, f"secret of {number}."]
+        words = [PYTHON, "-I", "-S", "-c", LOOK_AROUND, f"secret of {number}."]
         running = begin(box, words, 100, KEY=f"secret of {number}.")
         assert await running.line() == b"ready\n"
         return box, running

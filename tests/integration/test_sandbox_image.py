@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -20,6 +25,7 @@ from tests.integration.test_sandbox import ROBBED
 
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMITS = SandboxLimits(memory=0, disk=8)
+USERS = ["", pytest.param("root", marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +94,219 @@ async def test_what_is_shown_lies_over_the_image_and_changes_are_those_of_the_up
         paths = f"{tmp_path}/shown.txt /usr/lib/over/shown.txt /usr/bin/ls"
         assert (await box.run("shell", f"cat {paths}", 5)).output == "shown" * 3
         assert "Read-only" in (await box.run("shell", f"touch {tmp_path}/x", 5)).output
-        await box.run("shell", "cd /etc && rm group && echo new > passwd", 5)
+        await box.run("shell", "cd /etc && rm hostname && echo > new", 5)
         found = {entry.path: entry.kind for entry in read_entries(await box.changes(["/etc"]))}
-        assert found["etc/group"] == b"x" and found["etc/passwd"] == b"f"
+        assert {path: kind for path, kind in found.items() if path != "etc"} == {
+            "etc/hostname": b"x",
+            "etc/new": b"f",
+        }
+
+
+# Attacks
+
+
+def contents(top: str) -> dict[str, tuple[object, ...]]:
+    """All that is to stay as it is: modes, owners, times and contents, by path."""
+    found: dict[str, tuple[object, ...]] = {}
+    paths = [f"{above}/{name}" for above, *names in os.walk(top) for name in (*names[0], *names[1])]
+    for path in (top, *paths):
+        seen = os.lstat(path)
+        inside = os.readlink(path) if os.path.islink(path) else ""
+        if stat.S_ISREG(seen.st_mode):
+            inside = hashlib.blake2b(Path(path).read_bytes()).hexdigest()
+        found[path] = (seen.st_mode, seen.st_uid, seen.st_gid, seen.st_mtime_ns, seen.st_ctime_ns, inside)
+    return found
+
+
+def of_the_machine() -> list[tuple[int, int, int]]:
+    """Modes and owners of its directories, which are made or changed in an image."""
+    found = [os.lstat(f"/{name}") for name in PLACES if os.path.lexists(f"/{name}")]
+    return [(each.st_mode, each.st_uid, each.st_gid) for each in found]
+
+
+def links(target: str) -> Callable[[str, Path], None]:
+    """How to make each of PLACES a link: {name} is its own name, {outside} a directory of the machine."""
+    return lambda name, path: path.symlink_to(target.format(name=name, outside=path.parents[1] / "outside"))
+
+
+PLACES = ("etc", "proc", "dev", "tmp", "sandbox", "srv")
+SHAPES: dict[str, Callable[[str, Path], object]] = {
+    "absolute links": links("{outside}/{name}"),
+    "links up": links("../../../../../../../../../../..{outside}/{name}"),
+    "links to the root": links("/"),
+    "links above the root": links("/.."),
+    "links of a process": links("/proc/1/cwd/{name}"),
+    "loops": links("/{name}"),
+    "links to nothing": links("/nothing/{name}"),
+    "files": lambda _, path: path.write_text("a file"),
+    "pipes": lambda _, path: os.mkfifo(path),
+    "nothing": lambda _, path: None,
+}
+FILES_OF_ETC: dict[str, Callable[[str, Path], object]] = {
+    "passwd": links("{outside}/etc/{name}"),
+    "group": lambda _, path: os.mkfifo(path),
+    "hosts": lambda _, path: path.mkdir(),
+    "nsswitch.conf": links("{name}"),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("shape", [*SHAPES, "files of etc"])
+async def test_links_of_an_image_are_never_followed_outside(
+    shape: str, user: Literal["", "root"], images: Path, tmp_path: Path
+) -> None:
+    outside, top = tmp_path / "outside", tmp_path / "top"
+    for name in PLACES:
+        (outside / name).mkdir(parents=True)
+        (outside / name).chmod(0o777)  # rights are not what keeps them
+    (outside / "etc/passwd").write_text("outside:x:1:1::/:/bin/sh\n")
+    top.mkdir()
+    if shape == "files of etc":
+        (top / "etc").mkdir()
+        for name, make in FILES_OF_ETC.items():
+            make(name, top / "etc" / name)
+    else:
+        for name in PLACES:
+            SHAPES[shape](name, top / name)
+    thin = Image("thin", root=str(top), over=small_image(images).layers)
+    before = contents(str(outside)), contents(str(top)), of_the_machine()
+    show, directory = (str(outside / "srv"), (str(outside / "srv"), "/srv/shown/deep")), "/srv/work"
+    async with Jail(LIMITS, image=thin, user=user, show=show, directory=directory) as box:
+        look = f"ls -d /proc/1/task /dev/null {outside}/srv /srv/shown/deep; ls {outside}; echo $HOME"
+        seen = await box.run("shell", f"{look}; echo > ~/x && echo > x && echo > /tmp/x && echo > /etc/x", 5)
+        assert seen.ending == RunEnding.DONE, seen.output
+        places = ["/dev/null", "/proc/1/task", "/srv/shown/deep", f"{outside}/srv"]
+        assert seen.output.split() == [*sorted(places), "srv", "/sandbox"]
+    assert before == (contents(str(outside)), contents(str(top)), of_the_machine())
+
+
+DESTROY = """
+import mmap, os, shutil
+def attempt(action, *arguments):
+    try: action(*arguments)
+    except OSError: pass
+with open("/usr/bin/tr", "r+b") as file:
+    mmap.mmap(file.fileno(), 0)[:4] = b"gone"
+for name in ("cat", "ls"): open(f"/usr/bin/{name}", "ab").write(b"more")
+os.truncate("/usr/bin/cp", 3)
+os.rename("/usr/bin/mv", "/usr/bin/rm")
+os.link("/usr/bin/wc", "/usr/bin/linked")
+os.chmod("/usr/bin/linked", 0o4777)
+attempt(os.setxattr, "/usr/bin", "user.overlay.opaque", b"y")
+attempt(os.mknod, "/usr/bin/ln", 0o020666, 0)
+os.utime("/usr/bin/id", (1, 1))
+os.symlink("/", "/usr/bin/root")
+shutil.rmtree("/etc")
+os.mkdir("/etc")
+print(sorted(os.listdir("/etc")), "env" in os.listdir("/usr/bin"))
+shutil.rmtree("/usr", ignore_errors=True)
+"""
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_the_layers_of_an_image_never_change(user: Literal["", "root"], image: Image) -> None:
+    before = [contents(layer) for layer in image.layers]
+    async with Jail(LIMITS, image=image, user=user) as box:
+        assert (await box.run("program", DESTROY, 20)).output == "[] True\n"
+        assert "cannot be run" in (await box.run("shell", "true", 5)).output  # nothing is left
+    assert [contents(layer) for layer in image.layers] == before
+
+
+AS_ROOT = """
+import ctypes, os, resource, socket, time
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    "A function of libc that fails raises."
+    if getattr(libc, name)(*arguments) < 0: raise OSError(ctypes.get_errno(), name)
+def write(path, data="1"):
+    with open(path, "w") as file: file.write(data)
+handle = ctypes.create_string_buffer(b"\\x08\\0\\0\\0\\x01\\0\\0\\0" + bytes(120))
+capability = ctypes.create_string_buffer(b"\\0\\0\\0\\x02" + bytes([255] * 16))
+attempts = {
+    "a block device": lambda: os.mknod("/disk", 0o060666, os.makedev(254, 0)),
+    "a device for characters": lambda: os.mknod("/memory", 0o020666, os.makedev(1, 1)),
+    "a deleted file of overlayfs": lambda: os.mknod("/white", 0o020666, 0),
+    "chroot": lambda: os.chroot("/tmp"),
+    "mount": lambda: call("mount", b"none", b"/tmp", b"tmpfs", 0, None),
+    "a bind mount": lambda: call("mount", b"/usr", b"/tmp", b"", 4096, None),
+    "remount": lambda: call("mount", b"none", b"/dev", b"", 32 | 4096, None),
+    "umount": lambda: call("umount2", b"/dev", 2),
+    "pivot_root": lambda: call("syscall", 155 if os.uname().machine == "x86_64" else 41, b"/", b"/tmp"),
+    "move_mount": lambda: call("syscall", 429, -100, b"/dev", -100, b"/tmp", 0),
+    "mount_setattr": lambda: call("syscall", 442, -100, b"/dev", 0, bytes(32), 32),
+    "unshare": lambda: call("unshare", 0x10000000),
+    "setns": lambda: call("setns", os.open("/proc/self/ns/mnt", os.O_RDONLY), 0),
+    "another user": lambda: os.setuid(33),
+    "another group": lambda: os.setgid(33),
+    "groups": lambda: os.setgroups([33]),
+    "chown": lambda: os.chown("/usr/bin/ls", 33, -1),
+    "ptrace": lambda: call("ptrace", 16, 1, 0, 0),
+    "the warden's memory": lambda: open("/proc/1/mem", "rb"),
+    "the warden's variables": lambda: open("/proc/1/environ", "rb").read(),
+    "the warden's files": lambda: os.listdir("/proc/1/fd"),
+    "the warden's root": lambda: os.listdir("/proc/1/root/"),
+    "the warden's place when memory ends": lambda: write("/proc/1/oom_score_adj", "1000"),
+    "names of users": lambda: write("/proc/self/uid_map", "0 0 10"),
+    "host name": lambda: socket.sethostname("x"),
+    "settings of the kernel": lambda: write("/proc/sys/kernel/core_pattern", "|/x"),
+    "settings of its network": lambda: write("/proc/sys/net/ipv4/ip_forward"),
+    "settings of its users": lambda: write("/proc/sys/user/max_user_namespaces", "9"),
+    "system requests": lambda: write("/proc/sysrq-trigger", "b"),
+    "the clock": lambda: time.clock_settime(time.CLOCK_REALTIME, 1),
+    "reboot": lambda: call("reboot", 0),
+    "a module": lambda: call("init_module", b"", 0, b""),
+    "swap": lambda: call("swapon", b"/usr/bin/ls", 0),
+    "a file by its number": lambda: call("open_by_handle_at", os.open("/", os.O_RDONLY), handle, 0),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, 0, -1),
+    "more memory": lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)),
+    "more files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (9999, 9999)),
+    "capabilities": lambda: call("capset", b"\\x22\\x05\\x08\\x20\\0\\0\\0\\0", b"\\xff" * 24),
+    "capabilities of a file": lambda: os.setxattr("/usr/bin/ls", "security.capability", capability.raw[:20]),
+    "trusted attributes": lambda: os.setxattr("/usr/bin", "trusted.overlay.opaque", b"y"),
+    "a raw socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1),
+}
+for name, attempt in attempts.items():
+    try: attempt()
+    except (OSError, ValueError): continue
+    print("could:", name)
+os.kill(1, 9); os.kill(1, 19)
+with open("/proc/self/status") as status:
+    print({line.split()[0]: line.split()[1] for line in status if line[:3] == "Cap" or line[:5] == "NoNew"})
+"""
+
+
+@pytest.mark.parametrize("user", ["", "root"])
+async def test_its_root_has_rights_over_files_and_no_others(user: Literal["", "root"], image: Image) -> None:
+    limits = LIMITS._replace(memory=500)
+    async with Jail(limits, image=image, user=user) as box:
+        tried = await box.run("program", AS_ROOT, 10)
+        kept = 0b11011011 if user else 0  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID
+        shown = {"CapInh:": 0, "CapPrm:": kept, "CapEff:": kept, "CapAmb:": 0}
+        held = ast.literal_eval(tried.output)
+        assert {name: int(held[name], 16) for name in shown} == shown and held["NoNewPrivs:"] == "1"
+        assert not user or int(held["CapBnd:"], 16) == kept
+        allowed = "chmod 0 /etc/group; chown 0:0 /etc/group && cat /etc/group | head -1; id -u"
+        found = await box.run("shell", allowed, 5)  # the warden is there
+        assert (found.output == "root:x:0:\n0\n") == (user == "root"), found.output
+
+
+BOUNDED = {
+    "files": "for n in range(10**5): open(f'/tmp/{n}', 'w').close()",
+    "directories": "for n in range(10**5): os.mkdir(f'/usr/{n}')",
+    "copies of the image's files": "for n in range(10**5): os.rename('/usr/bin/cp', '/usr/cp'); copy()",
+    "attributes": "for n in range(10**5): os.setxattr('/usr', f'user.{n}', bytes(1000))",
+    "bytes": "for n in range(10**5): open(f'/etc/{n}', 'wb').write(bytes(1 << 20))",
+    "deletions": "for n in range(10**5): os.symlink('x' * 200, f'/usr/{n}'); os.link(f'/usr/{n}', f'/{n}')",
+}
+COPY = "import os, shutil\ndef copy(): [shutil.copy('/usr/cp', to) for to in ('/usr/bin/cp', f'/{n}')]\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("code", BOUNDED.values(), ids=BOUNDED)
+async def test_what_it_writes_is_bounded_and_measured(code: str, image: Image) -> None:
+    async with Jail(LIMITS._replace(disk=4), image=image, user="root") as box:
+        assert "No space left" in (await box.run("program", COPY + code, 20)).output
+        assert (await box.run("shell", "ls -d /usr", 5)).output == "/usr\n"
 
 
 # Machines and images with which it does not start
@@ -114,7 +330,7 @@ print(detect_images())
 
 
 def test_where_namespaces_are_forbidden_images_are_refused_and_nothing_outside_is_ended() -> None:
-    around = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "sh", "-c"]
+    around = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "sh", "-c"]
     if subprocess.run([*around, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this machine cannot play a container")
     forbid = "echo 0 > /proc/sys/user/max_user_namespaces; sleep 60 &"
@@ -136,3 +352,44 @@ def test_where_namespaces_are_forbidden_images_are_refused_and_nothing_outside_i
     )
     assert done.stdout.startswith("no sandbox can have an image here: [Errno 1]"), done.stderr
     assert done.stdout.endswith("\nalive\n"), done.stderr
+
+
+# The tests of every sandbox, with an image
+
+KINDS = {"root": [], "user": ["unshare", "--user", "--map-user=1000", "--map-group=1000"]}
+OF_ROOT = "fork_bomb_is_bounded or files_outside"  # this user is root outside, who may do more
+LACKS = "thread or fewer_rights or is_shown or killed_owner"  # libgcc, or tests of their own sandboxes
+
+
+def again(file: str, kind: str, user: str, chosen: str) -> None:
+    """Run tests of a file with an image."""
+    if subprocess.run([*KINDS[kind], "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"this machine cannot play a {kind}")
+    chosen += f" and not ({OF_ROOT})" if kind == "user" else ""
+    plain = ["-c", os.devnull, "--rootdir", ROOT, "-p", "no:cacheprovider", "--noconftest"]
+    tests = [sys.executable, "-m", "pytest", "-q", *plain, "-p", "tests.conftest", "-k", chosen, file]
+    given = {"ASYNCRL_TEST_IMAGE": "small-python", "ASYNCRL_TEST_USER": user}
+    quick = os.environ | given | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": ROOT}
+    done = subprocess.run(
+        [*KINDS[kind], *tests], cwd=ROOT, capture_output=True, text=True, timeout=300, env=quick, check=False
+    )
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout
+
+
+@pytest.mark.usefixtures("image")
+def test_attacks_fail_with_an_image_too() -> None:
+    again(
+        "tests/integration/test_sandbox.py",
+        "user",
+        "",
+        "links_lead or the_network or secrets or directory_is",
+    )
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("image")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("user", ["", "root"])
+@pytest.mark.parametrize("file", ["test_sandbox", "test_sandbox_exec"])
+def test_all_attacks_fail_with_an_image_too(file: str, user: str, kind: str) -> None:
+    again(f"tests/integration/{file}.py", kind, user, f"not ({LACKS})")

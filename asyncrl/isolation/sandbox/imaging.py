@@ -33,6 +33,7 @@ from asyncrl.isolation.sandbox.mounts import (
 UPPER, WORK, MERGED = "upper", "work", "root"
 KEPT = ("", "proc", "dev", "etc", "sandbox")  # no path of the machine is shown in place of these
 LARGEST = 1 << 20  # bytes of a file in /etc that gets a line
+ETC = ("passwd", "group", "hosts", "nsswitch.conf")  # files in /etc that a sandbox makes or adds to
 FILES = {"hosts": "127.0.0.1 localhost\n::1 localhost\n", "nsswitch.conf": "hosts: files\n"}
 
 

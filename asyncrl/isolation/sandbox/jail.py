@@ -42,6 +42,7 @@ from asyncrl.isolation.sandbox.base import (
     SandboxLimits,
 )
 from asyncrl.isolation.sandbox.confine import HOME
+from asyncrl.isolation.sandbox.imaging import ETC
 from asyncrl.isolation.sandbox.spawning import Shown, spawn
 from asyncrl.isolation.wrapper import CANNOT_RUN
 
@@ -57,7 +58,7 @@ CHANGES_SECONDS = 60.0  # to collect or apply them
 END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
 CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
 MAX_OUTPUT = 16 << 20
-OWN_FILES = ("/proc", "/dev", "/sys", "/etc/passwd", "/etc/group")  # of every sandbox with an image
+OWN_FILES = (*("/proc", "/dev", "/sys"), *(f"/etc/{name}" for name in ETC))  # of every sandbox with an image
 ENDINGS = {
     frames.DONE: RunEnding.DONE,
     frames.FAILED: RunEnding.FAILED,
