@@ -64,18 +64,12 @@ class _Package(msgspec.Struct, frozen=True):
 
 
 class _Metadata(msgspec.Struct, frozen=True):
-    workspace: Annotated[
-        list[str], _is("directories that are judged, not Harbor's; `workdir` otherwise")
-    ] = []
-    protected: Annotated[
-        list[str], _is("names of files that tests need as the image has them, not Harbor's")
-    ] = []
+    workspace: Annotated[list[str], _is("not Harbor's: directories that are judged, else `workdir`")] = []
+    protected: Annotated[list[str], _is("not Harbor's: files that tests find as the image has them")] = []
 
 
 class _Environment(msgspec.Struct, frozen=True):
-    docker_image: Annotated[
-        str, _is("an imported image, `/` and `:` as `-`; the folder's name otherwise")
-    ] = ""
+    docker_image: Annotated[str, _is("an imported image; without it, that of the folder's name")] = ""
     workdir: Annotated[str, _is("where programs start; the image's directory otherwise")] = ""
     env: Annotated[Variables, _is("variables of the agent and the tests; `${…}` is refused")] = {}
     memory_mb: Annotated[int, _is("MiB of memory of a sandbox", ge=1)] | None = None
@@ -202,7 +196,7 @@ def _ignored(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
         known = honoured.get(section, ()) if isinstance(inner, dict) else ()
         fields = {f"{section}.{name}": inner[name] for name in inner if name not in known} if known else {}
         for name, value in (fields if known else {section: inner}).items():
-            if name in REFUSED and value and value not in HARMLESS:
+            if name in REFUSED and value and str(value).lower() not in HARMLESS:
                 refused.append((f"{FILE}: {name} = {str(value)[:60]}", REFUSED[name]))
             elif name not in REFUSED and value and section not in DESCRIBED:
                 found[name] = value
