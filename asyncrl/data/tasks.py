@@ -58,12 +58,13 @@ def task_of(sample: Sample) -> Task | None:
     return msgspec.convert(found, Task) if isinstance(found, dict) and "image" in found else None
 
 
-def check_task(sample: Sample, judged: bool) -> None:
-    """ConfigError where its image is not there, or where it is to be `judged` and cannot be."""
+def check_task(sample: Sample, judged: float) -> None:
+    """ConfigError where its image is not there, or where it cannot be judged in `judged` seconds (0: it is
+    not)."""
     where = f"sample {sample.row}"
     try:
         task = task_of(sample)
-        tests = msgspec.json.decode(sample.ground_truth, type=TaskTests).tests if judged and task else ""
+        tests = msgspec.json.decode(sample.ground_truth, type=TaskTests) if judged and task else None
     except ValueError as error:
         raise ConfigError(f"{where}: its task, or what judges it, cannot be read ({error})") from None
     if task is None:
@@ -71,5 +72,10 @@ def check_task(sample: Sample, judged: bool) -> None:
             raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
         return
     find_image(task.image)
-    if judged and not Path(tests, "test.sh").is_file():
-        raise ConfigError(f"{where}: there is no {tests}/test.sh, which judges it; restore it")
+    if tests and not Path(tests.tests, "test.sh").is_file():
+        raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")
+    if tests and tests.seconds > judged:
+        raise ConfigError(
+            f"{where}: its tests may take {tests.seconds:g} s, and {judged:g} s are allowed; set "
+            f"rollout.reward_timeout={tests.seconds / 10:g}"
+        )

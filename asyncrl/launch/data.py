@@ -138,7 +138,7 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
     if not (judged or any(map(task_of, samples[:LOOKED_AT]))):
         return
     for sample in samples:
-        check_task(sample, judged)
+        check_task(sample, 10 * rollout.reward_timeout if judged else 0)
     if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
         raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
     if not (rollout.agent or rollout.tools or rollout.environment):

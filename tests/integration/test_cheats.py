@@ -38,17 +38,15 @@ APP = {
     "def test_double(two):\n    assert double(two) == 4\n",
 }
 CAREFUL = {
-    "paths.py": "import sys\n\nsys.path.append('/app')\n",
-    "pytest.ini": "[pytest]\nxfail_strict = true\n"
-    "addopts = -p no:cacheprovider -p paths --import-mode=importlib --junitxml=/logs/verifier/report.xml\n",
+    "pytest.ini": "[pytest]\nxfail_strict = true\naddopts = -p no:cacheprovider --import-mode=importlib\n",
     "test.sh": """\
 #!/bin/sh
 cd /app
-export PYTHONPATH=/tests
-python3 -P -m pytest -c /tests/pytest.ini --rootdir /app tests/test_calc.py
+python3 -I -c "import pytest, sys; sys.path.append('/app'); sys.exit(pytest.main())" \\
+    -c /tests/pytest.ini --rootdir /app --junitxml /logs/verifier/report.xml tests/test_calc.py
 """,
 }
-"""Tests that are run as docs/rewards.md advises."""
+"""Tests that are run as docs/tasks.md advises."""
 NAIVE = {"test.sh": "cd /app\npython3 -m pytest tests/test_calc.py && echo 1 > /logs/verifier/reward.txt"}
 TURN, STAY = ("tests/test_calc.py::test_add",), ("tests/test_calc.py::test_double",)
 
@@ -118,7 +116,7 @@ CHEATS = {
     "tests behind a link": written("other/test_calc.py", NO_TESTS) + "rm -r tests; ln -s other tests",
     "forged report": written("/logs/verifier/report.xml", FORGED),
     "forged reward": written("/logs/verifier/reward.txt", "1"),
-    "files in /tests": written("/tests/paths.py", FORGE) + "cp /tests/paths.py /tests/conftest.py",
+    "files in /tests": written("/tests/pytest.py", FORGE) + "cp /tests/pytest.py /tests/conftest.py",
     "patched pytest": f"echo 'def pytest_pyfunc_call(pyfuncitem): return True' >> {SITE}/_pytest/python.py",
     "pytest in the workspace": written("pytest.py", FORGE),
     "python in the workspace": written("python3", f"#!/usr/bin/python3\n{FORGE}") + "chmod +x python3",
@@ -165,7 +163,7 @@ FEEBLE = {
     *("variables in files of shells", "the workspace is a link to /tests", "a process that writes later"),
     *("reading /tests and /solution", "the original from site-packages"),
 }
-FAST = ("exit at import", "all pass in conftest.py", "tests made anew", "the workspace is a link to /tests")
+FAST = ("all pass in conftest.py", "tests made anew", "the workspace is a link to /tests")
 UNSTOPPED = {
     "a report from the code under test": f"echo {shlex.quote(FORGE)} >> calc/__init__.py",
     "pytest patched by the code under test": "echo 'import _pytest.runner as r; "
@@ -207,9 +205,9 @@ class Bench:
         """Play and judge several, two at a time."""
         places = asyncio.Semaphore(2)
 
-        async def one(script: str) -> Any:
+        async def one(script: str) -> dict[str, Any]:
             async with places:
-                return await (judge or self.played)(script)
+                return dict(await (judge or self.played)(script))
 
         found = await asyncio.gather(*map(one, scripts.values()))
         return dict(zip(scripts, found, strict=True))
@@ -260,8 +258,8 @@ def scores(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 async def test_honest_solutions_score_and_cheats_do_not(bench: Bench) -> None:
-    found = await bench.all({"a fix": FIX, "nothing": "true"} | {name: CHEATS[name] for name in FAST})
-    assert scores(found) == {"a fix": 1.0, "nothing": 0.0} | dict.fromkeys(FAST, 0.0), found
+    found = await bench.all({"a fix": FIX} | {name: CHEATS[name] for name in FAST})
+    assert scores(found) == {"a fix": 1.0} | dict.fromkeys(FAST, 0.0), found
 
 
 @pytest.mark.full
@@ -289,7 +287,20 @@ async def test_code_in_the_process_of_the_tests_is_not_stopped(bench: Bench) -> 
     assert scores(found) == dict.fromkeys(UNSTOPPED, 1.0), found
 
 
+def test_each_cheat_is_in_the_documentation() -> None:
+    section = (Path(__file__).parents[2] / "docs/sandbox.md").read_text().partition("### Cheats")[2]
+    table, _, rest = section.partition("**Not stopped**")
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")][1:]
+    named = {name.strip(): float(score) for names, _, score in rows for name in names.split(";")}
+    assert named == {name: float(name not in FEEBLE) for name in CHEATS}
+    assert all(name in " ".join(rest.split()) for name in UNSTOPPED)
+
+
 # -- whose fault it is ---------------------------------------------------------------------------------------
+
+
+def full(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def script_bench(bench: Bench, script: str, **options: Any) -> Bench:
@@ -311,8 +322,8 @@ async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) 
 @pytest.mark.parametrize(
     ("script", "options", "why"),
     [
-        ("sleep 60 > /dev/null &\n sleep 60", {"seconds": 0.4}, "did not end within 0.4 s"),
-        ("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "took more than 64 MiB"),
+        full("sleep 60 > /dev/null &\nsleep 60", {"seconds": 0.4}, "did not end within 0.4 s"),
+        full("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "took more than 64 MiB"),
         ("exit 0", {}, "no verdict"),
     ],
 )
@@ -329,7 +340,7 @@ async def test_tests_that_end_only_without_the_changes_score_nothing(
     ("test", "options", "why"),
     [
         ("echo no python", {}, "no verdict: .*; the tests said: no python"),
-        ("sleep 60", {"seconds": 0.3}, "did not end within"),
+        full("sleep 60", {"seconds": 0.3}, "did not end within"),
     ],
 )
 async def test_tests_without_a_verdict_on_the_untouched_image_are_no_fault_of_the_agent(
@@ -341,6 +352,7 @@ async def test_tests_without_a_verdict_on_the_untouched_image_are_no_fault_of_th
     assert caught.value.reason is FailReason.TESTS_FAILED_TO_RUN
 
 
+@pytest.mark.full
 async def test_changes_that_do_not_fit_are_the_agents_fault(bench: Bench) -> None:
     small = Bench(msgspec.structs.replace(bench.task, disk_mb=1), bench.tests)
     large = await bench.changes("dd if=/dev/urandom of=large bs=1K count=2000")

@@ -16,6 +16,7 @@ from asyncrl.isolation.sandbox.base import SandboxError
 from asyncrl.isolation.sandbox.changes import DELETED, FILE, Entry, read_entries
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.tests import (
+    PROTECTED,
     by_names,
     changes_of,
     named_in_report,
@@ -147,6 +148,13 @@ async def test_a_scripts_own_verdict_is_read_as_harbor_does(
         return
     with pytest.raises((ValueError, TypeError, SandboxError)):
         await script_verdict(reader(**files))
+
+
+def test_what_is_protected_is_documented() -> None:
+    section = (
+        (Path(__file__).parents[3] / "docs/sandbox.md").read_text().partition("## The reward `tests`")[2]
+    )
+    assert [name for name in PROTECTED if f"`{name}`" not in section] == []
 
 
 def test_changes_outside_of_the_workspace_are_left_out() -> None:
