@@ -236,7 +236,7 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
             lines.append((task, *(f"{values[name]:.4f}" if name in values else "" for name in columns)))
     width = max(len(line[0]) for line in filter(None, lines))
     for first, *cells in (line or ("",) for line in lines):
-        print(f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))
+        print(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip())
     if failed := sum(one.result is None for one in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
     print(f"run: {result.run_dir.absolute()}")

@@ -243,8 +243,8 @@ class Command:
         for name in filter(None, (self._searched, shutil.which(here) or here)):
             if found := await place.find(name):
                 return found
-        here = self._absent or f"{here} of this machine cannot be shown there"
-        raise SetupError(f"the image has no program {self._named!r}, and {here}; install it in the image")
+        why = "nor has this machine" if self._absent else f"and {here} of this machine cannot be shown there"
+        raise SetupError(f"the image has no program {self._named!r}, {why}; install it in the image")
 
     async def _run(
         self, sample: Sample, endpoint: Endpoint, task: Task | None, stop: asyncio.Future[CommandError]

@@ -24,7 +24,7 @@ from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
 from asyncrl.data.tasks import Task, check_task, task_of
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
 from asyncrl.launch.run_directory import begun_with, changes, stored
 from asyncrl.rewards.answers import is_number
@@ -310,6 +310,8 @@ class Inputs:
         try:
             version = asyncio.run(agent.version(self.tasks))
             return {name: version} if agent.harness.tested else {}
+        except SetupError as error:
+            raise ConfigError(f"rollout.agent.{name}: {error}") from error
         except (AsyncrlError, TimeoutError) as error:
             where, more = "in the sandbox", ", show what it needs to read, or set sandbox: none"
             if self.tasks:

@@ -114,7 +114,10 @@ async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"line": "no-such-agent"}, "the image has no program 'no-such-agent', and there is no program"),
+        (
+            {"line": "no-such-agent"},
+            "the image has no program 'no-such-agent', nor has this machine; install",
+        ),
         ({"line": "make x"}, "the image has no program 'make', and make of this machine cannot be shown"),
         ({"line": "true", "files": "."}, "task fizz has an image, so files cannot be"),
         ({"line": "true", "sandbox": "none"}, "task fizz has an image, so sandbox: none cannot be"),
