@@ -31,7 +31,8 @@ from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.sandbox.base import Program, RunEnding, SandboxError, SandboxLimits
-from asyncrl.isolation.sandbox.jail import Jail, detect_isolation
+from asyncrl.isolation.sandbox.detection import detect_isolation
+from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 
 PARENT = f"/var/tmp/asyncrl-{os.getuid()}"

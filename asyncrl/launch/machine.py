@@ -221,7 +221,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
 def check_sandbox(inputs: Inputs) -> Iterator[Note]:
     """Only code that a model has written needs it, and says so itself (`require`, of a tool or reward)."""
     from asyncrl.isolation.sandbox.base import SandboxError
-    from asyncrl.isolation.sandbox.jail import detect_isolation
+    from asyncrl.isolation.sandbox.detection import detect_isolation
 
     try:
         found = detect_isolation()
@@ -239,7 +239,7 @@ def check_sandbox(inputs: Inputs) -> Iterator[Note]:
 def check_images(inputs: Inputs) -> Iterator[Note]:
     """Only tasks, and tools with an image, need them, and say so themselves."""
     from asyncrl.isolation.images import images_directory, list_images
-    from asyncrl.isolation.sandbox.jail import detect_images
+    from asyncrl.isolation.sandbox.detection import detect_images
 
     there = f"{len(list_images())} in {images_directory()}"
     if why := detect_images():

@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.config import CheckpointConfig, RunConfig
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.isolation.sandbox.jail import check_image
+from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized

@@ -21,7 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunResult, Sandbox, SandboxLimits
-from asyncrl.isolation.sandbox.jail import check_isolation, new_sandbox
+from asyncrl.isolation.sandbox.detection import check_isolation
+from asyncrl.isolation.sandbox.jail import new_sandbox
 from asyncrl.rewards.base import RewardError, rewards
 
 FENCE = "```"

@@ -30,7 +30,7 @@ from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.sandbox.base import ISOLATION, MOST_CHANGES, Program, RunEnding, SandboxError
 from asyncrl.isolation.sandbox.base import SandboxLimits as Limits
 from asyncrl.isolation.sandbox.changes import DIRECTORY, END, FILE, LINK, OPAQUE, Entry, read_entries
-from asyncrl.isolation.sandbox.jail import check_isolation
+from asyncrl.isolation.sandbox.detection import check_isolation
 from asyncrl.rewards.base import RewardError, RewardInput, rewards
 from asyncrl.types import FailReason
 from asyncrl.values import finite

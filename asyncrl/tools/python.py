@@ -15,7 +15,8 @@ from msgspec import Meta
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunKind, RunResult, SandboxLimits
-from asyncrl.isolation.sandbox.jail import check_image, check_isolation, new_sandbox
+from asyncrl.isolation.sandbox.detection import check_image, check_isolation
+from asyncrl.isolation.sandbox.jail import new_sandbox
 from asyncrl.tools.base import MAX_REPLY, Tool, ToolError, tools
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample

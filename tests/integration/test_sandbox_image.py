@@ -19,7 +19,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxLimits
 from asyncrl.isolation.sandbox.changes import read_entries
-from asyncrl.isolation.sandbox.jail import Jail, check_image, detect_images
+from asyncrl.isolation.sandbox.detection import check_image, detect_images
+from asyncrl.isolation.sandbox.jail import Jail
 from tests.fakes.images import small_image
 from tests.integration.test_sandbox import ROBBED
 
@@ -324,7 +325,7 @@ async def test_an_image_without_a_shell_is_refused(images: Path) -> None:
 
 
 REFUSED = """
-from asyncrl.isolation.sandbox.jail import detect_images
+from asyncrl.isolation.sandbox.detection import detect_images
 print(detect_images())
 """
 

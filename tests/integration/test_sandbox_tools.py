@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxLimits
-from asyncrl.isolation.sandbox.jail import Isolation, check_isolation, detect_isolation
+from asyncrl.isolation.sandbox.detection import Isolation, check_isolation, detect_isolation
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
@@ -148,7 +148,7 @@ def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="require has 'wings'; it takes words of: network files"):
         load_tools(["python"], {"python": {"require": "network wings"}})
     poor = Isolation(frozenset({"files"}), "[Errno 1] Operation not permitted")
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.detect_isolation", lambda: poor)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.detection.detect_isolation", lambda: poor)
     with pytest.raises(
         ConfigError, match=r"tool 'python': this machine does not let .* network.*require less"
     ):

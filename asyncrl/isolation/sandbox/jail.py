@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import functools
-import logging
 import math
 import os
 import secrets
@@ -20,15 +18,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import one_line
 from asyncrl.isolation.calls import in_thread
-from asyncrl.isolation.images import Image, find_image
+from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox import changes, emptying, frames
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,
@@ -44,13 +41,9 @@ from asyncrl.isolation.sandbox.base import (
 from asyncrl.isolation.sandbox.confine import HOME
 from asyncrl.isolation.sandbox.imaging import ETC
 from asyncrl.isolation.sandbox.spawning import Shown, spawn
-from asyncrl.isolation.wrapper import CANNOT_RUN
 
-log = logging.getLogger("asyncrl.sandbox")
-T = TypeVar("T")
 
 START_SECONDS = 20.0
-DETECT_SECONDS = 30.0
 LATE_SECONDS = 5.0
 """The warden may answer so much later than asked: one second of grace, and a busy machine."""
 FILE_SECONDS = 10.0  # to write or read one
@@ -325,9 +318,6 @@ def _close(descriptors: list[int]) -> None:
     descriptors.clear()
 
 
-# -- what a sandbox isolates on this machine -----------------------------------------------------------------
-
-
 def new_sandbox(
     limits: SandboxLimits,
     require: Iterable[str],
@@ -337,81 +327,3 @@ def new_sandbox(
 ) -> Sandbox:
     """Make a sandbox that is not started yet. `require`: words of ISOLATION. See `Jail` for the others."""
     return Jail(limits, require=require, image=image, user=user, directory=directory)
-
-
-@dataclass(frozen=True)
-class Isolation:
-    """The isolation that a sandbox gives. `holds`: words of ISOLATION. `notes`: why the kernel refused the
-    others."""
-
-    holds: frozenset[str]
-    notes: str
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(name for name in ISOLATION if name not in self.holds)
-
-
-@functools.cache
-def detect_isolation() -> Isolation:
-    """Blocks for the start of one sandbox (some 40 ms) the first time. SandboxError when none starts."""
-
-    async def look() -> Isolation:
-        async with Jail(require=()) as jail:
-            return Isolation(jail.holds, jail.notes)
-
-    found = _blocking(look())
-    held = ", ".join(name for name in ISOLATION if name in found.holds) or "nothing"
-    log.info("sandboxes of this machine isolate: %s%s", held, f" ({found.notes})" if found.missing else "")
-    return found
-
-
-def _blocking(work: Coroutine[None, None, T]) -> T:
-    with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
-        return pool.submit(asyncio.run, work).result(DETECT_SECONDS)
-
-
-@functools.cache
-def detect_images(user: Literal["", "root"] = "") -> str:
-    """Return why no sandbox of this machine can have an image; "" if it can. Blocks for a start, too."""
-    with tempfile.TemporaryDirectory() as empty:
-        try:
-            _blocking(_shell_of(Image("", empty), user))
-        except SandboxError as error:
-            return str(error)
-    return ""
-
-
-def check_image(name: str, user: Literal["", "root"] = "") -> Image:
-    """Find an image that is to be used, and start a sandbox with it. ConfigError if either is impossible."""
-    image = find_image(name)
-    try:
-        shell = _blocking(_shell_of(image, user))
-    except SandboxError as error:
-        raise ConfigError(f"image {name!r}: {error}") from error
-    if shell.status == CANNOT_RUN:
-        raise ConfigError(f"image {name!r} has no shell: {shell.output.strip()}")
-    return image
-
-
-async def _shell_of(image: Image, user: Literal["", "root"]) -> RunResult:
-    async with Jail(require=(), image=image, user=user) as jail:
-        return await jail.run("shell", ":", FILE_SECONDS)
-
-
-def check_isolation(require: str) -> frozenset[str]:
-    """The words of `require`, an option of a tool or reward. ConfigError for an unknown word, and for what
-    this machine cannot isolate."""
-    required = frozenset(require.replace(",", " ").split())
-    if unknown := sorted(required - set(ISOLATION)):
-        raise ConfigError(f"require has {unknown[0]!r}; it takes words of: {' '.join(ISOLATION)}")
-    try:
-        missing = sorted(required & set(detect_isolation().missing))
-    except SandboxError as error:
-        raise ConfigError(str(error)) from error
-    if missing:
-        raise ConfigError(
-            f"this machine does not let the sandbox isolate {', '.join(missing)} "
-            f"({detect_isolation().notes}); allow namespaces (docs/sandbox.md), or require less"
-        )
-    return required

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, Gateway, TimeUp, load_agent, places
 from asyncrl.gateway.lines import CommandError
-from asyncrl.isolation.sandbox.jail import Isolation
+from asyncrl.isolation.sandbox.detection import Isolation
 from asyncrl.types import Message, Sample
 from tests.fakes.hosts import FakeHost
 from tests.fakes.processes import gone
