@@ -42,7 +42,6 @@ from asyncrl.isolation.sandbox.confine import HOME
 from asyncrl.isolation.sandbox.imaging import ETC
 from asyncrl.isolation.sandbox.spawning import Shown, spawn
 
-
 START_SECONDS = 20.0
 LATE_SECONDS = 5.0
 """The warden may answer so much later than asked: one second of grace, and a busy machine."""
