@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_step_is_measured() -> None:
-    command = [sys.executable, "tools/bench/sandbox.py", "--times", "1", "--together", "1"]
+    command = [sys.executable, "tools/bench/sandbox.py", "--times", "1", "--together", "1", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^\| (\S.*?) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \|$", done.stdout, re.M)
