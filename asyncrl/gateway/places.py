@@ -221,10 +221,7 @@ def _made() -> Path:
 def _parent() -> Path:
     """Make the directory of all places of this user, and remove those whose worker was killed."""
     parent = Path(PARENT)
-    parent.mkdir(0o700, exist_ok=True)
-    found = parent.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or parent.is_symlink():
-        raise CommandError(f"{parent} is open to other users; remove it")
+    emptying.make_private(PARENT)
     for name in os.listdir(parent):
         match name.split("-"):
             case space, pid, start, _ if space == _owner()[0] and start != _start_of(pid):

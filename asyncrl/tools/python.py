@@ -22,7 +22,6 @@ from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
 
 OUTPUT = MAX_REPLY - 1024  # bytes that are kept of an output; the rest is for the notes on its end
-RESTORED = "[files are kept; variables and background processes of earlier calls are lost]"
 SPARE = 10.0  # seconds that a call may take beside its code: a start, an interrupt, a kill
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -50,7 +49,7 @@ class Workspace:
         self._setup = ""
         self._number = 0  # of the sample
         self._ready = False  # the interpreter has run the setup, and was not lost since
-        self._lost = self._emptied = self._restored = False  # what the next reply reports
+        self._lost = self._emptied = False  # what the next reply reports
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
@@ -67,7 +66,7 @@ class Workspace:
         Args:
             code: The code to run.
         """
-        return self._reply(await self._run("cell", code))
+        return reply_text(await self._run("cell", code), self._seconds)
 
     async def shell(self, command: str) -> str:
         """Run a shell command; shows what it prints. Files are kept.
@@ -77,7 +76,7 @@ class Workspace:
         """
         result = await self._run("shell", command)
         status = f"[exit status {result.status}]" if result.ending == RunEnding.FAILED else ""
-        return self._reply(result, status)
+        return reply_text(result, self._seconds, status)
 
     async def snapshot(self) -> bytes:
         """Collect the files, while nothing runs."""
@@ -91,21 +90,12 @@ class Workspace:
             self._ready = False
         await self._sandbox.apply(snapshot)
 
-    def restored(self) -> None:
-        """Let the next reply say that the files were restored, and nothing else."""
-        self._restored = True
-
     async def result(self) -> dict[str, str] | None:
         """Return what changed in the workspace of a task."""
         return await self._task.result() if self._task else None
 
     async def close(self) -> None:
         await self._sandbox.close()
-
-    def _reply(self, result: RunResult, status: str = "") -> str:
-        text, restored = reply_text(result, self._seconds, status), self._restored
-        self._restored = False
-        return f"{text}\n{RESTORED}" if restored else text
 
     async def _run(self, kind: RunKind, source: str) -> RunResult:
         await self._prepare()

@@ -39,6 +39,8 @@ from asyncrl.values import result_of
 
 log = logging.getLogger("asyncrl.tools")
 
+RESTORED = "\n[files are kept; variables and background processes of earlier calls are lost]"
+"""A reply after `restore` ends so."""
 CLOSE_SECONDS = 5.0  # after which a session is closed, whatever its tools do
 PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last one repeats
 
@@ -95,6 +97,7 @@ class EpisodeObject:
         self.turn = asyncio.Lock()
         self.called = False  # since `save`
         self.restored = -1  # the turn up to which a snapshot brought the effects of calls
+        self.note = ""  # at the end of the next reply
         self._blocking, self._limit = blocking, limit
         self._every: int = getattr(state, "snapshots", 0) if snapshots else 0
         self._snapshots = snapshots
@@ -247,7 +250,7 @@ class ToolSession:
     def caught_up(self) -> None:
         """All recorded turns are there: what snapshots could not bring is reported from now on."""
         for one in self.restored:
-            one.state.restored()
+            one.note = RESTORED
 
     async def redo(
         self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str, turn: int = 0
@@ -263,7 +266,7 @@ class ToolSession:
             if tool.replay == "no":
                 raise ProtocolError(f"tool {tool.name} cannot be repeated, so the episode starts again")
             again = await self.call(reply.call)
-            if shorten(again.content) != reply.content:
+            if reply.content not in (shorten(again.content), shorten(again.content + RESTORED)):
                 raise ProtocolError(f"tool {tool.name} gave another reply when repeated")
 
     async def result(self) -> dict[str, Any] | None:
@@ -305,7 +308,9 @@ class ToolSession:
         one = self._objects[id(tool.state)]
         one.called = True
         async with one.turn:  # until the reply is text: the next call may change what this one returned
-            return reply_of(await run(partial(tool.function, one.state, **keywords)))
+            text, reward = reply_of(await run(partial(tool.function, one.state, **keywords)))
+            note, one.note = one.note, ""
+            return text + note, reward
 
 
 async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]) -> tuple[str, float]:

@@ -192,6 +192,8 @@ async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
         ]
         with pytest.raises(SandboxError, match="bin is a link"):
             await found("/bin")
+        await second.apply(await first.changes(("/testbed/b", "/testbed/b/deep")))
+        assert (await second.run("shell", "ls /testbed", 5)).output.split() == ["a", "c", "d"]
         everything = await first.changes()
         assert not any(entry.path in ("etc/passwd", "proc", "dev") for entry in read_entries(everything))
         await second.apply(everything)

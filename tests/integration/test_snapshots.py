@@ -19,7 +19,7 @@ import pytest
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Request
 from asyncrl.rollout.worker import run
-from asyncrl.tools import load_tools, snapshots
+from asyncrl.tools import load_tools, snapshots, toolbox
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import FailReason, TurnReply
 from asyncrl.wire.messages.shared import Attempt, Stop
@@ -34,7 +34,7 @@ from tests.fakes.forked import FORKED
 from tests.fakes.images import small_image
 from tests.fakes.worker import sample
 
-LOST = "[files are kept; variables and background processes of earlier calls are lost]"
+LOST = toolbox.RESTORED.strip()
 RANDOM = "cat /proc/sys/kernel/random/uuid | tee -a log"
 
 
@@ -236,7 +236,7 @@ def work(config: bytes, endpoints: Endpoints) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "every", "kills"), [("ShellEngine", 1, 200), ("CountingEngine", 3, 60)])
+@pytest.mark.parametrize(("engine", "every", "kills"), [("ShellEngine", 1, 200), ("CountingEngine", 3, 100)])
 def test_kills_leave_each_effect_once(engine: str, every: int, kills: int, tmp_path: Path) -> None:
     """With a snapshot every turn no recorded command runs twice: its reply would be another one."""
     tools = {"tools": ["shell"], "tool_args": {"shell": {"require": "", "snapshots": every}}}

@@ -265,11 +265,15 @@ class _Applier:
         if any(is_named("/".join(parts[: count + 1]), self._keep) for count in range(len(parts))):
             return
         parent, _, name = path.rpartition("/")
-        with _opened(self._top, parent, make=True) as here:
-            if entry.kind in (DIRECTORY, OPAQUE):
-                self._apply_directory(here, name, path, entry)
-            elif self._remove(here, name, path):
-                self._make_file(here, name, entry)
+        try:
+            with _opened(self._top, parent, make=entry.kind != DELETED) as here:
+                if entry.kind in (DIRECTORY, OPAQUE):
+                    self._apply_directory(here, name, path, entry)
+                elif self._remove(path):
+                    self._make_file(here, name, entry)
+        except FileNotFoundError:
+            if entry.kind != DELETED:
+                raise
 
     def finish_directories(self) -> None:
         """Set modes and times after all has been written into them."""
@@ -281,7 +285,7 @@ class _Applier:
     def _apply_directory(self, here: int, name: str, path: str, entry: Entry) -> None:
         found = _find(here, name)
         replaced = entry.kind == OPAQUE or (found and not stat.S_ISDIR(found.st_mode))
-        if found is None or (replaced and self._remove(here, name, path)):
+        if found is None or (replaced and self._remove(path)):
             os.mkdir(name, 0o700, dir_fd=here)
         else:
             os.chmod(name, found.st_mode & 0o7777 | 0o700, dir_fd=here)
@@ -299,49 +303,31 @@ class _Applier:
             os.utime(fd, ns=times)
             os.close(fd)
 
-    def _remove(self, here: int, name: str, path: str) -> bool:
-        """Remove what is there. False if something in it is kept."""
-        if not (found := _find(here, name)):
-            return True
-        if not stat.S_ISDIR(found.st_mode):
-            os.unlink(name, dir_fd=here)
-            return True
-        os.chmod(name, 0o700, dir_fd=here)
-        self._empty(path)
-        return _remove_directory(here, name, found)
-
-    def _empty(self, top: str) -> None:
-        """Remove all that is not kept in a directory, and the directories in it that have become empty."""
-        ahead, inside = [top], []
+    def _remove(self, top: str) -> bool:
+        """Remove what is there, but what is kept and the directories around it. True if nothing is left."""
+        ahead, directories, gone = [top], list[tuple[str, str, int]](), True
         while ahead:
             path = ahead.pop()
-            with _opened(self._top, path) as here:
-                for name in os.listdir(here):
-                    inner = _join(path, name)
-                    found = os.stat(name, dir_fd=here, follow_symlinks=False)
-                    if is_named(inner, self._keep):
-                        continue
-                    if stat.S_ISDIR(found.st_mode):
-                        os.chmod(name, 0o700, dir_fd=here)
-                        ahead.append(inner)
-                        inside.append((path, name, found))
-                    else:
-                        os.unlink(name, dir_fd=here)
-        for path, name, found in reversed(inside):
-            with _opened(self._top, path) as here:
-                _remove_directory(here, name, found)
-
-
-def _remove_directory(here: int, name: str, found: os.stat_result) -> bool:
-    """Remove a directory if it is empty; else it gets its mode back."""
-    try:
-        os.rmdir(name, dir_fd=here)
-    except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
-            raise
-        os.chmod(name, stat.S_IMODE(found.st_mode), dir_fd=here)
-        return False
-    return True
+            parent, _, name = path.rpartition("/")
+            with _opened(self._top, parent) as here:
+                found = None if is_named(path, self._keep) else _find(here, name)
+                if found and stat.S_ISDIR(found.st_mode):
+                    os.chmod(name, 0o700, dir_fd=here)
+                    directories.append((parent, name, stat.S_IMODE(found.st_mode)))
+                    with _opened(here, name) as inside:
+                        ahead += [f"{path}/{inner}" for inner in os.listdir(inside)]
+                elif found:
+                    os.unlink(name, dir_fd=here)
+        for parent, name, mode in reversed(directories):  # the innermost first
+            with _opened(self._top, parent) as here:
+                try:
+                    os.rmdir(name, dir_fd=here)
+                except OSError as error:
+                    if error.errno != errno.ENOTEMPTY:
+                        raise
+                    os.chmod(name, mode, dir_fd=here)
+                    gone = False
+        return gone
 
 
 def _join(path: str, name: str) -> str:

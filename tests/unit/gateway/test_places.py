@@ -134,7 +134,7 @@ def test_a_directory_of_places_that_others_can_enter_is_refused(tmp_path: Path, 
     (tmp_path / "open").mkdir(mode=0o755)
     monkeypatch.setattr(places, "PARENT", str(tmp_path / "open"))
     places._parent.cache_clear()
-    with pytest.raises(CommandError, match="is open to other users; remove it"):
+    with pytest.raises(PermissionError, match="is open to other users; remove it"):
         places._parent()
     places._parent.cache_clear()
 
