@@ -24,6 +24,7 @@ from asyncrl.conversation.forms import grammar
 from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untrained
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
+from asyncrl.data.tasks import task_of
 from asyncrl.errors import EngineError, ProtocolError, SetupError, describe
 from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
@@ -212,7 +213,9 @@ class AgentPlayer:
         if not trained(self._branches.turns):
             detail = "not one turn was done within rollout.episode_timeout"
             return Outcome(Fail(FailReason.DEADLINE, detail), ())
-        return await self._scored(*(self._ended or (EpisodeEnd.TIMEOUT, None)))
+        lost = {"failed": "the time was up before what changed was collected"}
+        nothing = lost if task_of(self.run.assign.sample) else None
+        return await self._scored(*(self._ended or (EpisodeEnd.TIMEOUT, nothing)))
 
     async def close(self) -> None:
         """Do nothing: the agent has ended with `play`."""

@@ -16,8 +16,10 @@ from asyncrl.gateway import Command, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.isolation.sandbox.changes import read_entries
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample, ToolCall
+from tests.fakes.checked import Given, assert_found
 from tests.fakes.hosts import FakeHost
 from tests.fakes.images import small_image
+from tests.fakes.tasks import bare_image, task_folder
 
 ENDPOINT = Endpoint("http://127.0.0.1:9/v1", "")
 
@@ -170,3 +172,40 @@ async def test_a_sandbox_that_cannot_be_opened_for_a_tool_is_a_failed_setup(task
 def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
     with pytest.raises(ConfigError, match="tool 'shell': there is no image 'gone'"):
         load_tools(["shell"], {"shell": {"image": "gone"}})
+
+
+@pytest.mark.parametrize(
+    ("agent", "expected", "why"),
+    [
+        ({"claude_code": {}}, "ok: agent", "claude_code 2.1.331 in a sandbox"),
+        (
+            {"claude_code": {"program": "/no/claude"}},
+            "error: agent",
+            "the image has no program 'claude', nor",
+        ),
+        ({"claude_code": {"sandbox": "none"}}, "error: agent", "has an image, so sandbox: none cannot be"),
+    ],
+)
+def test_a_program_is_looked_for_in_the_images_of_tasks_before_the_start(
+    given: Given, task: Task, tmp_path: Path, agent: dict[str, Any], expected: str, why: str
+) -> None:
+    given.program("claude", "echo 2.1.331")
+    for name in ("one", "two", "three", "four"):
+        text = '[environment]\ndocker_image = "small-python"\nworkdir = "/root"\n'
+        task_folder(tmp_path / "tasks" / name, text)
+    spoils = {
+        "rollout.agent": agent,
+        "data.train": str(tmp_path / "tasks"),
+        "rollout.reward": "tests",
+    }
+    assert_found(given, expected, [spoils], why)
+
+
+def test_an_image_that_starts_no_shell_is_said_before_the_start(
+    given: Given, images: Path, tmp_path: Path
+) -> None:
+    bare_image(images, "empty", "app")
+    for name in ("one", "two", "three", "four"):
+        task_folder(tmp_path / "tasks" / name, '[environment]\ndocker_image = "empty"\nworkdir = "/app"\n')
+    spoils = {"rollout.tools": ["shell"], "data.train": str(tmp_path / "tasks"), "rollout.reward": "tests"}
+    assert_found(given, "error: tasks", [spoils], r"task \w+: image .* has no shell")

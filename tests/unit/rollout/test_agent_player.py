@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.requests import AgentRequest
 from asyncrl.conversation.turns import rows_of, trained
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request
-from asyncrl.errors import ConfigError, EngineError
-from asyncrl.gateway import Endpoint, load_untrained
+from asyncrl.errors import ConfigError, EngineError, SetupError
+from asyncrl.gateway import CommandError, Endpoint, TimeUp, load_untrained
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.agent_player import AgentHost
 from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
@@ -789,3 +790,48 @@ def test_only_a_form_that_the_engine_refuses_is_a_hint(
         return
     assert bench.finished(lane="eval").stats.turns == 3
     assert len([record for record in caplog.records if "hint in validation" in record.message]) == 1
+
+
+TASK_INFO = '{"task": {"name": "t", "image": "i"}}'
+
+
+@pytest.mark.parametrize(
+    ("error", "limits", "end", "result"),
+    [
+        (TimeUp("late"), {}, EpisodeEnd.TIMEOUT, {"changes": "YQ=="}),
+        (CommandError("refused"), {"max_turns": 1}, EpisodeEnd.MAX_TURNS, {"changes": "YQ=="}),
+        (None, {"episode_timeout": 0.5}, EpisodeEnd.TIMEOUT, "the time was up before"),
+    ],
+)
+def test_what_changed_is_judged_however_the_agent_ended(
+    error: CommandError | None, limits: dict[str, Any], end: EpisodeEnd, result: Any
+) -> None:
+    seen: list[RewardInput] = []
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        assert endpoint.seconds <= limits.get("episode_timeout", 60.0)
+        await message(endpoint, "q")
+        await ask(endpoint, "another")
+        if error is None:
+            await asyncio.Event().wait()
+        else:
+            error.result = {"changes": "YQ=="}
+            raise error
+
+    def reward(given: RewardInput) -> float:
+        seen.append(given)
+        return 1.0
+
+    bench = AgentBench(agent, reward=reward, limits=limits)
+    bench.taken = 0.0
+    bench.sample = replace(bench.sample, extra_info=TASK_INFO)
+    assert bench.finished().result.end is end
+    (given,) = seen
+    assert given.result == result or str(result) in given.result["failed"]
+
+
+def test_a_place_that_cannot_be_made_is_a_failed_setup() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        raise SetupError("task t: there is no image 'i'")
+
+    assert reason_of(AgentBench(agent)) == (FailReason.SETUP_FAILED, "task t: there is no image 'i'")
