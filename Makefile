@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins check docs site clean
+.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins swe-base swe-tasks check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -83,6 +83,20 @@ gpu-kit-cpu: gpu-kit $(KIT_ENV)/bin/python  ## the kit in small sizes, on a CPU,
 gpu-kit-smollm2: $(VENV)/core $(SMOLLM)/model.safetensors  ## SmolLM2 for the kit, to lie beside it: 87 MiB in parts of at most 40
 	$(BIN)/python tools/gpu_kit/four_bits.py pack --model $(SMOLLM) --data examples/multiturn/smollm2/data \
 		--out build/smollm2
+
+swe-base: $(VENV)/core  ## the image `debian-pytest`: Debian with Python 3.11, git and pytest; needs mmdebstrap and a network
+	tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir -p $$tree/root/usr/bin && \
+	mmdebstrap --variant=minbase --include=python3,git,ca-certificates bookworm $$tree/debian.tar && \
+	$(PIP) --quiet --no-deps --target $$tree/root/usr/lib/python3/dist-packages --python-version 3.11 \
+		--only-binary :all: pytest pluggy iniconfig packaging pygments && \
+	printf '#!/bin/sh\nexec python3 -m pytest "$$@"\n' > $$tree/root/usr/bin/pytest && \
+	chmod 755 $$tree/root/usr/bin/pytest && \
+	$(BIN)/asyncrl image import $$tree/debian.tar --name debian && \
+	$(BIN)/asyncrl image import $$tree/root --name debian-pytest --over debian
+
+swe-tasks: $(VENV)/core  ## 100 tasks of repair with their images, in build/swe: one bug each in packages of PyPI
+	$(BIN)/python tools/make_swe_tasks.py --base debian-pytest --out build/swe --count 100 --hold-out toolz $(ARGS) \
+		inflection==0.5.1 toolz==1.2.0 boltons==26.2.0 more-itertools==11.2.1
 
 check-sglang-pins: $(VENV)/core  ## do asyncrl and SGLang still go into one environment? Downloads some GB, installs nothing
 	$(BIN)/python -m pip install --dry-run --ignore-installed --progress-bar off -c constraints-sglang.txt \

@@ -1,0 +1,296 @@
+"""Make tasks of repair from packages with tests, in Harbor's format: one bug each that tests find.
+
+    python tools/make_swe_tasks.py --base debian-pytest --out tasks --count 100 \
+        inflection==0.5.1 toolz==1.2.0 boltons==26.2.0 more-itertools==11.2.1 --hold-out toolz
+
+A package is the path of a source distribution, or what pip downloads. `--base` is an image with Python, git
+and pytest (docs/images.md). Every bug is tried in sandboxes with that image; each task gets an image over it,
+named `PREFIX-PACKAGE-NUMBER`. The same seed makes the same tasks.
+
+    sdist ──► all tests, twice ──► bugs in covered lines ──► covering tests ──► image, search ──► task
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import io
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable
+from pathlib import Path
+
+from swe_tasks.leaks import BaseImage, contents, leak
+from swe_tasks.packages import (
+    PER_FUNCTION,
+    TESTBED,
+    Bug,
+    Package,
+    PackageError,
+    candidates,
+    fetch,
+    lay_out,
+    learn,
+    restore,
+    try_bug,
+    unpack,
+)
+
+from asyncrl.errors import ConfigError
+from asyncrl.isolation.images import Image, find_image
+from asyncrl.isolation.importing import import_image, remove_image
+
+SHOWN = 5  # failures in an instruction
+VERIFIER_SECONDS = 60.0  # at least
+WHEN = 1_700_000_000  # of every commit and file
+AUTHOR = {"NAME": "Maintainer", "EMAIL": "maintainer@example.org", "DATE": f"@{WHEN} +0000"}
+GIT = {
+    **{f"GIT_{who}_{what}": text for who in ("AUTHOR", "COMMITTER") for what, text in AUTHOR.items()},
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_SYSTEM": os.devnull,
+    "PATH": os.environ.get("PATH", ""),
+}
+TEST_SH = f"""#!/bin/sh
+# Runs the tests that decide, as they were, on what is in {TESTBED}.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+mkdir -p /logs/verifier
+cd {TESTBED}
+reward=0
+python3 -I -m pytest -c /tests/pytest.ini --rootdir /tests -q \\
+    --junitxml /logs/verifier/report.xml @/tests/selected.txt && reward=1
+echo $reward > /logs/verifier/reward.txt
+"""
+TASK_TOML = """schema_version = "1.4"
+
+[task]
+name = "asyncrl/{name}"
+
+[metadata]
+package = "{package}"
+bug = "{bug}"
+
+[environment]
+docker_image = "{image}"
+workdir = "/testbed"
+network_mode = "no-network"
+memory_mb = 2048
+storage_mb = 256
+
+[agent]
+timeout_sec = 1800.0
+
+[verifier]
+timeout_sec = {seconds:.1f}
+"""
+DOCKERFILE = """FROM python:{python}-slim
+RUN apt-get update && apt-get install -y git && pip install pytest=={pytest}
+ADD testbed.tar.gz /
+WORKDIR /testbed
+"""
+
+
+def testbed(package: Package, bug: Bug) -> bytes:
+    """Pack the package with the bug, and a repository whose only commit has the bug, too."""
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch, TESTBED[1:])
+        shutil.copytree(package.tree, root)
+        path, number = root / bug.path, bug.mutation.line - 1
+        lines = path.read_bytes().split(b"\n")
+        lines[number] = bug.mutation.after.encode()
+        path.write_bytes(b"\n".join(lines))
+        for words in (
+            ("init", "-q", "-b", "main", "--template="),
+            ("add", "-A", "-f"),
+            ("commit", "-q", "-m", package.name),
+            ("-c", "pack.threads=1", "repack", "-a", "-d", "-q"),
+            ("read-tree", "HEAD"),  # an index without this machine's times
+        ):
+            if words[0] == "read-tree":
+                (root / ".git/index").unlink()
+            subprocess.run(["git", *words], cwd=root, env=GIT, check=True)
+        shutil.rmtree(root / ".git/logs")
+        (root / ".git/info").mkdir(exist_ok=True)
+        (root / ".git/info/exclude").write_text("__pycache__/\n.pytest_cache/\n")
+        packed = io.BytesIO()
+        with (
+            gzip.GzipFile(fileobj=packed, mode="wb", mtime=WHEN) as file,
+            tarfile.open(fileobj=file, mode="w") as archive,
+        ):
+            archive.add(root, TESTBED[1:], filter=plain)
+        return packed.getvalue()
+
+
+def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Leave out what differs from machine to machine."""
+    mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+    return member.replace(mtime=WHEN, uid=0, gid=0, uname="", gname="", mode=mode, deep=False)
+
+
+def instruction(package: Package, bug: Bug) -> str:
+    functions = {test.partition("[")[0]: test for test in reversed(bug.messages)}  # the first of each
+    shown = sorted(functions.values())[:SHOWN]
+    failures = "\n".join(f"    {test}\n{shortened(bug.messages[test])}" for test in shown)
+    more = f"\n    … and {len(bug.messages) - len(shown)} more\n" if len(bug.messages) > len(shown) else ""
+    files = " ".join(sorted({test.partition("::")[0] for test in shown}))
+    return f"""Tests of {package.name} fail that passed before:
+
+{failures}{more}
+The repository is {TESTBED}; there `python3 -m pytest {files}` runs them.
+Find what is wrong in the package and correct it. The tests are right: a copy of them decides, and those that
+pass now must still pass.
+"""
+
+
+def shortened(message: str) -> str:
+    lines = [line for line in re.sub(r"0x[0-9a-f]{6,}", "0x…", message).splitlines() if line.strip()]
+    return "".join(f"        {line if len(line) < 160 else line[:160] + '…'}\n" for line in lines[:3])
+
+
+def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
+    tests = [*bug.messages, *bug.stay_green]
+    seconds = VERIFIER_SECONDS * (1 + sum(package.passing[test] for test in tests) // 6)  # ten times
+    task = {"name": folder.name, "package": package.name, "bug": bug.mutation.kind, "image": image}
+    fix = restore(bug.path, bug.mutation.line, bug.mutation.before)
+    lay_out(package, {test.partition("::")[0] for test in tests}, folder / "tests")
+    for name, text in {
+        "instruction.md": instruction(package, bug),
+        "task.toml": TASK_TOML.format(**task, seconds=seconds),
+        "environment/Dockerfile": DOCKERFILE.format(**package.versions),
+        "tests/test.sh": TEST_SH,
+        "tests/config.json": json.dumps(
+            {"FAIL_TO_PASS": [*bug.messages], "PASS_TO_PASS": bug.stay_green}, indent=1
+        ),
+        "tests/selected.txt": "".join(f"/tests/{test}\n" for test in tests),
+        "solution/solve.sh": f"#!/bin/sh\n# Restores the line as it was.\ncd {TESTBED} && {fix}\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "environment/testbed.tar.gz").write_bytes(testbed(package, bug))
+
+
+class Maker:
+    """Makes tasks of one package after another. `out`: the directory of train/ and test/."""
+
+    def __init__(self, base: Image, out: Path, prefix: str, jobs: int) -> None:
+        self.base, self.out, self.prefix, self.jobs = base, out, prefix, jobs
+        self.below = BaseImage(base.layers)
+        self.kinds: Counter[str] = Counter()
+
+    async def make(self, package: Package, most: int, rng: random.Random, split: str) -> int:
+        """Make up to `most` tasks. `jobs` bugs are tried at a time, and taken in the order of candidates."""
+        ahead = candidates(package, rng)
+        functions: Counter[tuple[str, str]] = Counter()
+        made = tried = 0
+        while ahead and made < most:
+            chunk: list[Awaitable[Bug | None]] = []
+            while ahead and len(chunk) < self.jobs:
+                path, mutation = ahead.pop(0)
+                if functions[path, mutation.function] < PER_FUNCTION and not self.below.has(mutation):
+                    chunk.append(try_bug(self.base, package, path, mutation))
+            tried += len(chunk)
+            for bug in await asyncio.gather(*chunk):
+                function = (bug.path, bug.mutation.function) if bug else ("", "")
+                if bug and made < most and functions[function] < PER_FUNCTION:
+                    made += await self.keep(
+                        self.out / split / f"{plain_name(package)}-{made + 1:03}", package, bug
+                    )
+                    functions[function] += 1
+                    self.kinds[bug.mutation.kind] += 1
+        print(f"  {made} tasks of {tried} bugs", flush=True)
+        return made
+
+    async def keep(self, folder: Path, package: Package, bug: Bug) -> bool:
+        """Write a task, import its image, and search that. A task whose image has the line is removed."""
+        name = f"{self.prefix}-{folder.name}"
+        write_task(folder, name, package, bug)
+        image = await asyncio.to_thread(
+            import_image, str(folder / "environment/testbed.tar.gz"), name, self.base.digest
+        )
+        if found := leak(contents(image.root), bug.mutation):
+            print(f"  {folder.name}: {found} has the line that was changed; refused")
+            remove_image(name)
+            shutil.rmtree(folder)
+            return False
+        return True
+
+
+def plain_name(package: Package) -> str:
+    return re.sub(r"-[0-9].*", "", package.name).replace("_", "-").lower()
+
+
+def prepare(requirements: list[str], scratch: Path, below: BaseImage) -> list[Package]:
+    """Fetch and unpack packages. PackageError where the image below has a copy of one."""
+    packages = []
+    for number, requirement in enumerate(requirements):
+        (directory := scratch / str(number)).mkdir()
+        packages.append(unpack(fetch(requirement, directory), directory))
+        for module in packages[-1].modules:
+            if found := below.copy_of(module):
+                raise PackageError(f"the base image has a copy of {module}: {found}; make it without")
+    return packages
+
+
+async def make_all(maker: Maker, packages: list[Package], arguments: argparse.Namespace) -> None:
+    started, total = time.monotonic(), 0
+    gate = asyncio.Semaphore(arguments.jobs)
+
+    async def learned(package: Package) -> None:
+        async with gate:
+            await learn(maker.base, package)
+
+    await asyncio.gather(*map(learned, packages))
+    print(f"{len(packages)} packages learned in {time.monotonic() - started:.0f} s", flush=True)
+    for number, package in enumerate(sorted(packages, key=lambda package: len(package.covering))):
+        split = "test" if plain_name(package) in arguments.hold_out else "train"
+        print(
+            f"{package.name}: {len(package.passing)} tests, {len(package.covering)} covered lines", flush=True
+        )
+        share = math.ceil((arguments.count - total) / (len(packages) - number))
+        total += await maker.make(package, share, random.Random(f"{arguments.seed} {package.name}"), split)
+    spent = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in maker.kinds.most_common())
+    print(f"{total} tasks in {time.monotonic() - started:.0f} s, {spent:.0f} s of CPU: {kinds}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("packages", nargs="+", metavar="PACKAGE", help="a path, or a requirement for pip")
+    parser.add_argument("--base", required=True, help="image with Python, git and pytest")
+    parser.add_argument("--out", type=Path, required=True, help="a new directory")
+    parser.add_argument("--count", type=int, default=100, help="tasks, of all packages alike")
+    parser.add_argument(
+        "--hold-out", action="append", default=[], metavar="PACKAGE", help="its tasks go to OUT/test"
+    )
+    parser.add_argument("--prefix", default="", help="of the images' names; the name of OUT otherwise")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="sandboxes at a time")
+    arguments = parser.parse_args()
+    if arguments.out.exists():
+        parser.error(f"--out {arguments.out}: is there; name a new directory")
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            Path(scratch).chmod(0o755)  # for the user of the sandboxes
+            base = find_image(arguments.base)
+            maker = Maker(base, arguments.out, arguments.prefix or arguments.out.name, arguments.jobs)
+            packages = prepare(arguments.packages, Path(scratch), maker.below)
+            asyncio.run(make_all(maker, packages, arguments))
+    except (PackageError, ConfigError) as error:
+        sys.exit(f"make_swe_tasks.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of make_swe_tasks.py."""

@@ -1,0 +1,89 @@
+"""Run tests and write what became of each as JSON. It runs inside a sandbox, where only pytest is there.
+
+    python3 -I watch.py RESULT DIRECTORY PYTEST-ARGUMENTS…
+
+RESULT: {"outcomes": {test: [passed|failed|skipped, message]}, "lines": {test: {file: [line]}}, "seconds":
+{test: s}, "versions": {"python": …, "pytest": …}}. `lines` are those of files in DIRECTORY ("": of none)
+that a test ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Generator
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+ENOUGH = 1000
+"""Steps of a function that are watched in each test: a loop of a million runs no other lines later on."""
+
+
+class Watcher:
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.outcomes: dict[str, tuple[str, str]] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.lines: dict[str, defaultdict[str, list[int]]] = {}
+        self.codes: dict[CodeType, list[Any]] = {}  # steps left, lines; of this test
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One of setup, call and teardown, or of the parts of a test: the worst counts."""
+        outcome = "skipped" if hasattr(report, "wasxfail") else report.outcome
+        worst, _ = self.outcomes.get(report.nodeid, ("", ""))
+        self.seconds[report.nodeid] += report.duration
+        if outcome == "failed" and worst != "failed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.outcomes[report.nodeid] = (outcome, getattr(crash, "message", None) or str(report.longrepr))
+        elif outcome == "skipped" or (report.when == "call" and not worst):
+            self.outcomes[report.nodeid] = (outcome, "")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if not self.directory:
+            return (yield)
+        self.codes.clear()
+        threading.settrace(self.enter)
+        sys.settrace(self.enter)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            found = self.lines[item.nodeid] = defaultdict(list)
+            for code, (_, seen) in self.codes.items():
+                if seen:
+                    found[code.co_filename.removeprefix(self.directory + "/")] += sorted(seen)
+
+    def enter(self, frame: FrameType, event: str, argument: object) -> Any:
+        if (watched := self.codes.get(code := frame.f_code)) is None:
+            left = ENOUGH if code.co_filename.startswith(self.directory) else 0
+            watched = self.codes[code] = [left, set()]
+        return self.step if watched[0] > 0 else None
+
+    def step(self, frame: FrameType, event: str, argument: object) -> Any:
+        watched = self.codes[frame.f_code]
+        if event == "line":
+            watched[0] -= 1
+            watched[1].add(frame.f_lineno)
+        return self.step if watched[0] > 0 else None
+
+
+def main() -> None:
+    result, directory, *arguments = sys.argv[1:]
+    watcher = Watcher(directory)
+    status = pytest.main(arguments, plugins=[watcher])
+    with open(result, "w") as file:
+        found = {name: getattr(watcher, name) for name in ("outcomes", "lines", "seconds")}
+        versions = {"python": ".".join(map(str, sys.version_info[:2])), "pytest": pytest.__version__}
+        json.dump(found | {"versions": versions}, file)
+    os._exit(status)  # whatever threads the tests left
+
+
+if __name__ == "__main__":
+    main()
