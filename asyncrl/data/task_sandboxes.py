@@ -39,6 +39,7 @@ class TaskSandbox:
             raise SetupError(f"task {task.name}: {error}") from error
         self.task = task
         self.directory = task.directory or image.directory
+        self.workspace = task.workspace or (self.directory,)
         self.environment = {"PATH": IMAGE_PATH, **image.environment, **task.environment}
         memory = (
             "resident" if limits.resident else "memory"
@@ -64,10 +65,9 @@ class TaskSandbox:
     async def result(self) -> dict[str, str]:
         """Collect what changed in the task's workspace, while nothing runs: `changes`, an archive as base64
         text; `failed`, where the agent left none, says why. SetupError where that is not its doing."""
-        roots = self.task.workspace or (self.directory,)
         try:
             async with asyncio.timeout(RESULT_SECONDS):
-                archive = await self.jail.changes(roots, NOT_COUNTED, MOST_CHANGES)
+                archive = await self.jail.changes(self.workspace, NOT_COUNTED, MOST_CHANGES)
         except SandboxError as error:
             return {"failed": one_line(error)}
         except TimeoutError:  # of a machine that is too busy: the archive is small

@@ -102,10 +102,11 @@ class JudgedByTests:
         return {"score": verdict.score, "components": verdict.components, "tests": verdict.notes or None}
 
     async def _verdict(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
-        nothing = dict.fromkeys(("turn_green", "stay_green") if named(tests) else (), 0.0) | {"seconds": 0.0}
+        shares = ("turn_green", "stay_green") if named(tests) else ()
+        nothing = dict.fromkeys((*shares, "seconds", "network"), 0.0)
         if isinstance(result, dict) and (why := result.get("failed")):
             return Verdict(0.0, nothing, f"its changes cannot be judged: {why}")
-        changes = changes_of(result, task)
+        changes = await in_thread(partial(read_changes, result), "tests")
         async with self._places:
             try:
                 return await self._judged(task, tests, changes)
@@ -118,18 +119,19 @@ class JudgedByTests:
                 raise RewardError(why, FailReason.TESTS_FAILED_TO_RUN) from None
         return Verdict(0.0, nothing, fault)
 
-    async def _judged(self, task: Task, tests: TaskTests, changes: bytes | None) -> Verdict:
+    async def _judged(self, task: Task, tests: TaskTests, changes: list[Entry] | None) -> Verdict:
         """Run the tests in a sandbox of their own, with the changes. NoVerdict when they do not end with one,
         or the changes do not fit into the sandbox. RewardError when it cannot be made."""
         sandbox = None
         try:
             async with asyncio.timeout(self._setup_seconds):
                 sandbox = TaskSandbox(task, self._limits, self._require)
-                packed = await in_thread(partial(pack, Path(tests.tests)), "tests")
+                files = await in_thread(partial(pack, Path(tests.tests)), "tests")
                 await sandbox.start()
                 if changes is not None:
-                    await sandbox.jail.apply(changes, (*PROTECTED, *protected(sandbox, tests)))
-                await sandbox.jail.apply(packed)
+                    kept = packed(within(sandbox.workspace, changes))
+                    await sandbox.jail.apply(kept, (*PROTECTED, *protected(sandbox, tests)))
+                await sandbox.jail.apply(files)
             return await self._run(sandbox, tests)
         except (SetupError, SandboxError, TimeoutError, OSError) as error:
             started = sandbox is not None and sandbox.jail.pid is not None
@@ -175,18 +177,20 @@ def named(tests: TaskTests) -> tuple[str, ...]:
     return tests.turn_green + tests.stay_green
 
 
-def changes_of(result: Any, task: Task) -> bytes:
-    """Read the changes that an episode left, but for what lies outside of the workspace. RewardError where
-    there are none."""
+def read_changes(result: Any) -> list[Entry]:
+    """Read the changes that an episode left. RewardError where there are none."""
     try:
-        archive = base64.b64decode(result["changes"], validate=True)
-        entries = list(read_entries(archive))
+        return list(read_entries(base64.b64decode(result["changes"], validate=True)))
     except (TypeError, KeyError):
         raise RewardError(
             "there are no changes to judge: the agent or the tools must work in the task's image"
         ) from None
-    tops = [root.strip("/") for root in task.workspace or (task.directory,)]
-    return packed(entry for entry in entries if any(f"{entry.path}/".startswith(f"{top}/") for top in tops))
+
+
+def within(workspace: Iterable[str], entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Leave out what is outside of these directories."""
+    tops = tuple(os.path.join(os.path.normpath(root), "") for root in workspace)
+    yield from (entry for entry in entries if f"/{entry.path}/".startswith(tops))
 
 
 def packed(entries: Iterable[Entry]) -> bytes:
@@ -217,7 +221,7 @@ def pack(directory: Path) -> bytes:
 
 def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
     """Name what else is as the image has it: files of named tests, programs in PATH, what the task names."""
-    tops = {"/", sandbox.directory, *sandbox.task.workspace}
+    tops = {"/", sandbox.directory, *sandbox.workspace}
     for file in {name.partition("::")[0] for name in named(tests)}:
         yield from (glob.escape(os.path.normpath(f"{top}/{file}")) for top in tops)
     path = sandbox.environment["PATH"].split(":")

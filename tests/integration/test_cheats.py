@@ -7,6 +7,7 @@ sandbox. docs/sandbox.md has what stops each.
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrl import cli
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import TASK, Task, TaskTests
 from asyncrl.isolation.images import Image
@@ -25,7 +27,8 @@ from asyncrl.rewards import RewardError, RewardInput
 from asyncrl.rewards.tests import JudgedByTests, NoVerdict, pack, packed
 from asyncrl.types import FailReason, Sample
 from tests.fakes.images import small_image
-from tests.fakes.tasks import bare_image
+from tests.fakes.tasks import bare_image, task_folder
+from tests.integration.runs import Run
 
 LIMITS = SandboxLimits(memory=0, open_files=256)
 APP = {
@@ -373,3 +376,37 @@ async def test_a_sandbox_that_cannot_be_made_is_no_fault_of_the_agent(bench: Ben
         with pytest.raises(RewardError, match=why) as caught:
             await broken.judged(changes)
         assert caught.value.reason is FailReason.SETUP_FAILED
+
+
+AGENT = """
+import json, os, subprocess, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": "1 + 1"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+urllib.request.urlopen(request).read()
+if os.urandom(1)[0] % 2:
+    subprocess.run(["sed", "-i", "s/a - b/a + b/", "calc/sums.py"], check=True)
+"""
+
+
+@pytest.mark.full
+def test_what_episodes_changed_is_judged_again_by_regrade(image: Image, tmp_path: Path) -> None:
+    """The agent solves a task or not, by chance."""
+    toml = '[environment]\ndocker_image = "calc"\nnetwork_mode = "no-network"\n[verifier]\ntimeout_sec = 60\n'
+    for number in range(4):
+        config = {"FAIL_TO_PASS": TURN, "PASS_TO_PASS": STAY}
+        folder = task_folder(tmp_path / f"tasks/{number}", toml, test=CAREFUL["test.sh"], config=config)
+        (folder / "tests/pytest.ini").write_text(CAREFUL["pytest.ini"])
+    (tmp_path / "agent.py").write_text(AGENT)
+    agent = f"rollout.agent={{command: {{line: python {tmp_path}/agent.py, sandbox: jail}}}}"
+    options = ["rollout.tools=[]", "rollout.reward=tests", agent, "rollout.max_new_tokens=8"]
+    data = [f"data.train={tmp_path}/tasks", "data.test=''"]
+    with Run(tmp_path, "total_steps=2", "validation.every=0", *data, *options) as run:
+        run.completed(2)
+        out = tmp_path / "regraded.jsonl"
+        assert cli.main(["regrade", str(run.path), "--reward", "tests", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) >= 32 and {row["score"] for row in rows} == {0.0, 1.0}
+    assert [row["score"] for row in rows] == [row["score_new"] for row in rows]

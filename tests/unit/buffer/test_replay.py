@@ -44,6 +44,20 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     assert current(buffer.episodes, "0.0", 0) is None  # the old attempt is fenced
 
 
+@pytest.mark.parametrize(
+    ("reason", "turns"),
+    [(FailReason.SETUP_FAILED, 1), (FailReason.TESTS_FAILED_TO_RUN, 1), (FailReason.REWARD_ERROR, 0)],
+)
+def test_tests_that_could_not_judge_are_tried_again_on_the_same_turns(reason: FailReason, turns: int) -> None:
+    buffer, _ = make()
+    admit(buffer, 1)
+    run(buffer, "0.0")
+    episode = buffer.episodes["0.0"]
+    episode.extend(20, 10, 0, 0)
+    buffer.fail(episode, reason, 0.0)
+    assert (episode.state, episode.turns, episode.failures) == (State.PENDING, turns, 1)
+
+
 @pytest.mark.parametrize("reason", [FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED])
 def test_what_was_lost_uses_up_no_retries(reason: FailReason) -> None:
     """After three resumes all that had been under way was given up: most of it long episodes."""

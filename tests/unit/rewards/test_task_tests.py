@@ -11,19 +11,20 @@ from xml.parsers.expat import ExpatError
 
 import pytest
 
-from asyncrl.data.tasks import Task, TaskTests
+from asyncrl.data.tasks import TaskTests
 from asyncrl.isolation.sandbox.base import SandboxError
 from asyncrl.isolation.sandbox.changes import DELETED, FILE, Entry, read_entries
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.tests import (
     PROTECTED,
     by_names,
-    changes_of,
     named_in_report,
     pack,
     packed,
+    read_changes,
     read_report,
     script_verdict,
+    within,
 )
 
 MODULE = """
@@ -160,16 +161,16 @@ def test_what_is_protected_is_documented() -> None:
 def test_changes_outside_of_the_workspace_are_left_out() -> None:
     entries = [Entry(FILE, path, 0o644, 0, b"x") for path in ("app/a.py", "app2/a.py", "usr/bin/python3")]
     entries += [Entry(DELETED, path) for path in ("app", "tests/test_a.py", "srv/in/b")]
-    result = {"changes": base64.b64encode(packed(entries)).decode()}
-    kept = changes_of(result, Task("t", "i", "/app", ("/app", "/srv/in")))
-    assert [entry.path for entry in read_entries(kept)] == ["app/a.py", "app", "srv/in/b"]
-    assert [entry.path for entry in read_entries(changes_of(result, Task("t", "i", "/srv")))] == ["srv/in/b"]
+    read = read_changes({"changes": base64.b64encode(packed(entries)).decode()})
+    assert read == entries
+    kept = [entry.path for entry in within(("/app", "/srv/in/"), read)]
+    assert kept == ["app/a.py", "app", "srv/in/b"]
 
 
 @pytest.mark.parametrize("result", [None, 1.0, {}, {"score": 1}])
 def test_an_episode_that_left_no_changes_has_no_verdict(result: object) -> None:
     with pytest.raises(RewardError, match="must work in the task's image"):
-        changes_of(result, Task("t", "i", "/app"))
+        read_changes(result)
 
 
 def test_the_tests_of_a_task_are_packed_without_its_path(tmp_path: Path) -> None:
