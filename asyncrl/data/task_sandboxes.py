@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import shlex
 from collections.abc import Iterable
 
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError, one_line
 from asyncrl.isolation.images import find_image
-from asyncrl.isolation.sandbox.base import SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.sandbox.spawning import IMAGE_PATH, Shown
 
@@ -61,6 +62,11 @@ class TaskSandbox:
             await self.jail.start()
         except SandboxError as error:
             raise SetupError(f"task {self.task.name}: {error}") from error
+
+    async def find(self, program: str) -> str:
+        """Find a program as a shell in the image does; '' if there is none."""
+        found = await self.jail.run("shell", f"command -v -- {shlex.quote(program)}", RESULT_SECONDS)
+        return found.output.strip() if found.ending is RunEnding.DONE else ""
 
     async def result(self) -> dict[str, str]:
         """Collect what changed in the task's workspace, while nothing runs: `changes`, an archive as base64

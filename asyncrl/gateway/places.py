@@ -14,7 +14,6 @@ import asyncio
 import os
 import secrets
 import shlex
-import shutil
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from fnmatch import fnmatchcase
@@ -52,12 +51,12 @@ Streams = tuple[int, int, int]
 
 class EpisodePlace(Protocol):
     """Runs programs, in the directory `work`. `root`: the directory of `home` and `tmp`. `endpoint`: as
-    programs reach it. `environment`: of an image, None where there is none."""
+    programs reach it. `task`: the sandbox that it is, where the sample has a task."""
 
     root: str
     work: str
     endpoint: Endpoint
-    environment: Mapping[str, str] | None
+    task: TaskSandbox | None
 
     async def write(self, path: str, text: str) -> None:
         """Write a file at a path below `root`."""
@@ -66,20 +65,11 @@ class EpisodePlace(Protocol):
         """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
         when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
 
-    def stop(self) -> None:
-        """End the program that runs, in a task's sandbox, which stays."""
-
-    async def find(self, program: str) -> str:
-        """Find a program as a shell in the place does; '' if there is none."""
-
-    async def result(self) -> dict[str, str] | None:
-        """Collect the changes of a task's workspace (see TaskSandbox); None where there is no task."""
-
 
 class OpenPlace:
     """Runs programs without a sandbox: they can do what the user can."""
 
-    environment: Mapping[str, str] | None = None
+    task: TaskSandbox | None = None
 
     def __init__(self, root: Path, endpoint: Endpoint) -> None:
         self.root, self.work, self.endpoint = str(root), f"{root}/work", endpoint
@@ -115,23 +105,13 @@ class OpenPlace:
                     kill(process.pid)
                 await asyncio.wait([ended], timeout=2 * KILL_SECONDS)
 
-    def stop(self) -> None:
-        raise NotImplementedError("only the sandbox of a task outlives its program")
-
-    async def find(self, program: str) -> str:
-        return shutil.which(program) or ""
-
-    async def result(self) -> None:
-        return None
-
 
 class SandboxPlace:
     """Runs programs in a sandbox, where they can read only programs and what is shown, or an image."""
 
     def __init__(self, jail: Jail, endpoint: Endpoint, task: TaskSandbox | None) -> None:
-        self.root, self.endpoint, self._jail, self._task = jail.home, endpoint, jail, task
+        self.root, self.endpoint, self._jail, self.task = jail.home, endpoint, jail, task
         self.work = task.directory if task else f"{self.root}/work"
-        self.environment: Mapping[str, str] | None = task.environment if task else None
 
     async def write(self, path: str, text: str) -> None:
         await self._jail.write_file(f"{self.root}/{path}", text.encode(errors="replace"))
@@ -146,17 +126,6 @@ class SandboxPlace:
         if result.ending is RunEnding.DIED:
             raise CommandError("its sandbox ended")
         return result.status
-
-    def stop(self) -> None:
-        self._jail.stop()
-
-    async def result(self) -> dict[str, str] | None:
-        return await self._task.result() if self._task else None
-
-    async def find(self, program: str) -> str:
-        name = shlex.quote(program)
-        found = await self._jail.run("shell", f"command -v -- {name}", MAKE_SECONDS)
-        return found.output.strip() if found.ending is RunEnding.DONE else ""
 
 
 @asynccontextmanager

@@ -236,12 +236,12 @@ class Command:
     async def _program(self, place: EpisodePlace) -> str:
         """Find the program: in an image by its PATH, or this machine's, which is shown there."""
         here = self._words[0]
-        if place.environment is None:
+        if place.task is None:
             if self._absent:
                 raise CommandError(f"{self._absent}; {INSTALL}")
             return here
         for name in filter(None, (self._searched, shutil.which(here) or here)):
-            if found := await place.find(name):
+            if found := await place.task.find(name):
                 return found
         why = "nor has this machine" if self._absent else f"and {here} of this machine cannot be shown there"
         raise SetupError(f"the image has no program {self._named!r}, {why}; install it in the image")
@@ -263,17 +263,17 @@ class Command:
             environment = self._environment(place, values)
             if self._files:
                 await talk(["cp", "-a", "--", f"{self._files}/.", "."], place, environment)
-            if task:
-                stop.add_done_callback(lambda _: place.stop())
+            if sandbox := place.task:
+                stop.add_done_callback(lambda _: sandbox.jail.stop())
             said, error = list[str](), None
             try:
                 said = await talk(words, place, environment, given.get(harness.stdin, b""))
             except CommandError as raised:
                 error = raised
-            result, changed = result_in("".join(said[-1:])), await place.result()
-        result = _joined(result if harness.stdin == "sample" else None, changed)
-        if stop.done():
-            error = stop.result()
+            result = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
+            if sandbox:
+                result = _joined(result, await sandbox.result())
+        error = stop.result() if stop.done() else error
         if error is None:
             return result
         error.result = result
@@ -293,7 +293,7 @@ class Command:
 
     def _environment(self, place: EpisodePlace, values: Mapping[str, str]) -> dict[str, str]:
         """Return its environment variables, with which it reaches the endpoint without a proxy."""
-        named, image = self._inherited, place.environment
+        named, image = self._inherited, place.task.environment if place.task else None
         own = {"PYTHONUSERBASE": site.getuserbase()} if image is None else dict(image)  # not in its HOME
         own |= {
             name: value
@@ -339,10 +339,8 @@ def _written(sample: Sample, names: Sequence[str]) -> bytes:
     )
 
 
-def _joined(result: Any, changed: Mapping[str, str] | None) -> Any:
+def _joined(result: Any, changed: Mapping[str, str]) -> dict[str, Any]:
     """Join what a program said, perhaps a score, with what changed, of which it can say nothing."""
-    if changed is None:
-        return result
     said = {} if result is None else result if isinstance(result, dict) else {"score": result}
     return {name: value for name, value in said.items() if name not in ("changes", "failed")} | dict(changed)
 
