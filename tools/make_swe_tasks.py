@@ -48,7 +48,7 @@ from swe_tasks.packages import (
     unpack,
 )
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.importing import import_image, remove_image
 
@@ -288,7 +288,7 @@ def main() -> None:
             maker = Maker(base, arguments.out, arguments.prefix or arguments.out.name, arguments.jobs)
             packages = prepare(arguments.packages, Path(scratch), maker.below)
             asyncio.run(make_all(maker, packages, arguments))
-    except (PackageError, ConfigError) as error:
+    except (PackageError, AsyncrlError, tarfile.TarError) as error:
         sys.exit(f"make_swe_tasks.py: {error}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import permutations
 from typing import NamedTuple
 
 COMPARISONS = {
@@ -19,34 +20,11 @@ COMPARISONS = {
     "is": ("is not",),
     "is not": ("is",),
 }
-OPERATORS = {
-    "+": "-",
-    "-": "+",
-    "*": "+",
-    "/": "*",
-    "//": "/",
-    "%": "//",
-    "**": "*",
-    "&": "|",
-    "|": "&",
-    "<<": ">>",
-    ">>": "<<",
-}
-PAIRS = (
-    ("min", "max"),
-    ("any", "all"),
-    ("startswith", "endswith"),
-    ("lstrip", "rstrip"),
-    ("lower", "upper"),
-    ("keys", "values"),
-    ("append", "extend"),
-    ("appendleft", "append"),
-    ("popleft", "pop"),
-    ("partition", "rpartition"),
-    ("find", "rfind"),
-    ("split", "rsplit"),
-)
-OTHER_NAMES = {one: other for a, b in PAIRS for one, other in ((b, a), (a, b))}
+SIGNS = "+ -, - +, * +, / *, // /, % //, ** *, & |, | &, << >>, >> <<"
+OPERATORS = dict(pair.split() for pair in SIGNS.split(","))
+PAIRS = """min max, any all, startswith endswith, lstrip rstrip, lower upper, keys values, append extend,
+    popleft pop, partition rpartition, find rfind, split rsplit"""
+OTHER_NAMES = {one: other for pair in PAIRS.split(",") for one, other in permutations(pair.split())}
 SHORTEST = 10
 """Characters of a changed line: a shorter one, such as `i += 1`, is in every program."""
 
