@@ -11,11 +11,12 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
@@ -84,10 +85,13 @@ def _parts(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
         size -= len(part)
 
 
-def is_named(path: str, globs: Iterable[str]) -> bool:
-    """Check a path: globs that begin with a slash are of whole paths, others of the last name."""
-    name = path.rpartition("/")[2]
-    return any(fnmatchcase(f"/{path}" if glob.startswith("/") else name, glob) for glob in globs)
+def named_by(globs: Iterable[str], below: bool = False) -> Callable[[str], bool]:
+    """Make a check of paths: globs that begin with a slash are of whole paths, others of the last name.
+    `below`: also of what is in a directory so named. One expression: paths may be long, and globs many."""
+    end = "/*" * below
+    wholes = (glob if glob.startswith("/") else f"*/{glob}" for glob in globs)
+    found = re.compile("|".join(translate(whole + end) for whole in wholes) or "(?!)").match
+    return lambda path: found(f"/{path}{end[:1]}") is not None
 
 
 def request(most: int, top: str, roots: Sequence[str], globs: Iterable[str]) -> bytes:
@@ -147,7 +151,8 @@ def collect(top: str, changed: int, source: bytes) -> None:
 
 class _Collector:
     def __init__(self, top: str, changed: int, pipe: BinaryIO, most: int, skip: Sequence[str]) -> None:
-        self._top, self._changed, self._pipe, self._skip = top, changed, pipe, skip
+        self._top, self._changed, self._pipe = top, changed, pipe
+        self._is_skipped = named_by(skip)
         self._most = self._left = most
         self._count = 0
         self._modes = {"": stat.S_IMODE(os.fstat(changed).st_mode)}  # of directories that could not be read
@@ -187,11 +192,13 @@ class _Collector:
                     mode = self._modes.get(path, stat.S_IMODE(found.st_mode))
                     kind = OPAQUE if _is_opaque(here) or (opaque and path == top) else DIRECTORY
                     self._write(kind, path, mode, found.st_mtime_ns)
-                inside = []
-                for name in sorted(os.listdir(here), key=os.fsencode):
+                inside, names = [], os.listdir(here)
+                self._count += len(names)
+                self._check(self._count > MOST_ENTRIES, f"{MOST_ENTRIES} files")
+                for name in sorted(names, key=os.fsencode):
                     inner = _join(path, name)
                     found = os.stat(name, dir_fd=here, follow_symlinks=False)
-                    if is_named(inner, self._skip):
+                    if self._is_skipped(inner):
                         continue
                     if stat.S_ISDIR(found.st_mode):
                         self._make_readable(here, name, inner, found)
@@ -233,15 +240,13 @@ class _Collector:
         """Write an entry but for its content of `size` bytes, if there is room for both."""
         head = _head(Entry(kind, path, mode, mtime_ns), size)
         self._left -= len(head) + size
-        self._count += 1
-        for exceeded, bound in (
-            (self._left < 0, f"{self._most} bytes"),
-            (self._count > MOST_ENTRIES, f"{MOST_ENTRIES} files"),
-            (len(head) - HEADER.size > LONGEST_PATH, f"{LONGEST_PATH} bytes in the path of a file"),
-        ):
-            if exceeded:
-                raise ChangesError(f"what changed has more than {bound}")
+        self._check(self._left < 0, f"{self._most} bytes")
+        self._check(len(head) - HEADER.size > LONGEST_PATH, f"{LONGEST_PATH} bytes in the path of a file")
         self._pipe.write(head)
+
+    def _check(self, exceeded: bool, bound: str) -> None:
+        if exceeded:
+            raise ChangesError(f"what changed has more than {bound}")
 
 
 def apply(top: str, _: int, source: bytes) -> None:
@@ -257,12 +262,12 @@ def apply(top: str, _: int, source: bytes) -> None:
 
 class _Applier:
     def __init__(self, top: str, keep: Sequence[str]) -> None:
-        self._top, self._keep = os.open(top, OPEN_DIRECTORY), keep
+        self._top, self._is_kept = os.open(top, OPEN_DIRECTORY), named_by(keep, below=True)
         self._directories: dict[str, Entry] = {}
 
     def apply(self, entry: Entry) -> None:
-        path, parts = entry.path, entry.path.split("/")
-        if any(is_named("/".join(parts[: count + 1]), self._keep) for count in range(len(parts))):
+        path = entry.path
+        if self._is_kept(path):
             return
         parent, _, name = path.rpartition("/")
         try:
@@ -310,7 +315,7 @@ class _Applier:
             path = ahead.pop()
             parent, _, name = path.rpartition("/")
             with _opened(self._top, parent) as here:
-                found = None if is_named(path, self._keep) else _find(here, name)
+                found = None if self._is_kept(path) else _find(here, name)
                 if found and stat.S_ISDIR(found.st_mode):
                     os.chmod(name, 0o700, dir_fd=here)
                     directories.append((parent, name, stat.S_IMODE(found.st_mode)))
