@@ -58,9 +58,8 @@ def task_of(sample: Sample) -> Task | None:
     return msgspec.convert(found, Task) if isinstance(found, dict) and "image" in found else None
 
 
-def check_task(sample: Sample, judged: float) -> None:
-    """ConfigError where its image is not there, or where it cannot be judged in `judged` seconds (0: it is
-    not)."""
+def check_task(sample: Sample, judged: bool) -> None:
+    """ConfigError where its image is not there, or the tests where it is `judged`."""
     where = f"sample {sample.row}"
     try:
         task = task_of(sample)
@@ -74,8 +73,3 @@ def check_task(sample: Sample, judged: float) -> None:
     find_image(task.image)
     if tests and not Path(tests.tests, "test.sh").is_file():
         raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")
-    if tests and tests.seconds > judged:
-        raise ConfigError(
-            f"{where}: its tests may take {tests.seconds:g} s, and {judged:g} s are allowed; set "
-            f"rollout.reward_timeout={tests.seconds / 10:g}"
-        )

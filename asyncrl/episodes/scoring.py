@@ -52,7 +52,7 @@ class Scorer:
     @property
     def deadline(self) -> float:
         """Seconds after which `score` has returned or raised."""
-        return self._timeout * (1 + PATIENCE)
+        return self._timeout * (1 + PATIENCE * max(1.0, *(reward.own_deadline for reward in self.rewards)))
 
     def shape(self, given: ShapingInput) -> float:
         """Return what is added to the reward of an episode. Raises RewardError."""
@@ -70,7 +70,7 @@ class Scorer:
         self, reward: Reward, pool: RewardPool | None, given: RewardInput
     ) -> RewardResult | RewardError:
         """The result of one reward, or why there is none."""
-        seconds = self._timeout * (1 + PATIENCE if reward.own_deadline else 1)
+        seconds = self._timeout * (1 + PATIENCE * reward.own_deadline)
         try:
             if pool is not None:
                 return await pool.call(given, seconds)

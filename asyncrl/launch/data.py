@@ -138,11 +138,16 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
     if not (judged or any(map(task_of, samples[:LOOKED_AT]))):
         return
     for sample in samples:
-        check_task(sample, 10 * rollout.reward_timeout if judged else 0)
+        check_task(sample, judged)
     if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
         raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
-    if not (rollout.agent or rollout.tools or rollout.environment):
-        raise ConfigError("nothing works on its tasks; set rollout.agent, or rollout.tools=[shell]")
+    if rollout.agent or rollout.environment:
+        return
+    states = {tool.state for tool in parts.toolbox.tools.values() if tool.state}
+    leaving = sum(hasattr(getattr(state, "func", state), "result") for state in states)
+    if judged and leaving != 1:
+        why = f"{leaving} of rollout.tools leave changes" if leaving else "nothing works on its tasks"
+        raise ConfigError(f"{why}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
 
 
 def _no_numbers(parts: EpisodeParts, samples: Samples) -> str:

@@ -78,7 +78,7 @@ def runs(place: Place) -> Callable[[F], F]:
     few child processes, which the deadline can kill; so do sync functions without this decorator.
     `one_process`: in a single one, for what is large, such as a model. Async functions run in the loop; one
     with the attribute `own_deadline = True` has deadlines of its own, for example when it first waits for a
-    sandbox: it is cancelled only after 11 times `rollout.reward_timeout`.
+    sandbox: it is cancelled only after 11 times `rollout.reward_timeout`; with `math.inf` it never is.
     """
 
     def mark(function: F) -> F:

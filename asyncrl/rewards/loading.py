@@ -40,7 +40,7 @@ class Reward:
     source: RewardSource
     weight: float = 1.0
     load: Callable[[], object] = lambda: None
-    own_deadline: bool = False
+    own_deadline: float = 0.0
     needs_truth: bool = False
     numbers: bool = False
 
@@ -68,7 +68,7 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     waits = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
     place: Place = "loop" if waits else getattr(found, "runs", "processes")
     load = getattr(function, "load", lambda: None)
-    own = place == "loop" and bool(getattr(found, "own_deadline", False))
+    own = getattr(found, "own_deadline", 0.0) if place == "loop" else 0.0
     called = function if typed else from_verl(function)
     return Reward(
         source.spec,

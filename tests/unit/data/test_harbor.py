@@ -312,20 +312,18 @@ def test_the_page_has_the_table_of_the_reader() -> None:
 
 def test_a_sample_is_checked_for_its_image_and_its_tests(tmp_path: Path, images: Path) -> None:
     (sample,) = read(folder := task_folder(tmp_path / "t"))
-    check_task(sample, 600)
+    check_task(sample, True)
     other = msgspec.structs.replace(sample, extra_info='{"task": "gsm8k"}')
     assert task_of(other) is None
-    check_task(other, 0)
+    check_task(other, False)
     with pytest.raises(ConfigError, match="sample 0 is no task"):
-        check_task(other, 600)
+        check_task(other, True)
     with pytest.raises(ConfigError, match="sample 0: its task, or what judges it, cannot be read"):
-        check_task(msgspec.structs.replace(sample, ground_truth="42"), 600)
-    check_task(msgspec.structs.replace(sample, ground_truth="42"), 0)
-    with pytest.raises(ConfigError, match=r"its tests may take 600 s, and 599 s are allowed; set .*=60$"):
-        check_task(sample, 599)
+        check_task(msgspec.structs.replace(sample, ground_truth="42"), True)
+    check_task(msgspec.structs.replace(sample, ground_truth="42"), False)
     (folder / "tests/test.sh").unlink()
     with pytest.raises(ConfigError, match=r"there is no .*/tests/test\.sh, which judges it; restore it"):
-        check_task(sample, 600)
+        check_task(sample, True)
     (images / task_of(sample).image / "image.json").unlink()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="there is no image"):
-        check_task(sample, 0)
+        check_task(sample, False)

@@ -183,6 +183,10 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": []}
     assert "data.train: nothing works on its tasks; set rollout.agent" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["calculator"]
+    assert "data.train: nothing works on its tasks" in given.notes("data")[-1].text
+    given.keys["rollout.tools"] = ["shell", "python"]
+    assert "data.train: 2 of rollout.tools leave changes; set" in given.notes("data")[-1].text
+    given.keys["rollout.tools"] = ["shell", "calculator"]
     begin(given.config())
     given.keys["resume"] = "auto"
     assert all(note.level == "ok" for note in given.notes("data"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from pathlib import Path
@@ -119,6 +120,16 @@ def test_no_reward_waits_for_ever(tmp_path: Path) -> None:
     file.write_text(PATIENT.format(arguments="given", error="ValueError").replace("0.05", "1000"))
     with pytest.raises(RewardError, match=r"^no reward within 0.011 s$"):
         verdict(load_rewards(f"{file}:Patient"), timeout=0.001)
+
+
+def test_a_reward_whose_steps_all_have_limits_has_no_other_one(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import math\n" + PATIENT.format(arguments="given", error="ValueError('late')"))
+    file.write_text(file.read_text().replace("True", "math.inf"))
+    rewards = load_rewards(f"{file}:Patient")
+    assert Scorer(rewards, 60.0).deadline == math.inf
+    with pytest.raises(RewardError, match=r"^ValueError: late"):
+        verdict(rewards, timeout=0.001)
 
 
 def test_parts_run_side_by_side_and_add_up() -> None:
