@@ -225,7 +225,7 @@ class _Unpacking:
 
     def _add(self, tar: tarfile.TarFile, path: str, member: tarfile.TarInfo) -> None:
         """Make what an entry says, in place of what is there. Links above it are followed inside."""
-        self._count(member.size)
+        self._count(member.size if member.isreg() else 0)  # others could have a negative one
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
             return  # devices and pipes
         if path == "/" or posixpath.basename(path).startswith(DELETED):

@@ -300,6 +300,10 @@ REFUSED: dict[str, tuple[list[Entry], str]] = {
     "many directories": ([(f"{n}/a/b/c/d/e/f", b"") for n in range(9)], "more than 60 entries (--files)"),
     "a large file": ([made("a", size=5 << 20)], "more than 4 MiB of files (--mib)"),
     "large files": ([made(name, size=3 << 20) for name in "ab"], "more than 4 MiB of files (--mib)"),
+    "less than nothing": (
+        [made("d", tarfile.DIRTYPE, size=-(1 << 40)), made("a", size=5 << 20)],
+        "more than 4 MiB of files (--mib)",
+    ),
     "a hole": ([sparse(1 << 50)], "more than 4 MiB of files (--mib)"),
     "a time that is none": ([made("a", pax_headers={"mtime": "nan"})], "Error"),
     "a time that is far": ([made("a", mtime=1 << 80)], "Error"),
