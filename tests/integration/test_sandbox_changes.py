@@ -190,6 +190,8 @@ async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
         assert await found("/usr") == [
             *((changes.DIRECTORY, "usr"), (changes.DIRECTORY, "usr/bin"), (changes.DELETED, "usr/bin/dd"))
         ]
+        await first.run("shell", "rm -r /var && mkdir /var", 5)
+        assert await found("/var/tmp") == [(changes.DELETED, "var/tmp")]
         with pytest.raises(SandboxError, match="bin is a link"):
             await found("/bin")
         await second.apply(await first.changes(("/testbed/b", "/testbed/b/deep")))
@@ -223,6 +225,23 @@ async def test_nothing_runs_meanwhile_and_all_goes_on_afterwards() -> None:
         await jail.run("shell", "sleep 0.05; chmod 0 .", 5)
         assert len(await jail.changes()) > len(first)
         assert await cell(jail, f"import os\nos.stat({jail.home!r}).st_mode & 0o777") == "0\n"
+
+
+CONTINUED = """
+import ctypes, fcntl, os, signal
+libc, event = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint64 * 8)(0, signal.SIGCONT)
+print(libc.timer_create(1, event, event), os.strerror(ctypes.get_errno()))
+try:
+    fcntl.fcntl(1, fcntl.F_SETSIG, signal.SIGCONT)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+async def test_nothing_asks_the_kernel_to_continue_it() -> None:
+    async with box() as jail:
+        assert await cell(jail, CONTINUED) == "-1 Function not implemented\nPermission denied\n"
+        assert (await jail.run("shell", "timeout 5 true", 5)).output == ""
 
 
 async def test_names_that_are_kept_stay_as_they_are() -> None:

@@ -310,6 +310,42 @@ async def test_what_it_writes_is_bounded_and_measured(code: str, image: Image) -
         assert (await box.run("shell", "ls -d /usr", 5)).output == "/usr\n"
 
 
+async def test_no_process_of_the_machines_python_is_open_to_the_code(image: Image) -> None:
+    async with Jail(LIMITS, image=image) as box:
+        await box.run("shell", "mknod pipe p; { readlink /proc/[0-9]*/exe; } > pipe &", 5)
+        seen = await box.read_file("pipe")  # by a child of the warden, meanwhile
+        assert seen.split() == [b"/usr/bin/bash"]
+
+
+EDIT = """
+import asyncio
+from asyncrl.isolation.images import find_image
+from asyncrl.isolation.sandbox.jail import Jail, SandboxLimits
+async def main():
+    for user in ("", "root"):
+        async with Jail(SandboxLimits(memory=0), image=find_image("sha256-group"), user=user) as box:
+            edit = "chmod 700 /usr/bin/ls && mkdir /usr/bin/a && stat -c %a /usr/bin/ls"
+            print((await box.run("shell", edit, 5)).output.strip())
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("command", [[], ["unshare", "--user", "--map-user=1000", "--map-group=2000"]])
+def test_the_group_of_the_user_who_imported_may_have_any_number(images: Path, command: list[str]) -> None:
+    place = images / "sha256-group"
+    if not place.exists():
+        shutil.copytree(small_image(images).root, place / "root", symlinks=True)
+        (place / "image.json").write_text('{"digest": "sha256-group"}')
+    if os.getuid() == 0:
+        for path in (".", "usr", "usr/bin", "usr/bin/ls"):
+            os.chown(place / "root" / path, 0, 0 if command else 4242)
+    environment = os.environ | {"PYTHONPATH": ROOT}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", EDIT], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout.split() == ["700", "700"], done.stderr
+
+
 # Machines and images with which it does not start
 
 

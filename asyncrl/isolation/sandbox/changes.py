@@ -166,9 +166,10 @@ class _Collector:
             if os.path.islink(f"{self._top}/{path}"):
                 raise ChangesError(f"{path} is a link; name the directory that it leads to")
             with _opened(self._changed, parent) as here:
-                if not (found := _find(here, name)):
+                found = _find(here, name)
+                if not found and not opaque:
                     return  # nothing changed there
-                if not stat.S_ISDIR(found.st_mode):
+                if not found or not stat.S_ISDIR(found.st_mode):
                     self._write(DELETED, root)
                     return
                 self._make_readable(here, name, path, found)

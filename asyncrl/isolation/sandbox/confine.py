@@ -213,7 +213,8 @@ def new_root(plan: ConfinementPlan, uid: int) -> int:
     mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     try:
         _fill(plan.shown, uid)
-        sizes = f"size={plan.limits.disk}m,nr_inodes={plan.limits.disk * 256},mode=700,uid={uid},gid={uid}"
+        sizes = f"size={plan.limits.disk}m,nr_inodes={plan.limits.disk * 256},mode=700"
+        sizes += f",uid={uid},gid={uid}" if uid != os.getuid() else ""
         mount("tmpfs", NEW_ROOT + HOME, "tmpfs", MS_NOSUID | MS_NODEV, sizes)
         attempt(lambda: mount("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV), [])
         for name, source in DEVICES.items():

@@ -42,9 +42,9 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
     cannot be mapped to him."""
     if not layers:
         return []
-    owner = os.stat(layers[0]).st_uid
+    owner = os.stat(layers[0])
     users = -1
-    if owner != uid:
+    if owner.st_uid != uid:
         if os.geteuid() != 0:
             raise PermissionError(f"{layers[0]} belongs to another user: import it as the one who runs it")
         users = _map_user(owner, uid)
@@ -63,8 +63,8 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
     return trees
 
 
-def _map_user(owner: int, uid: int) -> int:
-    """Return a descriptor of a user namespace in which `owner` is the user `uid` of this one."""
+def _map_user(owner: os.stat_result, uid: int) -> int:
+    """Return a descriptor of a user namespace in which an `owner` and his group are `uid` of this one."""
     ours, theirs = socketpair()
     pid = os.fork()
     if pid == 0:
@@ -81,9 +81,9 @@ def _map_user(owner: int, uid: int) -> int:
     if not ancillary:
         raise PermissionError("no user namespace to map the image's files in")
     process = int.from_bytes(ancillary[0][2], "little")
-    for name in ("uid_map", "gid_map"):
+    for name, inside in (("uid_map", owner.st_uid), ("gid_map", owner.st_gid)):
         file = os.open(name, os.O_WRONLY, dir_fd=process)
-        os.write(file, f"{owner} {uid} 1".encode())
+        os.write(file, f"{inside} {uid} 1".encode())
         os.close(file)
     users = os.open("ns/user", os.O_RDONLY, dir_fd=process)
     os.close(process)
@@ -103,7 +103,7 @@ def enter_image(
         os.mkdir(f"{private}/{name}", 0o755)
     for layer, tree in enumerate(layers):
         place_mount(tree, f"{private}/{layer}")
-    os.chown(f"{private}/{UPPER}", uid, uid)
+    _give(f"{private}/{UPPER}", uid)
     lower = ":".join(f"{private}/{layer}" for layer in range(len(layers)))
     upper = os.open(f"{private}/{UPPER}", os.O_DIRECTORY | os.O_CLOEXEC)
     os.setxattr(upper, "user.asyncrl", b"")  # so that directories can replace others: Linux 6.6
@@ -166,7 +166,14 @@ def _make_directory(path: str, uid: int, mode: int = 0o755, real: bool = False) 
         _make_directory(os.path.dirname(path), uid)
     os.mkdir(path)
     os.chmod(path, mode)
-    os.chown(path, uid, uid)
+    _give(path, uid)
+
+
+def _give(path: str | int, uid: int) -> None:
+    if (
+        uid != os.getuid()
+    ):  # root's sandbox; any other has no other user, and its group may have another number
+        os.chown(path, uid, uid)
 
 
 def _name_user(uid: int, number: int, home: str) -> None:
@@ -201,6 +208,6 @@ def _replace(path: str, data: bytes, uid: int) -> None:
         if os.path.lexists(path):
             os.unlink(path)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.fchown(file, uid, uid)
+        _give(file, uid)
         with open(file, "wb", 0) as opened:
             opened.write(data)

@@ -172,6 +172,7 @@ UNCOUNTED = {
 CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
 SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = (54, 208), 1, 7, 8
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
+TIMER_CREATE, FCNTL, SET_SIGNAL = (222, 107), (72, 25), 10  # by these the kernel sends any signal
 SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: unmapping a part does not free its pages
 UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
 INET, INET6 = 2, 10  # other families reach the kernel, or past a network namespace to the machine (AF_VSOCK)
@@ -196,15 +197,18 @@ class _BpfProgram(ctypes.Structure):
 def refuse_calls(calls: Iterable[tuple[int, int]]) -> None:
     """Install a filter for this process and its children. It blocks `calls` (values of the tables above), and
     always: new namespaces by clone, shared anonymous memory, sockets but AF_UNIX and the internet's, socket
-    pairs other than streams, and system calls by the numbers of another architecture. To change the size of a
-    socket's buffers has no effect. OSError; KeyError for an unknown architecture."""
+    pairs other than streams, timers and files that send any signal, as SIGCONT would continue a stopped
+    process, and system calls by the numbers of another architecture. To change the size of a socket's buffers
+    has no effect. OSError; KeyError for an unknown architecture."""
     column, audit = MACHINES[MACHINE]
     lines: list[BpfLine] = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), NO]
     lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]
     for numbers in calls:
         lines += [(EQUAL, 0, 1, numbers[column]), NO]
     # clone3's flags lie in memory, which a filter cannot read; without clone3 libc takes clone
-    lines += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
+    for numbers in (CLONE3, TIMER_CREATE):  # and programs take alarm for timers
+        lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
+    lines += [(EQUAL, 0, 4, FCNTL[column]), (LOAD, 0, 0, SECOND), (EQUAL, 0, 1, SET_SIGNAL), NO, YES]
     lines += [(EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST), (ANY_OF, 0, 1, NEW_SPACES), NO, YES]
     families = [(LOAD, 0, 0, FIRST), (EQUAL, 3, 0, UNIX), (EQUAL, 2, 0, INET), (EQUAL, 1, 0, INET6)]
     lines += [(EQUAL, 0, 6, SOCKETS["socket"][column]), *families, (RETURN, 0, 0, REFUSE | EAFNOSUPPORT), YES]

@@ -186,6 +186,7 @@ class Warden:
 
     def _serve_cells(self, control: int) -> int:
         if not self._python:
+            prctl(PR_SET_DUMPABLE, 1)
             interpreter.serve_cells(control)
         return self._exec_python(control, f"serve_cells({control})")
 
@@ -193,6 +194,7 @@ class Warden:
         """`keep`: in an image a file that holds the source."""
         if self._python:
             return self._exec_python(keep, f"os._exit(run_program(open({keep}, 'rb').read()))")
+        prctl(PR_SET_DUMPABLE, 1)
         return interpreter.run_program(source)
 
     def _exec_python(self, keep: int, call: str) -> int:
@@ -219,7 +221,8 @@ class Warden:
         return pid
 
     def _become(self, body: Callable[[], object], streams: Sequence[int], keep: int, cpu: int) -> None:
-        """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit."""
+        """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit. No
+        process of the code can look into it until `body` allows that, or becomes another program."""
         status = CANNOT_RUN
         try:
             os.setsid()
@@ -231,7 +234,6 @@ class Warden:
                 os.dup2(fd, target)
             os.closerange(3, keep)
             os.closerange(max(keep + 1, 3), MAX_FILES)
-            prctl(PR_SET_DUMPABLE, 1)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             set_limits(self._limits, self._confinement.processes, cpu)
             _enter(self._directory)
@@ -332,6 +334,7 @@ COMMANDS: dict[bytes, Callable[[bytes], object]] = {b"s": _run_shell, WRITE: _wr
 def _run_exec(source: bytes) -> int:
     """Become a program that the kernel ends first when the machine has no memory left."""
     directory, words, environment = frames.read_exec(source)
+    prctl(PR_SET_DUMPABLE, 1)  # else the file below is not this user's
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
