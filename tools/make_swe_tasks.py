@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 from swe_tasks.leaks import BaseImage, contents, leak
 from swe_tasks.packages import (
@@ -52,6 +53,9 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.importing import import_image, remove_image
 
+T = TypeVar("T")
+
+AHEAD = 2  # bugs that are tried at once, for each sandbox
 SHOWN = 5  # failures in an instruction
 VERIFIER_SECONDS = 60.0  # at least
 WHEN = 1_700_000_000  # of every commit and file
@@ -187,18 +191,23 @@ class Maker:
         self.base, self.out, self.prefix, self.jobs = base, out, prefix, jobs
         self.below = BaseImage(base.layers)
         self.kinds: Counter[str] = Counter()
+        self.gate = asyncio.Semaphore(jobs)
+
+    async def in_turn(self, work: Awaitable[T]) -> T:
+        async with self.gate:
+            return await work
 
     async def make(self, package: Package, most: int, rng: random.Random, split: str) -> int:
-        """Make up to `most` tasks. `jobs` bugs are tried at a time, and taken in the order of candidates."""
+        """Make up to `most` tasks. Some bugs are tried at once, and taken in the order of candidates."""
         ahead = candidates(package, rng)
         functions: Counter[tuple[str, str]] = Counter()
         made = tried = 0
         while ahead and made < most:
             chunk: list[Awaitable[Bug | None]] = []
-            while ahead and len(chunk) < self.jobs:
+            while ahead and len(chunk) < AHEAD * self.jobs:
                 path, mutation = ahead.pop(0)
                 if functions[path, mutation.function] < PER_FUNCTION and not self.below.has(mutation):
-                    chunk.append(try_bug(self.base, package, path, mutation))
+                    chunk.append(self.in_turn(try_bug(self.base, package, path, mutation)))
             tried += len(chunk)
             for bug in await asyncio.gather(*chunk):
                 function = (bug.path, bug.mutation.function) if bug else ("", "")
@@ -244,13 +253,7 @@ def prepare(requirements: list[str], scratch: Path, below: BaseImage) -> list[Pa
 
 async def make_all(maker: Maker, packages: list[Package], arguments: argparse.Namespace) -> None:
     started, total = time.monotonic(), 0
-    gate = asyncio.Semaphore(arguments.jobs)
-
-    async def learned(package: Package) -> None:
-        async with gate:
-            await learn(maker.base, package)
-
-    await asyncio.gather(*map(learned, packages))
+    await asyncio.gather(*(maker.in_turn(learn(maker.base, package)) for package in packages))
     print(f"{len(packages)} packages learned in {time.monotonic() - started:.0f} s", flush=True)
     for number, package in enumerate(sorted(packages, key=lambda package: len(package.covering))):
         split = "test" if plain_name(package) in arguments.hold_out else "train"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 import shlex
@@ -29,9 +28,9 @@ LIMITS = SandboxLimits(memory=2048, processes=64, open_files=256, file=64, disk=
 LEFT_OUT = ("*.egg-info", "__pycache__", "*.pyc", ".git", "PKG-INFO")
 PYTEST_INI = f"[pytest]\npythonpath = {TESTBED} {TESTBED}/src\naddopts = -p no:cacheprovider\n"
 PYTEST = ("-c", "/tests/pytest.ini", "--rootdir", "/tests", "-q")
-BASE_SECONDS = 600
-STARTED_SECONDS = 5.0  # of CPU for pytest and the imports
-BUSY = 10  # times longer than its CPU time may a run take
+BASE_SECONDS = 60.0  # of CPU that a test may take in the package as it is
+SECONDS = 5.0  # of CPU that each test may take, and three times what it took
+BUSY = 20  # seconds of a run for one of CPU
 NO_MODULES = ("tests", "test", "docs", "setup", "conftest", "noxfile")
 PER_FUNCTION = 2  # tasks
 
@@ -43,7 +42,7 @@ class PackageError(Exception):
 @dataclass
 class Package:
     """Describes a package. `tree`: its files. `tests`: its tests as they lie in /tests of a sandbox.
-    `passing`: the seconds of each test that always passes. `covering`: those that run a line."""
+    `passing`: the CPU seconds of each test that always passes. `covering`: those that run a line."""
 
     name: str
     tree: Path
@@ -126,19 +125,20 @@ def restore(path: str, line: int, text: str) -> str:
 
 
 async def run_tests(
-    image: Image, package: Package, tests: list[str], seconds: int, *, lines: bool = False, change: str = ""
+    image: Image, package: Package, tests: list[str], seconds: float, *, lines: bool = False, change: str = ""
 ) -> dict[str, Any]:
-    """Run tests (none: all) on the package in a sandbox, changed by a command. Empty when they do not end
-    within so much CPU time."""
+    """Run tests (none: all) on the package in a sandbox, changed by a command. Empty when they do not end,
+    or one takes so many seconds of CPU."""
     result, names = "/tmp/result.json", "/tmp/names"
     chosen = [f"@{names}"] if tests else ["--continue-on-collection-errors", "/tests"]
-    words = ["python3", "-I", watch.__file__, result, TESTBED if lines else "", *PYTEST, *chosen]
+    words = [watch.__file__, result, str(seconds), TESTBED if lines else "", *PYTEST, *chosen]
     copies = f"cp -r {package.tree} {TESTBED} && cp -r {package.tests} /tests && cd {TESTBED}"
-    command = f"{copies} && {change or ':'} && ulimit -t {seconds} && exec {shlex.join(words)}"
+    command = f"{copies} && {change or ':'} && exec python3 -I {shlex.join(words)}"
+    longest = BUSY * (seconds + sum(package.passing.get(test, 0) for test in tests))
     shown = [str(package.tree), str(package.tests), watch.__file__]
     async with Jail(LIMITS, show=shown, image=image) as box:
         await box.write_file(names, "".join(f"/tests/{test}\n" for test in tests).encode())
-        ended = await box.run("shell", command, BUSY * seconds)
+        ended = await box.run("shell", command, longest)
         if ended.ending not in (RunEnding.DONE, RunEnding.FAILED):
             return {}
         if ended.status not in (0, 1):
@@ -152,7 +152,7 @@ async def learn(image: Image, package: Package) -> None:
     """Run all tests twice: those that pass both times count, and the second run tells their lines."""
     runs = [await run_tests(image, package, [], BASE_SECONDS, lines=lines) for lines in (False, True)]
     if not all(runs):
-        raise PackageError(f"the tests of {package.name} take more than {BASE_SECONDS} s")
+        raise PackageError(f"a test of {package.name} takes more than {BASE_SECONDS:.0f} s")
     for test in runs[0]["outcomes"]:
         if all(run["outcomes"].get(test, [""])[0] == "passed" for run in runs):
             package.passing[test] = runs[0]["seconds"][test]
@@ -184,7 +184,7 @@ def candidates(package: Package, rng: random.Random) -> list[tuple[str, Mutation
 async def try_bug(image: Image, package: Package, path: str, mutation: Mutation) -> Bug | None:
     """Run the tests that cover a line, twice with the bug. A Bug if some of the package's fail each time."""
     tests = package.covering[path, mutation.line]
-    seconds = math.ceil(STARTED_SECONDS + 3 * sum(package.passing[test] for test in tests))
+    seconds = SECONDS + 3 * max(package.passing[test] for test in tests)
     change = restore(path, mutation.line, mutation.after)
     runs: list[dict[str, tuple[str, str]]] = []
     for _ in range(2):

@@ -1,9 +1,11 @@
 """Run tests and write what became of each as JSON. It runs inside a sandbox, where only pytest is there.
 
-    python3 -I watch.py RESULT DIRECTORY PYTEST-ARGUMENTS…
+    python3 -I watch.py RESULT SECONDS DIRECTORY PYTEST-ARGUMENTS…
+
+SECONDS of CPU time end all of it if one test takes so many.
 
 RESULT: {"outcomes": {test: [passed|failed|skipped, message]}, "lines": {test: {file: [line]}}, "seconds":
-{test: s}, "versions": {"python": …, "pytest": …}}. `lines` are those of files in DIRECTORY ("": of none)
+{test: of CPU}, "versions": {"python": …, "pytest": …}}. `lines` are those of files in DIRECTORY ("": of none)
 that a test ran.
 """
 
@@ -11,8 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Generator
 from types import CodeType, FrameType
@@ -25,18 +29,18 @@ ENOUGH = 1000
 
 
 class Watcher:
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
+    def __init__(self, seconds: float, directory: str) -> None:
+        self.limit, self.directory = seconds, directory
         self.outcomes: dict[str, tuple[str, str]] = {}
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
         self.lines: dict[str, defaultdict[str, list[int]]] = {}
         self.codes: dict[CodeType, list[Any]] = {}  # steps left, lines; of this test
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One of setup, call and teardown, or of the parts of a test: the worst counts."""
         outcome = "skipped" if hasattr(report, "wasxfail") else report.outcome
         worst, _ = self.outcomes.get(report.nodeid, ("", ""))
-        self.seconds[report.nodeid] += report.duration
         if outcome == "failed" and worst != "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
             self.outcomes[report.nodeid] = (outcome, getattr(crash, "message", None) or str(report.longrepr))
@@ -45,16 +49,18 @@ class Watcher:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        if not self.directory:
-            return (yield)
-        self.codes.clear()
-        threading.settrace(self.enter)
-        sys.settrace(self.enter)
+        signal.setitimer(signal.ITIMER_PROF, self.limit)
+        started = time.process_time()
+        if self.directory:
+            self.codes.clear()
+            threading.settrace(self.enter)
+            sys.settrace(self.enter)
         try:
             return (yield)
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
+            self.seconds[item.nodeid] = time.process_time() - started
             found = self.lines[item.nodeid] = defaultdict(list)
             for code, (_, seen) in self.codes.items():
                 if seen:
@@ -75,8 +81,8 @@ class Watcher:
 
 
 def main() -> None:
-    result, directory, *arguments = sys.argv[1:]
-    watcher = Watcher(directory)
+    result, seconds, directory, *arguments = sys.argv[1:]
+    watcher = Watcher(float(seconds), directory)
     status = pytest.main(arguments, plugins=[watcher])
     with open(result, "w") as file:
         found = {name: getattr(watcher, name) for name in ("outcomes", "lines", "seconds")}
