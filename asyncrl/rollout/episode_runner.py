@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncrl.buffer.records import RESUMABLE
 from asyncrl.episodes.recorded import turns_of
 from asyncrl.errors import AsyncrlError, EngineError, NoEngineError, ProtocolError, SetupError, describe
 from asyncrl.gateway import AgentError
@@ -70,7 +71,8 @@ class EpisodeRunner:
             finally:
                 run.release()
             durable = await run.post(record, *run.result_frame(record))
-            durable.add_done_callback(run.forget)
+            if not (isinstance(record, Failed) and record.reason in RESUMABLE):
+                durable.add_done_callback(run.forget)
         finally:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 

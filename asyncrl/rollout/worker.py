@@ -115,14 +115,14 @@ class RolloutWorker:
         self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
         self._pools = self._server_pools(connect) if connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
-        snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
+        self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
             parts.rules,
             parts.scorer,
             self.outbox,
             self.waits,
             oldest=lambda: self._oldest,
-            snapshots=snapshots,
+            snapshots=self._snapshots,
         )
         gateway = Gateway(parts.rules.chat.decode, config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
@@ -233,6 +233,9 @@ class RolloutWorker:
                     self._assign(message, frames)
                 case worker.Cancel():
                     self._drop(message.attempt)
+                    asyncio.get_running_loop().run_in_executor(
+                        None, self._snapshots.forget, message.attempt.uid
+                    )
                 case shared.LoadWeights():
                     self._local[message.lane].loads.offer(message.ref, message.probe)
                 case worker.Engines():

@@ -63,8 +63,9 @@ class Snapshots:
     def forget(self, episode: str) -> None:
         """Remove those of an episode that is over. Blocks."""
         place = self._place(episode)
-        for directory in [one for one in self._sizes if one.parent == place]:
-            del self._sizes[directory]
+        for directory in [*self._sizes]:  # a copy: other threads save
+            if directory.parent == place:
+                del self._sizes[directory]
         emptying.remove(str(place))
         with suppress(OSError):  # there are others
             self._directory.rmdir()

@@ -133,9 +133,13 @@ class EpisodeObject:
         self.called = False
         if self._snapshots is None or not 0 < self._every <= self._unsaved:
             return
-        try:
+
+        async def collect() -> bytes:
             async with self.turn:
-                archive = await call_user(self.state.snapshot, self._limit)
+                return bytes(await self.state.snapshot())
+
+        try:
+            archive = await call_user(collect, self._limit)
             await in_thread(partial(self._snapshots.save, turn, history, archive), "snapshot")
             self._unsaved = 0
         except Exception as problem:

@@ -19,6 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.data.samples import load_samples
 from asyncrl.rollout.worker import run
 from asyncrl.runtime.process import ignore_endings
+from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
@@ -146,7 +147,11 @@ def test_a_worker_that_hears_nothing_fences_itself_and_comes_back(
 
 
 @pytest.mark.parametrize("word", [Cancel, Fenced])
-def test_a_fenced_episode_says_nothing_more(hub: FakeCoordinator, worker: WorkerThread, word: type) -> None:
+def test_a_fenced_episode_says_nothing_more(
+    hub: FakeCoordinator, worker: WorkerThread, word: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten = list[str]()
+    monkeypatch.setattr(Snapshots, "forget", lambda self, episode: forgotten.append(episode))
     engine().gate.clear()
     attempt = hub.assign("e", sample())
     hub.until(lambda: hub.beat and hub.beat.held == (attempt,), "held episode")
@@ -157,6 +162,7 @@ def test_a_fenced_episode_says_nothing_more(hub: FakeCoordinator, worker: Worker
     hub.expect(Finished, attempt=other)
     assert {record.attempt for record in hub.seen(Generated)} == {other}
     assert "e/0" in engine().released
+    assert ("e" in forgotten) == (word is Cancel)  # a worker that is fenced may go on with it
 
 
 def test_turns_wait_for_fresh_weights_by_name(hub: FakeCoordinator, worker: WorkerThread) -> None:

@@ -18,6 +18,8 @@ import pytest
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Request
+from asyncrl.episodes.scoring import Scorer
+from asyncrl.rewards import RewardError, in_loop
 from asyncrl.rollout.worker import run
 from asyncrl.tools import load_tools, snapshots, toolbox
 from asyncrl.tools.snapshots import Snapshots
@@ -110,6 +112,20 @@ def test_calls_without_durable_replies_run_once_more_where_they_have_not_run() -
     again, log = rest.replies
     assert again.endswith(LOST) and again.split()[0] != first.replies[1]
     assert log.split() == [first.replies[0], again.split()[0]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kept"), [(FailReason.TESTS_FAILED_TO_RUN, True), (FailReason.REWARD_ERROR, False)]
+)
+def test_snapshots_stay_for_a_next_attempt_that_goes_on(parent: Path, reason: FailReason, kept: bool) -> None:
+    def reward(**_: Any) -> float:
+        raise RewardError("no", reason)
+
+    bench = SandboxBench(shell(RANDOM), "done")
+    bench.context.scorer = Scorer([in_loop(reward)], 60.0)
+    asyncio.run(bench.run())
+    assert isinstance(last := bench.sent[-1], Failed) and last.reason is reason
+    assert bool([path for path in parent.rglob("*") if path.is_file()]) is kept
 
 
 def test_only_the_turns_after_the_newest_snapshot_run_again() -> None:
