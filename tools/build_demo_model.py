@@ -1,37 +1,39 @@
-"""Build the start checkpoint of the calculator example from nothing: a tokenizer and a tiny Llama.
+"""Build the start checkpoint of an example from nothing: a tokenizer and a tiny Llama.
 
-    python tools/build_demo_model.py --out examples/multiturn/calculator/model
+    python tools/build_demo_model.py calculator --out examples/multiturn/calculator/model
+    python tools/build_demo_model.py shell --out examples/multiturn/shell_tasks/model
 
-Two supervised stages. First clean demonstrations, from one operation to six, until the loss says that
-copying digits and counting operations have formed: they form suddenly and depend on the seed, so an
-attempt that does not get there is given up for another seed. Then a short noisy stage in which each
-decision to call the calculator is, at random, replaced by a guessed answer: the model stays able to use
-the tool but is tempted not to. Undoing that is what is left for reinforcement learning.
+Two supervised stages. First clean demonstrations, from the easiest level to all of them, until the loss says
+that copying and counting have formed: they form suddenly and depend on the seed, so an attempt that does not
+get there is given up for another seed. Then a short noisy stage in which each decision is, at random,
+replaced by a worse one (the calculator: an answer that is guessed instead of calculated): the model stays
+able to use its tool but is tempted not to. Undoing that is what is left for reinforcement learning.
+
+The shell has one stage, with the temptations from the start: clean demonstrations are so alike that a model
+of them copies by position, and a noisy stage then destroys what it can.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import random
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from demo_task import CALCULATOR, GUESS, IGNORE, Encoder, build_tokenizer
-from prepare_chain_math import SHARES, Chain, make_chain
+from demo_calculator import CalculatorTask
+from demo_shell import ShellTask
+from demo_task import IGNORE, DemoTask, Encoder, build_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.conversation.parsers import hermes
-from asyncrl.rewards import final_number
-from asyncrl.tools import call_tool
 
 STARTED = time.perf_counter()
 
@@ -40,23 +42,32 @@ STARTED = time.perf_counter()
 class Plan:
     """Sizes and gates of one build. Losses are moving averages over model tokens, in nats."""
 
-    longest: int = 6  # operations
+    levels: int = 6  # of difficulty, at most; the calculator's are operations
     vocabulary: int = 640
     width: int = 64
     layers: int = 3
     heads: int = 4
     batch: int = 32
     rate: float = 2e-3
-    advance: float = 0.05  # loss at which chains get one operation longer
-    formed: float = 0.03  # loss at the full length at which the learning rate starts to decay
+    advance: float = 0.05  # loss at which the next level comes in
+    formed: float = 0.03  # loss with all levels at which the learning rate starts to decay
     settle: int = 2000  # steps of that decay
     patience: int = 6000  # steps without forming after which an attempt is given up
     attempts: int = 4
-    clean_success: float = 0.97  # sampled, for every number of operations
-    noisy_steps: int = 200
+    clean_success: float = 0.97  # sampled, on every level
+    noisy_steps: int = 200  # 0: no such stage, the first one has the temptations
     noisy_rate: float = 1e-3
     least_success: float = 0.2  # under this RL has too little to start from: no model is written
     episodes: int = 600  # of each evaluation
+
+    def of(self, task: DemoTask[Any]) -> list[int]:
+        return sorted(task.shares)[: self.levels]
+
+
+TASKS: dict[str, tuple[Callable[[], DemoTask[Any]], Plan]] = {
+    "calculator": (CalculatorTask, Plan()),
+    "shell": (ShellTask, Plan(formed=0.2, settle=600, patience=3000, noisy_steps=0, least_success=0.05)),
+}
 
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -112,26 +123,27 @@ class Average:
         return self.value
 
 
-def clean_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int) -> bool:
+def first_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int) -> bool:
     """Learn the task. False: it did not form within the plan's patience."""
     rng = random.Random(seed)
     optimizer = _adam(model)
     step = 0
-    for longest in range(1, plan.longest + 1):
-        data = encoder.batches(rng, list(range(1, longest + 1)), {}, plan.batch)
+    levels = plan.of(encoder.task)
+    for level in levels:
+        data = encoder.batches(rng, levels[:level], not plan.noisy_steps, plan.batch)
         average = Average()
-        gate = plan.advance if longest < plan.longest else plan.formed
+        gate = plan.advance if level < levels[-1] else plan.formed
         rates = (plan.rate * min(1.0, at / 100) for at in itertools.count(step + 1))
         for loss in train(model, data, optimizer, rates):
             step += 1
             average.add(loss)
             if step % 250 == 0:
-                log(f"step {step}: chains up to {longest}, loss {average.value:.4f}")
+                log(f"step {step}: levels up to {level}, loss {average.value:.4f}")
             if step >= plan.patience:
                 return False
             if average.count >= 50 and average.value < gate:
                 break
-        log(f"step {step}: chains up to {longest} formed, loss {average.value:.4f}")
+        log(f"step {step}: levels up to {level} formed, loss {average.value:.4f}")
     for loss in train(model, data, optimizer, _decay(plan.rate, plan.settle)):
         average.add(loss)
     log(f"settled after {plan.settle} more steps, loss {average.value:.5f}")
@@ -139,40 +151,39 @@ def clean_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int
 
 
 def noisy_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int) -> None:
-    """Learn the temptation: see GUESS."""
-    lengths = list(range(1, plan.longest + 1))
-    data = encoder.batches(random.Random(-seed - 1), lengths, GUESS, plan.batch)
+    """Learn the temptations of the task."""
+    data = encoder.batches(random.Random(-seed - 1), plan.of(encoder.task), True, plan.batch)
     losses = list(train(model, data, _adam(model), _decay(plan.noisy_rate, plan.noisy_steps)))
     log(f"noisy stage: {plan.noisy_steps} steps, loss {sum(losses[-50:]) / 50:.3f}")
 
 
 @torch.inference_mode()
 def evaluate(
-    model: LlamaForCausalLM, encoder: Encoder, chains: list[Chain], *, greedy: bool, seed: int = 0
+    model: LlamaForCausalLM, encoder: Encoder, questions: dict[int, list[Any]], *, greedy: bool, seed: int = 0
 ) -> dict[int, float]:
-    """Success by number of operations, in real episodes: the model's text is parsed, the tool is run."""
+    """Success by level, in episodes: the model's text is parsed, its calls are answered."""
     torch.manual_seed(seed)
     model.eval()
-    texts = [encoder.prompt(chain) for chain in chains]
-    answers = [""] * len(chains)
-    live = list(range(len(chains)))
-    for _ in range(max(len(chain.values) for chain in chains) + 2):
+    asked = [one for level in questions.values() for one in level]
+    texts = [encoder.prompt(one) for one in asked]
+    episodes = [encoder.task.begin(one) for one in asked]
+    answers = [""] * len(asked)
+    live = list(range(len(asked)))
+    for _ in range(max(encoder.task.decisions(one) for one in asked) + 2):
         turns = _generate(model, encoder, [texts[row] for row in live], greedy)
         calling = []
         for row, turn in zip(live, turns, strict=True):
             answers[row] = encoder.chat.decode(turn)
             calls = hermes(answers[row]).calls
             if calls and turn[-1] in encoder.chat.stop_ids:
-                reply = asyncio.run(call_tool(CALCULATOR, calls[0]))
-                texts[row] += [*turn, *encoder.reply(reply.content, reply.call)]
+                texts[row] += [*turn, *encoder.reply(episodes[row].reply(calls[0]), calls[0])]
                 calling.append(row)
         live = calling
         if not live:
             break
-    scores = defaultdict(list)
-    for chain, answer in zip(chains, answers, strict=True):
-        scores[len(chain.values)].append(final_number("chain_math", answer, str(chain.values[-1]))["score"])
-    return {length: sum(found) / len(found) for length, found in sorted(scores.items())}
+    scores = [episode.score(answer) for episode, answer in zip(episodes, answers, strict=True)]
+    each = iter(scores)
+    return {level: sum(itertools.islice(each, len(ones))) / len(ones) for level, ones in questions.items()}
 
 
 def _generate(
@@ -191,31 +202,32 @@ def _generate(
     return [_until(turn, encoder.chat.stop_ids) for turn in out]
 
 
-def report(title: str, success: dict[int, float]) -> float:
-    """Print success by number of operations; the mean weighted by the task's SHARES."""
-    weights = [SHARES[length] for length in success]
+def report(title: str, task: DemoTask[Any], success: dict[int, float]) -> float:
+    """Print success by level; the mean weighted by the task's shares."""
+    weights = [task.shares[level] for level in success]
     mean = sum(s * w for s, w in zip(success.values(), weights, strict=True)) / sum(weights)
-    log(f"{title}: {mean:.3f}  " + "  ".join(f"{length} ops {s:.3f}" for length, s in success.items()))
+    log(f"{title}: {mean:.3f}  " + "  ".join(f"level {level} {s:.3f}" for level, s in success.items()))
     return mean
 
 
 def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
     """A start checkpoint, or None if this seed did not lead to one."""
     model = build_model(plan, encoder.tokenizer, seed)
-    if not clean_stage(plan, encoder, model, seed):
+    if not first_stage(plan, encoder, model, seed):
         log(f"seed {seed} did not form within {plan.patience} steps")
         return None
-    rng = random.Random(0)
-    lengths = range(1, plan.longest + 1)
-    chains = [make_chain(rng, length) for length in lengths for _ in range(plan.episodes // plan.longest)]
-    clean = evaluate(model, encoder, chains, greedy=False)
-    report("clean, sampled", clean)
-    if min(clean.values()) < plan.clean_success:
-        log(f"seed {seed}: success under {plan.clean_success} somewhere")
-        return None
-    noisy_stage(plan, encoder, model, seed)
-    sampled = report("start, sampled", evaluate(model, encoder, chains, greedy=False))
-    report("start, greedy", evaluate(model, encoder, chains, greedy=True))
+    rng, task, levels = random.Random(0), encoder.task, plan.of(encoder.task)
+    count = plan.episodes // len(levels)
+    questions = {level: [task.make(rng, level) for _ in range(count)] for level in levels}
+    if plan.noisy_steps:
+        clean = evaluate(model, encoder, questions, greedy=False)
+        report("clean, sampled", task, clean)
+        if min(clean.values()) < plan.clean_success:
+            log(f"seed {seed}: success under {plan.clean_success} somewhere")
+            return None
+        noisy_stage(plan, encoder, model, seed)
+    sampled = report("start, sampled", task, evaluate(model, encoder, questions, greedy=False))
+    report("start, greedy", task, evaluate(model, encoder, questions, greedy=True))
     if sampled < plan.least_success:
         log(f"seed {seed}: sampled success {sampled:.3f} is under {plan.least_success}")
         return None
@@ -253,18 +265,19 @@ def _until(turn: list[int], stops: tuple[int, ...]) -> list[int]:
 
 
 def main() -> int:
-    defaults = Plan()
-    parser = argparse.ArgumentParser(description="Build the start checkpoint of the calculator example.")
+    parser = argparse.ArgumentParser(description="Build the start checkpoint of an example.")
+    parser.add_argument("task", choices=TASKS)
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="of the first attempt")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads")
     for field in fields(Plan):
-        default = getattr(defaults, field.name)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(default), default=default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     args = vars(parser.parse_args())
     torch.set_num_threads(args["threads"])
-    plan = Plan(**{field.name: args[field.name] for field in fields(Plan)})
-    encoder = Encoder(build_tokenizer(plan.vocabulary))
+    task, plan = TASKS[args["task"]]
+    given = {field.name: args[field.name] for field in fields(Plan) if args[field.name] is not None}
+    plan = replace(plan, **given)
+    encoder = Encoder(task(), build_tokenizer(task(), plan.vocabulary))
     log(f"tokenizer: {len(encoder.tokenizer)} tokens")
     for seed in range(args["seed"], args["seed"] + plan.attempts):
         if model := attempt(plan, encoder, seed):

@@ -1,19 +1,18 @@
-"""The calculator task as tokens: chat template, tokenizer, demonstrations. Used by build_demo_model.py."""
+"""A task for build_demo_model.py, and its demonstrations as tokens: chat template, tokenizer, ids."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import torch
-from prepare_chain_math import Chain, make_chain
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.conversation.chat import Chat
-from asyncrl.tools import load_tool
+from asyncrl.tools import Tool
 from asyncrl.types import Message, ToolCall
 
 TEMPLATE = """\
@@ -42,47 +41,55 @@ You may call tools:
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TAGS = ["<tool_call>", "</tool_call>"]
-CALCULATOR = load_tool("calculator")
-TOOLS = (json.dumps(CALCULATOR.schema),)
-NO_CALL = ToolCall(CALCULATOR.name, "{}")
+TAGS = ("<tool_call>", "</tool_call>")
 IGNORE = -100  # the label of tokens that the model did not write
 
-GUESS = {"plus": 0.25, "minus": 0.25, "times": 0.65}
-"""Probability that a demonstration guesses instead of calling the tool for this operation. Above one half
-greedy decoding guesses too; on average about 0.4."""
+Q = TypeVar("Q")  # a question of the task
 
 
-def demonstration(
-    chain: Chain, rng: random.Random, guess: dict[str, float], given: int = 0
-) -> list[str | int]:
-    """The model's turns in order, and between them the calculator's results (int). The first `given` calls
-    are made; from there on each is replaced by a guess with probability guess[operation]."""
-    parts: list[str | int] = []
-    value = chain.start
-    for at, ((op, b), result) in enumerate(zip(chain.operations, chain.values, strict=True)):
-        if at >= given and rng.random() < guess.get(op, 0.0):
-            return [*parts, f"I guess {rng.randrange(10 ** rng.randint(1, 4))}."]
-        call = {"name": CALCULATOR.name, "arguments": {"a": value, "op": op, "b": b}}
-        parts += [f"<tool_call>\n{json.dumps(call)}\n</tool_call>", result]
-        value = result
-    return [*parts, f"The answer is {value}."]
+class Episode(Protocol):
+    """One try at a question, by the rules of the task."""
+
+    def reply(self, call: ToolCall) -> str:
+        """Answer a call of the model, as the tool does."""
+
+    def score(self, answer: str) -> float:
+        """Judge the episode after the model's last turn."""
 
 
-def corpus(count: int = 2000) -> Iterator[str]:
-    """Text for the tokenizer, cut where ids are cut too: at special tokens and where the model starts."""
+class DemoTask(Protocol[Q]):
+    """A task of which a tiny model learns the formats from demonstrations: clean ones, and such in which each
+    decision may be replaced by a worse one. A demonstration has the model's turns at even places and the
+    tool's replies between them; its first `given` decisions are right."""
+
+    tool: Tool
+    shares: Mapping[int, float]  # of samples, by level of difficulty; levels count from 1
+    units: Sequence[str]  # texts that are always one token
+
+    def make(self, rng: random.Random, level: int) -> Q: ...
+    def question(self, asked: Q) -> str: ...
+    def decisions(self, asked: Q) -> int: ...
+    def demonstration(self, asked: Q, rng: random.Random, tempted: bool, given: int = 0) -> list[str]: ...
+    def for_tokenizer(self, rng: random.Random) -> tuple[Q, list[str]]: ...
+    def begin(self, asked: Q) -> Episode: ...
+
+
+def corpus(task: DemoTask[Q], count: int = 2000) -> Iterator[str]:
+    """Text for the tokenizer, cut where ids are cut too: at special tokens, at the task's units, and where
+    the model starts."""
     rng = random.Random(0)
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).apply_chat_template
+    cuts = "|".join(map(re.escape, (*SPECIAL, *TAGS, *task.units))) + r"|(?<=assistant\n)"
     for _ in range(count):
-        chain = make_chain(rng, rng.randint(1, 6))
-        messages = [{"role": "user", "content": chain.question}]
-        for part in demonstration(chain, rng, dict.fromkeys(GUESS, 0.3)):
-            messages.append({"role": "tool" if isinstance(part, int) else "assistant", "content": str(part)})
-        text = render(messages, tools=[CALCULATOR.schema], chat_template=TEMPLATE, tokenize=False)
-        yield from re.split("|".join(map(re.escape, SPECIAL + TAGS)) + r"|(?<=assistant\n)", text)
+        asked, parts = task.for_tokenizer(rng)
+        messages = [{"role": "user", "content": task.question(asked)}]
+        for at, part in enumerate(parts):
+            messages.append({"role": "tool" if at % 2 else "assistant", "content": part})
+        text = render(messages, tools=[task.tool.schema], chat_template=TEMPLATE, tokenize=False)
+        yield from re.split(cuts, text)
 
 
-def build_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(task: DemoTask[Q], vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE with single digits and no splitting at spaces: constant phrases become single ids."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -94,12 +101,12 @@ def build_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
-        corpus(),
+        corpus(task),
         trainers.BpeTrainer(
             vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
         ),
     )
-    core.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*TAGS, *task.units)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=2048
     )
@@ -110,26 +117,30 @@ def build_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 class Encoder:
     """Demonstrations to ids and labels, in exactly the pieces that an episode has."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, task: DemoTask[Q], tokenizer: PreTrainedTokenizerFast) -> None:
+        self.task = task
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer)
+        self._tools = (task.tool.schema_text,)
+        self._no_call = ToolCall(task.tool.name, "{}")
 
-    def prompt(self, chain: Chain) -> list[int]:
-        return list(self.chat.prompt_ids((Message("user", chain.question),), TOOLS))
+    def prompt(self, asked: Q) -> list[int]:
+        return list(self.chat.prompt_ids((Message("user", self.task.question(asked)),), self._tools))
 
-    def reply(self, content: str, call: ToolCall = NO_CALL) -> list[int]:
+    def reply(self, content: str, call: ToolCall | None = None) -> list[int]:
+        call = call or self._no_call
         said = Message("tool", content, tool_call_id=call.id, name=call.name)
         delta = self.chat.delta_ids((said,), self.chat.stop_ids[0])
         assert delta is not None, "the demo's template only appends"
         return list(delta)
 
-    def encode(self, chain: Chain, parts: list[str | int], given: int = 0) -> tuple[list[int], list[int]]:
+    def encode(self, asked: Q, parts: list[str], given: int = 0) -> tuple[list[int], list[int]]:
         """Ids, and labels: the ids of the model's tokens, IGNORE elsewhere and in the first `given` turns."""
-        ids = self.prompt(chain)
+        ids = self.prompt(asked)
         labels = [IGNORE] * len(ids)
         for at, part in enumerate(parts):
-            if isinstance(part, int):
-                piece = self.reply(str(part))
+            if at % 2:
+                piece = self.reply(part)
                 labels += [IGNORE] * len(piece)
             else:
                 piece = [*self.tokenizer.encode(part, add_special_tokens=False), self.chat.stop_ids[0]]
@@ -137,21 +148,19 @@ class Encoder:
             ids += piece
         return ids, labels
 
-    def example(
-        self, chain: Chain, rng: random.Random, guess: dict[str, float]
-    ) -> tuple[list[int], list[int]]:
-        """A demonstration. With guesses, the calls up to a random turn are given and not learned from: else
-        late turns, which few demonstrations would reach, would be forgotten."""
-        given = rng.randint(0, len(chain.values)) if guess else 0
-        return self.encode(chain, demonstration(chain, rng, guess, given), given)
+    def example(self, asked: Q, rng: random.Random, tempted: bool) -> tuple[list[int], list[int]]:
+        """A demonstration. With temptations, the decisions up to a random turn are given and not learned
+        from: else late turns, which few demonstrations would reach, would be forgotten."""
+        given = rng.randint(0, self.task.decisions(asked)) if tempted else 0
+        return self.encode(asked, self.task.demonstration(asked, rng, tempted, given), given)
 
     def batches(
-        self, rng: random.Random, lengths: list[int], guess: dict[str, float], size: int
+        self, rng: random.Random, levels: list[int], tempted: bool, size: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Endless (ids, labels), right-padded, of fresh chains; rows of a batch have similar lengths."""
+        """Endless (ids, labels), right-padded, of fresh questions; rows of a batch have similar lengths."""
         while True:
-            chains = [make_chain(rng, rng.choice(lengths)) for _ in range(4 * size)]
-            rows = sorted((self.example(chain, rng, guess) for chain in chains), key=_length)
+            asked = [self.task.make(rng, rng.choice(levels)) for _ in range(4 * size)]
+            rows = sorted((self.example(one, rng, tempted) for one in asked), key=_length)
             cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
             rng.shuffle(cuts)
             for cut in cuts:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "examples/multiturn/calculator/model"
 SHRUNK = {
-    "longest": 1,
+    "levels": 1,
     "settle": 150,
     "patience": 1500,
     "attempts": 2,
@@ -27,7 +27,13 @@ SHRUNK = {
 @pytest.mark.long
 def test_a_shrunk_build_learns_the_task_and_the_temptation(tmp_path: Path) -> None:
     options = [f"--{name}={value}" for name, value in SHRUNK.items()]
-    command = [sys.executable, str(ROOT / "tools/build_demo_model.py"), f"--out={tmp_path}", *options]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/build_demo_model.py"),
+        "calculator",
+        f"--out={tmp_path}",
+        *options,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,32 @@
+"""The shell's tasks: made from nothing, solved by what reads and by nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.data.harbor import read_tasks
+from tests.fakes.scripts import bench_script
+from tests.integration.runs import ROOT
+
+
+def make_tasks(path: Path, train: int, test: int) -> Path:
+    command = [sys.executable, str(ROOT / "tools/make_shell_tasks.py"), f"--out={path}"]
+    counts = [f"--train={train}", f"--test={test}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *counts], env=environment, check=True, capture_output=True)
+    return path
+
+
+def test_only_what_reads_and_edits_the_right_line_solves_them(tmp_path: Path, images: Path) -> None:
+    bench = bench_script("shell_policies")
+    folders = list(read_tasks(make_tasks(tmp_path, 1, 3) / "test"))
+    lines = {name: share for name, share, *_ in asyncio.run(bench.run(folders))}
+    assert lines.pop("reads both and edits the line").startswith("100.0%")
+    every_line = lines.pop("reads both and edits every line")
+    assert lines.keys() == {"edits the test", "ignores replies"}
+    assert all(share.startswith("0.0%") for share in lines.values()), lines
+    assert every_line.startswith(("33.3%", "66.7%"))
