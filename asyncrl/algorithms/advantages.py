@@ -289,7 +289,8 @@ def optimal_token_baseline(given: CreditInput) -> Credit:
     weighted, weight, plain, members = np.zeros((4, len(own)))
     for trace in given.traces:
         n = min(len(own), len(trace.rewards))
-        lead, norm = own[:n] - to_go(trace.rewards)[:n], _norm(trace)[:n]
+        step = 1 - 2 * np.exp(trace.prox) + trace.collision  # rounding must not turn it negative
+        lead, norm = own[:n] - to_go(trace.rewards)[:n], step.clip(min=0.0).cumsum()[:n]
         weighted[:n] += lead * norm
         weight[:n] += norm
         plain[:n] += lead
@@ -328,9 +329,3 @@ def turn_returns(member: EpisodeResult, turn_gamma: float, turns: int = 1) -> li
 def _discounts(turn: np.ndarray, gamma: float, turn_gamma: float) -> np.ndarray:
     """[T]: what the next model token's return counts here."""
     return gamma * turn_gamma ** np.diff(turn, append=turn[-1:])
-
-
-def _norm(trace: Trace) -> np.ndarray:
-    """[T]: W, which rounding must not turn negative."""
-    step = 1 - 2 * np.exp(trace.prox) + trace.collision
-    return np.cumsum(step.clip(min=0.0))

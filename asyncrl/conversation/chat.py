@@ -57,7 +57,9 @@ class Chat:
         self._accepted = self._probe.accepted()
         self._encode = ChunkEncoder(tokenizer, written)
         no_words = {token for token in written if not token.isalnum() and not token.isspace()}
-        self._control = _any_of({*no_words, *_special(tokenizer)})
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # not every tokenizer has it
+        special = {*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)}
+        self._control = _any_of(no_words | special)
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         stops = [*(controls[token] for token in self._probe.stops()), *eos, *ends]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
@@ -213,12 +215,6 @@ def _controls(tokenizer: Tokenizer) -> dict[str, int]:
     texts = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     read = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts if text}
     return {text: ids[0] for text, ids in read.items() if len(ids) == 1}
-
-
-def _special(tokenizer: Tokenizer) -> list[str]:
-    """Tokens that the tokenizer calls special. Tags of tool calls, and others of some models, are not."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})  # not every tokenizer has it
-    return [*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)]
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

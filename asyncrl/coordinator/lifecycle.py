@@ -147,7 +147,8 @@ class Lifecycle:
         """The last checkpoint is in place, what it covers is forgotten, and the last version acked by all, or
         its time is up."""
         committed, versions = self.state.batches.committed, self.state.versions
-        pushed = versions.newest.step >= committed and versions.all_acked
+        acked = all(held.acked >= versions.newest for held in versions.engines.values())
+        pushed = versions.newest.step >= committed and acked
         saved = self.trainer.checkpoint_step >= committed and not self.trainer.forgetting
         return saved and (pushed or now > self._deadline)
 

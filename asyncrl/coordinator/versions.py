@@ -99,10 +99,6 @@ class VersionLedger:
         return version < self._checksum[0] or checksum == self._checksum[1]
 
     @property
-    def all_acked(self) -> bool:
-        return all(held.acked >= self.newest for held in self.engines.values())
-
-    @property
     def acked_step(self) -> int:
         """Step that the slowest engine has confirmed; of the newest version without engines."""
         return min((held.acked.step for held in self.engines.values()), default=self.newest.step)

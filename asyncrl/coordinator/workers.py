@@ -208,7 +208,9 @@ class WorkerHandler:
                 continue
             if (found := slots.take(needed)) is None:
                 unmet = needed
-                state.waits.append(self._named_wait(needed))
+                held = [held.acked.step for held in state.versions.engines.values()]
+                acked = f"{sum(step >= needed for step in held)} of {len(held)} engines acked"
+                state.waits.append(f"new episodes wait for weights v{max(0, needed)}: {acked}")
                 continue
             (worker, oldest), group = found, state.buffer.live[episode.group]
             kept = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
@@ -249,11 +251,6 @@ class WorkerHandler:
             seconds=episode.seconds,
         )
         self.state.outbox.to_control(worker.peer, message, frames)
-
-    def _named_wait(self, needed: int) -> str:
-        held = [held.acked.step for held in self.state.versions.engines.values()]
-        fresh = sum(step >= needed for step in held)
-        return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
 
 
 def sampling_key(seed: int, uid: str, attempt: int) -> int:

@@ -112,7 +112,8 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
             continue  # of a tool that is not ours: what it found is in the texts
         begins = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
         called = item.type in ("function_call", "custom_tool_call")
-        if own is not None and not (called or (begins and _continues(own, item))):
+        follows = item.type == "message" and own and not own.content and not own.tool_calls
+        if own is not None and not (called or (begins and follows)):
             yield own
             own = None
         match item.type:
@@ -134,11 +135,6 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
                 raise ApiError(400, f"an item of type {item.type!r} is not supported, or has no role")
     if own is not None:
         yield own
-
-
-def _continues(own: Message, item: Item) -> bool:
-    """True if the item is of the same turn: its message follows its reasoning."""
-    return item.type == "message" and not own.content and not own.tool_calls
 
 
 # -- answers -----------------------------------------------------------------------------------------

@@ -148,8 +148,10 @@ class Session:
             case Status():
                 self._running = self._running or message.phase != "starting"
                 self._supervisor.step = message.step
-                if message.phase == "stopping" and self._stop_by is None:
-                    self._follow_stop(now)
+                if message.phase == "stopping" and self._stop_by is None:  # nothing moves in it any more
+                    limit = self._config.stop_timeout
+                    self._begin_stop(now, limit)
+                    self._view.note(f"the run is stopped{self._how} (at most {limit:g} s)")
                 self._view.status(message)
             case StepReport():
                 self._running = True
@@ -178,11 +180,6 @@ class Session:
             self._view.note(f"{reason}: stopping{how} ({limit})")
             self._reason = reason
             self._greet()
-
-    def _follow_stop(self, now: float) -> None:
-        """The coordinator stops the run by itself, as nothing moves in it any more."""
-        self._begin_stop(now, self._config.stop_timeout)
-        self._view.note(f"the run is stopped{self._how} (at most {self._config.stop_timeout:g} s)")
 
     def _begin_stop(self, now: float, seconds: float) -> None:
         self._supervisor.stopping = True

@@ -214,7 +214,10 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
-    _check_language(stopwords)
+    try:
+        _tokenized([""], stopwords)
+    except ValueError as error:
+        raise ConfigError(f"stopwords {stopwords!r}: {one_line(error)}") from None
     home = _cache(cache) / _key(path, stopwords)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -274,13 +277,6 @@ def _read_passages(path: Path) -> Iterator[Passage]:
             yield passage(document)
         except ValueError as error:
             raise ConfigError(f"{path}, document {number}: {error}") from None
-
-
-def _check_language(stopwords: str) -> None:
-    try:
-        _tokenized([""], stopwords)
-    except ValueError as error:
-        raise ConfigError(f"stopwords {stopwords!r}: {one_line(error)}") from None
 
 
 def _cache(cache: str) -> Path:

@@ -82,7 +82,9 @@ def reordered(lengths: np.ndarray) -> np.ndarray | None:
     """`lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for others. Slots are
     read in place, each as far as the longest one at or behind it: long rows belong in front, others at the
     end. Returns the slot [slots] whose content each slot should get, or None while the order is good."""
-    classes = _classes(lengths)
+    # k where the length is at most _SHORT · 2^k; -1 where it is 0.
+    classes = np.ceil(np.log2(np.maximum(lengths, _SHORT) / _SHORT)).astype(np.int64)
+    classes[lengths == 0] = -1
     cells = _SHORT * 2.0**classes * (classes >= 0)
     if (_behind(cells) - cells).sum() < _WORTH:
         return None
@@ -91,12 +93,6 @@ def reordered(lengths: np.ndarray) -> np.ndarray | None:
     sources = np.arange(len(lengths))
     sources[wrong] = wrong[np.argsort(-classes[wrong], kind="stable")]
     return sources
-
-
-def _classes(lengths: np.ndarray) -> np.ndarray:
-    """k where the length is at most _SHORT · 2^k; -1 where it is 0."""
-    found = np.ceil(np.log2(np.maximum(lengths, _SHORT) / _SHORT)).astype(np.int64)
-    return np.where(lengths > 0, found, -1)
 
 
 def _behind(values: np.ndarray) -> np.ndarray:
