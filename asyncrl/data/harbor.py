@@ -126,6 +126,8 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     """Read a task folder, or all in a directory, by name. ConfigError names the folder, what is wrong, and
     what to do."""
     top = Path(os.path.abspath(directory))
+    if not top.is_dir():
+        raise ConfigError(f"{directory}: no such directory; correct the path")
     folders = [top] if _is_task(top) else sorted(filter(_is_task, top.glob("*")))
     if not folders:
         raise ConfigError(

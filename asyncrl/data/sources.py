@@ -59,6 +59,8 @@ def _files(path: str) -> Iterator[tuple[Place, Row]]:
     found = [path] if Path(path).exists() else sorted(glob.glob(path, recursive=True))
     if not found and glob.has_magic(path):
         raise ConfigError(f"{path}: no file is named so; correct the pattern")
+    if not found and path.endswith("/"):
+        raise ConfigError(f"{path}: no such directory; correct the path")
     for name in found or [path]:
         tasks = (task.row for task in read_tasks(name)) if Path(name).is_dir() else None
         for number, row in enumerate(tasks or read_rows(Path(name))):

@@ -70,6 +70,10 @@ def check_task(sample: Sample, judged: bool) -> None:
         if judged:
             raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
         return
-    find_image(task.image)
+    where = f"task {task.name}"
+    try:
+        find_image(task.image)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if tests and not Path(tests.tests, "test.sh").is_file():
         raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")

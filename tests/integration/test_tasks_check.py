@@ -88,4 +88,4 @@ def test_a_table_is_for_people(tasks: Path, capsys: pytest.CaptureFixture[str]) 
     assert line.split()[:3] == ["a-good", "0", "1"] and line.split()[5:] == ["-", "ok"]
     assert end == "1 of 1 tasks are as they should be"
     assert main(["tasks", "check", str(tasks / "none")]) == 2
-    assert "has no task" in capsys.readouterr().err
+    assert "none: no such directory; correct the path" in capsys.readouterr().err

@@ -272,6 +272,8 @@ def test_a_directory_without_tasks_is_one_line(tmp_path: Path, images: Path) -> 
     (tmp_path / "parquet").mkdir()
     with pytest.raises(ConfigError, match=r"has no task, a folder with task\.toml .*/\*\.parquet"):
         read(tmp_path / "parquet")
+    with pytest.raises(ConfigError, match="none/: no such directory; correct the path"):
+        read(f"{tmp_path}/none/")
 
 
 # -- the table ---------------------------------------------------------------------------------------

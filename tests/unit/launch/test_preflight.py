@@ -154,6 +154,9 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     broken, weather, right, nothing = asyncio.run(preflight.try_sample(parts, sample))
     unknown = asyncio.run(preflight.try_sample(without, msgspec.structs.replace(sample, ground_truth="null")))
     assert unknown == [nothing], "without a ground truth there is one answer"
+    task = msgspec.structs.replace(sample, extra_info='{"task": {"name": "t", "image": "debian"}}')
+    (judged,) = asyncio.run(preflight.try_sample(without, task))
+    assert judged == ok("the tests of tasks are tried by asyncrl tasks check"), "no answer is judged"
     call = '{"city":"1","days":1,"kind":"rain"}'
     assert weather == ok(f"weather({call}) replies 'rain in 1 for 1'")
     assert broken.level == "warning" and "OSError: no network" in broken.text
