@@ -1,4 +1,5 @@
-"""The shell's tasks: made from nothing, solved by what reads and by nothing else."""
+"""The shell's tasks: made from nothing, solved by what reads and by nothing else, and a model begins to learn
+them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from asyncrl.data.harbor import read_tasks
+from asyncrl.observe.metrics import REWARD
 from tests.fakes.scripts import bench_script
-from tests.integration.runs import ROOT
+from tests.integration.runs import ROOT, Run
 
 
 def make_tasks(path: Path, train: int, test: int) -> Path:
@@ -30,3 +34,17 @@ def test_only_what_reads_and_edits_the_right_line_solves_them(tmp_path: Path, im
     assert lines.keys() == {"edits the test", "ignores replies"}
     assert all(share.startswith("0.0%") for share in lines.values()), lines
     assert every_line.startswith(("33.3%", "66.7%"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_model_begins_to_learn_them(tmp_path: Path, images: Path) -> None:
+    tasks = make_tasks(tmp_path / "tasks", 64, 8)
+    data = (f"data.train={tasks}/train/", f"data.test={tasks}/test/", "validation.samples=0")
+    batch = ("buffer.groups_per_batch=8", "buffer.episodes_per_group=8", "rollout.slots=64")
+    with Run(tmp_path, *data, *batch, "total_steps=16", experiment="shell_tasks") as run:
+        run.wait(800)
+        summary = run.completed(16)
+        rewards = [row[REWARD] for row in run.rows() if REWARD in row]
+    assert not summary.get("reasons"), "every attempt ended as it should"
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
