@@ -152,10 +152,9 @@ class JudgedByTests:
         ran = await box.execute(program, (null, null, null), tests.seconds)
         endings = {
             RunEnding.LATE: f"the tests did not end within {tests.seconds:g} s",
+            RunEnding.DIED: "the sandbox of the tests ended",
             RunEnding.OVER: f"the tests took more than {box.limits.resident} MiB with their files",
         }
-        if ran.ending is RunEnding.DIED:
-            raise SandboxError("the sandbox of the tests ended")
         if ran.ending in endings:
             raise NoVerdict(endings[ran.ending])
         try:

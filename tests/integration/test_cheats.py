@@ -327,6 +327,7 @@ async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) 
     [
         full("sleep 60 > /dev/null &\nsleep 60", {"seconds": 0.4}, "did not end within 0.4 s"),
         full("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "took more than 64 MiB"),
+        ("kill -INT 1; sleep 60", {}, "the sandbox of the tests ended"),
         ("exit 0", {}, "no verdict"),
     ],
 )
