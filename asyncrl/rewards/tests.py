@@ -130,8 +130,8 @@ class JudgedByTests:
                 files = await in_thread(partial(pack, Path(tests.tests)), "tests")
                 await sandbox.start()
                 if changes is not None:
-                    kept = packed(within(sandbox.workspace, changes))
-                    await sandbox.jail.apply(kept, (*PROTECTED, *protected(sandbox, tests)))
+                    keep = (*PROTECTED, *protected(sandbox, tests))
+                    await sandbox.jail.apply(packed(within(sandbox.workspace, changes, keep)), keep)
                 await sandbox.jail.apply(files)
             return await self._run(sandbox, tests)
         except (SetupError, SandboxError, TimeoutError, OSError) as error:
@@ -187,10 +187,14 @@ def read_changes(result: Any) -> list[Entry]:
         ) from None
 
 
-def within(workspace: Iterable[str], entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Leave out what is outside of these directories."""
+def within(workspace: Iterable[str], entries: Iterable[Entry], keep: Iterable[str]) -> Iterator[Entry]:
+    """Leave out what is outside of these directories, and links that would lead what is kept elsewhere."""
     tops = tuple(os.path.join(os.path.normpath(root), "") for root in workspace)
-    yield from (entry for entry in entries if f"/{entry.path}/".startswith(tops))
+    around = {str(parent) for name in keep for parent in Path(name).parents}
+    for entry in entries:
+        leads = entry.kind == LINK and glob.escape(f"/{entry.path}") in around
+        if f"/{entry.path}/".startswith(tops) and not leads:
+            yield entry
 
 
 def packed(entries: Iterable[Entry]) -> bytes:
@@ -223,7 +227,7 @@ def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
     """Name what else is as the image has it: files of named tests, programs in PATH, what the task names."""
     tops = {"/", sandbox.directory, *sandbox.workspace}
     for file in {name.partition("::")[0] for name in named(tests)}:
-        yield from (glob.escape(os.path.normpath(f"{top}/{file}")) for top in tops)
+        yield from (glob.escape(os.path.normpath(os.path.join(top, file))) for top in tops)
     path = sandbox.environment["PATH"].split(":")
     yield from (glob.escape(os.path.normpath(one)) for one in path if one.startswith("/"))
     yield from tests.protected

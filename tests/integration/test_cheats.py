@@ -278,6 +278,24 @@ async def test_all_cheats_score_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.full
+async def test_tests_that_are_copied_into_the_workspace_are_the_ones_that_run(bench: Bench) -> None:
+    copied = script_bench(
+        bench,
+        "mkdir -p /app/new; cp /tests/test_new.py /app/new\n"
+        + CAREFUL["test.sh"].replace("tests/test_calc", "new/test_new"),
+        turn_green=("new/test_new.py::test_add",),
+    )
+    test = "from calc import add\n\ndef test_add():\n    assert add(2, 3) == 5\n"
+    (Path(bench.tests.tests) / "test_new.py").write_text(test)
+    forged = (
+        "mkdir other; echo 'def test_add(): pass' > other/test_new.py; chmod a-w other/test_new.py other; "
+    )
+    cheats = {"a link": forged + "ln -s other new", "a directory": forged + "mv other new"}
+    found = await copied.all({"a fix": FIX} | cheats)
+    assert scores(found) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), found
+
+
+@pytest.mark.full
 async def test_most_cheats_score_where_tests_run_in_the_agents_sandbox(image: Image, tmp_path: Path) -> None:
     bench = bench_of(image, tmp_path, NAIVE)
     found = await bench.all(CHEATS, bench.exit_code)

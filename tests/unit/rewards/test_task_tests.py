@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import glob
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,7 @@ import pytest
 
 from asyncrl.data.tasks import TaskTests
 from asyncrl.isolation.sandbox.base import SandboxError
-from asyncrl.isolation.sandbox.changes import DELETED, FILE, Entry, read_entries
+from asyncrl.isolation.sandbox.changes import DELETED, FILE, LINK, Entry, read_entries
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.tests import (
     PROTECTED,
@@ -163,8 +164,14 @@ def test_changes_outside_of_the_workspace_are_left_out() -> None:
     entries += [Entry(DELETED, path) for path in ("app", "tests/test_a.py", "srv/in/b")]
     read = read_changes({"changes": base64.b64encode(packed(entries)).decode()})
     assert read == entries
-    kept = [entry.path for entry in within(("/app", "/srv/in/"), read)]
+    kept = [entry.path for entry in within(("/app", "/srv/in/"), read, ())]
     assert kept == ["app/a.py", "app", "srv/in/b"]
+
+
+def test_no_link_leads_from_where_tests_will_be() -> None:
+    entries = [Entry(LINK, path, 0o777, 0, b"x") for path in ("app/[a]", "app/[a]/b", "app/[a]b", "app/c")]
+    keep = ("conftest.py", glob.escape("/app/[a]/b/test_c.py"))
+    assert [entry.path for entry in within(("/app",), entries, keep)] == ["app/[a]b", "app/c"]
 
 
 @pytest.mark.parametrize("result", [None, 1.0, {}, {"score": 1}])
