@@ -2,7 +2,7 @@
 
     python3 -I watch.py RESULT SECONDS DIRECTORY PYTEST-ARGUMENTS…
 
-SECONDS of CPU time end all of it if one test takes so many.
+A test that takes SECONDS of CPU time, or waits four times as long, ends all of it.
 
 RESULT: {"outcomes": {test: [passed|failed|skipped, message]}, "lines": {test: {file: [line]}}, "seconds":
 {test: of CPU}, "versions": {"python": …, "pytest": …}}. `lines` are those of files in DIRECTORY ("": of none)
@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+WAITING = 4
 ENOUGH = 1000
 """Steps of a function that are watched in each test: a loop of a million runs no other lines later on."""
 
@@ -35,7 +36,12 @@ class Watcher:
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, defaultdict[str, list[int]]] = {}
         self.codes: dict[CodeType, list[Any]] = {}  # steps left, lines; of this test
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        self.wind()
+
+    def wind(self) -> None:
+        """Wind up the timers that end this process."""
+        signal.setitimer(signal.ITIMER_PROF, self.limit)
+        signal.setitimer(signal.ITIMER_REAL, WAITING * self.limit)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One of setup, call and teardown, or of the parts of a test: the worst counts."""
@@ -49,7 +55,7 @@ class Watcher:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        signal.setitimer(signal.ITIMER_PROF, self.limit)
+        self.wind()
         started = time.process_time()
         if self.directory:
             self.codes.clear()
