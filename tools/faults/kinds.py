@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.isolation.sandbox.mounts import READ_ONLY, copy_mount, place_mount, set_attributes
 from asyncrl.store.checkpoints import MANIFEST, Checkpoints
 from faults.target import Target
 
@@ -126,8 +127,9 @@ def full_disk(target: Target, victim: str) -> Iterator[None]:
 def read_only(target: Target, victim: str) -> Iterator[None]:
     """No file of the run directory can be made or opened to write; those that are open can be written on."""
     place = str(target.run)
-    subprocess.run(["mount", "--bind", place, place], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+    tree = copy_mount(place)
+    set_attributes(tree, "", READ_ONLY)  # before it is in place: then no file can be open in it to write
+    place_mount(tree, place)
     yield
     subprocess.run(["umount", "--lazy", place], check=True)
 
