@@ -19,7 +19,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import resource
 import shutil
@@ -158,7 +157,7 @@ pass now must still pass.
 
 
 def shortened(message: str) -> str:
-    lines = [line for line in re.sub(r"0x[0-9a-f]{6,}", "0x…", message).splitlines() if line.strip()]
+    lines = [line for line in re.sub(r"x[0-9a-f]{8,}", "x…", message).splitlines() if line.strip()]
     return "".join(f"        {line if len(line) < 160 else line[:160] + '…'}\n" for line in lines[:3])
 
 
@@ -197,9 +196,9 @@ class Maker:
         async with self.gate:
             return await work
 
-    async def make(self, package: Package, most: int, rng: random.Random, split: str) -> int:
+    async def make(self, package: Package, most: int, seed: int, split: str) -> int:
         """Make up to `most` tasks. Some bugs are tried at once, and taken in the order of candidates."""
-        ahead = candidates(package, rng)
+        ahead = candidates(package, seed)
         functions: Counter[tuple[str, str]] = Counter()
         made = tried = 0
         while ahead and made < most:
@@ -261,7 +260,7 @@ async def make_all(maker: Maker, packages: list[Package], arguments: argparse.Na
             f"{package.name}: {len(package.passing)} tests, {len(package.covering)} covered lines", flush=True
         )
         share = math.ceil((arguments.count - total) / (len(packages) - number))
-        total += await maker.make(package, share, random.Random(f"{arguments.seed} {package.name}"), split)
+        total += await maker.make(package, share, arguments.seed, split)
     spent = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     kinds = ", ".join(f"{count} {kind}" for kind, count in maker.kinds.most_common())
     print(f"{total} tasks in {time.monotonic() - started:.0f} s, {spent:.0f} s of CPU: {kinds}")

@@ -125,15 +125,22 @@ def restore(path: str, line: int, text: str) -> str:
 
 
 async def run_tests(
-    image: Image, package: Package, tests: list[str], seconds: float, *, lines: bool = False, change: str = ""
+    image: Image,
+    package: Package,
+    tests: list[str],
+    seconds: float,
+    seed: int,
+    *,
+    lines: bool = False,
+    change: str = "",
 ) -> dict[str, Any]:
-    """Run tests (none: all) on the package in a sandbox, changed by a command. Empty when they do not end,
-    or one takes so many seconds of CPU."""
+    """Run tests (none: all) on the package in a sandbox, changed by a command. `seed` orders what is hashed.
+    Empty when they do not end, or one takes so many seconds of CPU."""
     result, names = "/tmp/result.json", "/tmp/names"
     chosen = [f"@{names}"] if tests else ["--continue-on-collection-errors", "/tests"]
     words = [watch.__file__, result, str(seconds), TESTBED if lines else "", *PYTEST, *chosen]
     copies = f"cp -r {package.tree} {TESTBED} && cp -r {package.tests} /tests && cd {TESTBED}"
-    command = f"{copies} && {change or ':'} && exec python3 -I {shlex.join(words)}"
+    command = f"{copies} && {change or ':'} && PYTHONHASHSEED={seed} exec python3 -s {shlex.join(words)}"
     longest = BUSY * (seconds + sum(package.passing.get(test, 0) for test in tests))
     shown = [str(package.tree), str(package.tests), watch.__file__]
     async with Jail(LIMITS, show=shown, image=image) as box:
@@ -150,10 +157,10 @@ async def run_tests(
 
 async def learn(image: Image, package: Package) -> None:
     """Run all tests twice: those that pass both times count, and the second run tells their lines."""
-    runs = [await run_tests(image, package, [], BASE_SECONDS, lines=lines) for lines in (False, True)]
+    runs = [await run_tests(image, package, [], BASE_SECONDS, seed, lines=seed == 1) for seed in (0, 1)]
     if not all(runs):
         raise PackageError(f"a test of {package.name} takes more than {BASE_SECONDS:.0f} s")
-    for test in runs[0]["outcomes"]:
+    for test in sorted(runs[0]["outcomes"]):
         if all(run["outcomes"].get(test, [""])[0] == "passed" for run in runs):
             package.passing[test] = runs[0]["seconds"][test]
     covering = defaultdict(list)
@@ -166,8 +173,9 @@ async def learn(image: Image, package: Package) -> None:
         raise PackageError(f"{package.name} has no tests that pass and cover its lines")
 
 
-def candidates(package: Package, rng: random.Random) -> list[tuple[str, Mutation]]:
-    """List mutations of lines that tests run, and that the package has once, all kinds in turn."""
+def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
+    """List mutations of lines that tests run, and that the package has once, all kinds in turn. A line more
+    or less, as of a test that depends on the time, leaves the others in their order."""
     everything = b"\n".join(path.read_bytes() for path in sorted(package.tree.rglob("*")) if path.is_file())
     kinds: dict[str, list[tuple[str, Mutation]]] = defaultdict(list)
     for path in sorted({path for path, _ in package.covering}):
@@ -177,8 +185,8 @@ def candidates(package: Package, rng: random.Random) -> list[tuple[str, Mutation
             if (path, one.line) in package.covering and everything.count(one.before.strip().encode()) == 1:
                 kinds[one.kind].append((path, one))
     for found in kinds.values():
-        rng.shuffle(found)
-    return [one for turn in zip_longest(*kinds.values()) for one in turn if one]
+        found.sort(key=lambda one: random.Random(f"{seed} {one}").random())
+    return [one for turn in zip_longest(*(kinds[kind] for kind in sorted(kinds))) for one in turn if one]
 
 
 async def try_bug(image: Image, package: Package, path: str, mutation: Mutation) -> Bug | None:
@@ -187,8 +195,8 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
     seconds = SECONDS + 3 * max(package.passing[test] for test in tests)
     change = restore(path, mutation.line, mutation.after)
     runs: list[dict[str, tuple[str, str]]] = []
-    for _ in range(2):
-        run = await run_tests(image, package, tests, seconds, change=change)
+    for seed in (0, 1):
+        run = await run_tests(image, package, tests, seconds, seed, change=change)
         runs.append(run.get("outcomes", {}))
         if not any(outcome == "failed" for outcome, _ in runs[-1].values()):
             return None

@@ -1,6 +1,6 @@
 """Run tests and write what became of each as JSON. It runs inside a sandbox, where only pytest is there.
 
-    python3 -I watch.py RESULT SECONDS DIRECTORY PYTEST-ARGUMENTS…
+    python3 -s watch.py RESULT SECONDS DIRECTORY PYTEST-ARGUMENTS…
 
 A test that takes SECONDS of CPU time, or waits four times as long, ends all of it.
 
