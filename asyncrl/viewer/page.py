@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -53,7 +54,10 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
 def write(path: Path, views: Views) -> bool:
     """Write a page that opens without a server: the curves of all runs, and the newest episodes of each. The
     page says what cannot be read. Returns whether the accounts of all runs are exact."""
-    found = {"runs": msgspec.to_builtins(views.answer("runs", {}))}
+    found: dict[str, Any] = {
+        "runs": msgspec.to_builtins(views.answer("runs", {})),
+        "saved": time.strftime("%Y-%m-%d %H:%M"),
+    }
     for number in range(len(found["runs"]["runs"])):
         for name in ("rows", "episodes", "lanes", "summary"):
             found[address(name, run=number)] = _answer(views, name, run=number)
@@ -63,7 +67,7 @@ def write(path: Path, views: Views) -> bool:
             found[address("episode", run=number, uid=uid)] = _answer(views, "episode", run=number, uid=uid)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(found), "utf-8")
-    return all(answer.get("conserved", True) for answer in found.values())
+    return all(answer.get("conserved", True) for answer in found.values() if isinstance(answer, dict))
 
 
 def address(name: str, **query: object) -> str:

@@ -17,14 +17,14 @@ let colour = "logprobs";
 let open = []; // episodes that are shown
 const asked = { list: 0, open: 0 }; // answers of earlier questions are not shown
 
-export function setup(state) {
+function setup(state) {
   const place = document.getElementById("episodes");
   const change = (key, value) => ((wanted[key] = value), (wanted.start = key === "start" ? value : 0), refresh());
   const field = (key, label) => make("input", { placeholder: label, title: label, "data-key": key, onchange: (event) => change(key, event.target.value) });
   const choice = (key, values, label) =>
     make("select", { title: label, "data-key": key, onchange: (event) => change(key, event.target.value) }, ...values.map((value) => make("option", { value }, value || `${label}: all`)));
-  const runs = make("select", { title: "run", onchange: (event) => ((open = []), show(), change("run", Number(event.target.value))) }, ...state.runs.map((run, at) => make("option", { value: at }, run.name)));
-  const colours = make("select", { title: "colour of tokens", id: "colour", onchange: (event) => ((colour = event.target.value), show()) }, ...Object.entries(COLOURS).map(([key, label]) => make("option", { value: key }, `colour: ${label}`)));
+  const runs = make("select", { title: "run", onchange: (event) => ((open = []), present(), change("run", Number(event.target.value))) }, ...state.runs.map((run, at) => make("option", { value: at }, run.name)));
+  const colours = make("select", { title: "colour of tokens", id: "colour", onchange: (event) => ((colour = event.target.value), present()) }, ...Object.entries(COLOURS).map(([key, label]) => make("option", { value: key }, `colour: ${label}`)));
   place.replaceChildren(
     make("div", { class: "bar", id: "filters" }, runs, choice("state", STATES, "state"), choice("end", ENDS, "end"), field("reason", "reason"), field("step_from", "step from"), field("step_to", "step to"), field("reward_from", "reward from"), field("reward_to", "reward to"), field("length_from", "tokens from"), field("length_to", "tokens to"), field("group", "group"), isFile ? null : field("tool", "tool"), choice("order", ORDERS, "order")),
     make("div", { class: "dim", id: "counts" }),
@@ -35,7 +35,14 @@ export function setup(state) {
   const turn = (by) => wanted.start + by * PAGE < total && change("start", Math.max(0, wanted.start + by * PAGE));
 }
 
-export async function refresh() {
+export async function show(place, route, state) {
+  if (!document.getElementById("filters")) setup(state);
+  await refresh();
+}
+
+export const keys = { j: () => next(1), k: () => next(-1), g: () => group(), "/": () => document.querySelector("#filters input")?.focus() };
+
+async function refresh() {
   const mine = ++asked.list;
   try {
     const answer = await ask("episodes", wanted);
@@ -88,13 +95,13 @@ async function load(uids) {
     if (mine !== asked.open) return;
     fail("");
     open = found;
-    show();
+    present();
   } catch (error) {
     fail(error.message);
   }
 }
 
-function show() {
+function present() {
   const place = document.getElementById("transcript");
   place.className = open.length > 1 ? "side" : "";
   place.replaceChildren(...open.map((episode) => draw(episode, colour)));

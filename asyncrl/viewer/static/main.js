@@ -1,79 +1,90 @@
 // The page: its tabs, its keys, and what is asked again while a run goes on.
-import { clock, fail } from "view/dom.js";
+import { clock, fail, make, redraw, swatch, hue } from "view/dom.js";
+import { address, go, route } from "view/route.js";
+import { ask, isFile, saved } from "view/source.js";
+import * as charts from "view/run.js";
 import * as episodes from "view/episodes.js";
-import * as run from "view/run.js";
-import { ask, isFile } from "view/source.js";
-import * as summary from "view/summary.js";
+import * as overview from "view/summary.js";
 import * as time from "view/time.js";
 
 const EVERY = 3000; // milliseconds between two looks at a run that goes on
-const TABS = ["run", "episodes", "time", "summary"];
+const LATE = 15; // seconds without an answer from which on the page says so
+const TABS = { overview, episodes, charts, time };
+const element = (id) => document.getElementById(id);
 
-let state = null;
-let tab = "run";
-
-function open(name) {
-  tab = name;
-  TABS.forEach((one) => (document.getElementById(one).hidden = one !== name));
-  document.querySelectorAll("[data-tab]").forEach((button) => button.setAttribute("aria-selected", String(button.dataset.tab === name)));
-  refresh();
-}
+let state = null; // the newest answer to `runs`
+let heard = 0; // when it came
+let drawing = 0; // only the newest drawing goes on after it has waited for an answer
 
 async function refresh() {
+  const mine = ++drawing;
+  const now = route();
+  const tab = TABS[now.tab] ? now.tab : "overview";
+  document.querySelectorAll("main > section").forEach((one) => (one.hidden = one.id !== tab));
   try {
-    state = await ask("runs");
+    if (!isFile || !state) state = await ask("runs");
+    heard = Date.now();
     fail("");
-    document.getElementById("state").textContent = state.runs.map(line).join(" | ");
-    document.getElementById("state").title = state.runs.map((one) => [one.path, one.flow, one.alert, one.failed, ...one.waits].filter(Boolean).join("\n")).join("\n\n");
-    if (tab === "run") await run.refresh(state);
-    if (tab === "episodes") {
-      if (!document.getElementById("filters")) episodes.setup(state);
-      await episodes.refresh();
-    }
-    if (tab === "time") await time.refresh(state);
-    if (tab === "summary") await summary.refresh(state);
-    document.body.dataset.ready = tab;
+    header(tab, now);
+    await TABS[tab].show(element(tab), now, state, () => mine === drawing);
+    if (mine === drawing) document.body.dataset.ready = tab;
   } catch (error) {
-    fail(error.message);
+    if (mine === drawing) fail(error.message);
   }
+  told();
 }
 
-function line(one) {
-  const left = one.eta === null ? "" : `, ETA ${clock(one.eta)}`;
-  return `${one.name}: ${one.ended || one.phase}, step ${one.step} of ${one.total_steps} after ${clock(one.seconds)}${left}${one.numbers && ` · ${one.numbers}`} · ${one.flow}`;
+function header(tab, now) {
+  const tabs = Object.keys(TABS).filter((name) => name !== "compare" || state.runs.length > 1);
+  redraw(element("tabs"), [tabs, tab, now.run], () => tabs.map((name, at) => make("a", {
+    href: address({ tab: name }), "aria-current": name === tab ? "page" : null, "data-tab": name, title: `key ${at + 1}`,
+  }, name[0].toUpperCase() + name.slice(1))));
+  const runs = state.runs.map((one) => one.name);
+  redraw(element("runs"), [runs, now], () => runs.map((name, at) => make("a", {
+    href: address({ run: at, uid: null, group: null }), "aria-current": String(at) === now.run ? "true" : null,
+  }, swatch(hue(at)), name)));
+  const one = state.runs[now.run] ?? state.runs[0];
+  document.title = `${one.name} · asyncrl`;
+  const left = one.eta === null ? "" : `, ${clock(one.eta)} left`;
+  const steps = one.total_steps ? `step ${one.step} of ${one.total_steps}` : "no step yet";
+  element("state").textContent = `${one.ended || one.phase} · ${steps} · ${clock(one.seconds)}${left}`;
+}
+
+/** How old what is shown is, and whether the server still answers. */
+function told() {
+  const age = Math.round((Date.now() - heard) / 1000);
+  const over = state?.runs.every((one) => one.ended);
+  const gone = !isFile && heard && age > LATE && !(over && element("error").hidden);
+  element("age").textContent = isFile ? `saved ${saved}` : over ? "ended" : `${age} s ago`;
+  element("age").classList.toggle("bad", gone);
 }
 
 async function watch() {
-  if (tab === "run" && !document.hidden && !state?.runs.every((one) => one.ended)) await refresh();
+  const goesOn = !state?.runs.every((one) => one.ended) || !element("error").hidden;
+  if (!document.hidden && goesOn) await refresh();
   setTimeout(watch, EVERY);
 }
 
 function help() {
-  const dialog = document.getElementById("help");
+  const dialog = element("help");
   dialog.open ? dialog.close() : dialog.showModal();
 }
-
-const KEYS = {
-  1: () => open("run"),
-  2: () => open("episodes"),
-  3: () => open("time"),
-  4: () => open("summary"),
-  j: () => tab === "episodes" && episodes.next(1),
-  k: () => tab === "episodes" && episodes.next(-1),
-  g: () => tab === "episodes" && episodes.group(),
-  "/": () => (tab === "episodes" ? document.querySelector("#filters input") : document.getElementById("add-metric"))?.focus(),
-  "?": help,
-};
 
 document.addEventListener("keydown", (event) => {
   const typing = event.target.closest("input, select, textarea");
   if (typing && event.key === "Escape") typing.blur();
-  if (typing || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const names = Object.keys(TABS);
+  const tab = names[Number(event.key) - 1];
+  const act = tab ? () => go({ tab }) : event.key === "?" ? help : TABS[route().tab]?.keys?.[event.key];
+  if (!act) return;
   event.preventDefault();
-  KEYS[event.key]();
+  act();
 });
-document.querySelectorAll("[data-tab]").forEach((button) => button.addEventListener("click", () => open(button.dataset.tab)));
+addEventListener("hashchange", refresh);
+addEventListener("popstate", refresh);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload()); // canvases are painted
-document.getElementById("help-button").addEventListener("click", help);
-open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "run");
+element("help-button").addEventListener("click", help);
+refresh();
+setInterval(told, 1000);
 if (!isFile) setTimeout(watch, EVERY);

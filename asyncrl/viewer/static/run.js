@@ -9,7 +9,7 @@ let shownBy = "step";
 let extra = [];
 let shown = null; // how many bytes of metrics there were: until there are more nothing is asked for
 
-export async function refresh(state) {
+export async function show(place, route, state) {
   const now = JSON.stringify(state.runs.map((run) => [run.rows, run.ended, run.alert]));
   if (now === shown) return;
   const answers = await Promise.all(state.runs.map((_, run) => ask("rows", { run })));
@@ -19,7 +19,7 @@ export async function refresh(state) {
 
 function draw(state, answers) {
   const names = state.runs.map((run) => run.name);
-  if (!document.getElementById("charts")) setup(names);
+  if (!document.getElementById("figures")) setup(names);
   const tables = answers.map((answer) => ({ x: answer[shownBy], columns: answer.columns }));
   const again = () => draw(state, answers);
   const all = [...new Set(answers.flatMap((answer) => Object.keys(answer.columns)))].sort();
@@ -36,7 +36,7 @@ function draw(state, answers) {
   const lags = answers.map((answer, at) => bars(names.length > 1 ? `Tokens by lag: ${names[at]}` : "Tokens by lag, all steps", "lag", answer.lags));
   document.getElementById("alerts").replaceChildren(...answers.flatMap((answer, at) => answer.alerts.map((alert) => warning(names[at], alert))));
   const empty = answers.some((answer) => answer.step.length) ? [] : [make("p", {}, "No step is over yet.")];
-  document.getElementById("charts").replaceChildren(...[...figures, ...lags].filter(Boolean), ...empty);
+  document.getElementById("figures").replaceChildren(...[...figures, ...lags].filter(Boolean), ...empty);
   document.getElementById("differing").replaceChildren(...differences(names, state.differences));
 }
 
@@ -45,10 +45,10 @@ function setup(names) {
   const select = make("select", { title: "x axis", id: "x-axis" }, ...Object.entries(X).map(([key, label]) => make("option", { value: key }, label)));
   const add = make("input", { list: "metrics", placeholder: "add a metric…", id: "add-metric", style: { width: "18rem" } });
   const legend = names.length > 1 ? names.map((name, at) => make("span", {}, make("span", { class: "key", style: { background: PALETTE[at % PALETTE.length] } }), name)) : [];
-  document.getElementById("run").replaceChildren(
+  document.getElementById("charts").replaceChildren(
     make("div", { id: "alerts" }),
     make("div", { class: "bar" }, "x:", select, add, make("datalist", { id: "metrics" }), ...legend),
-    make("div", { class: "charts", id: "charts" }),
+    make("div", { class: "charts", id: "figures" }),
     make("div", { id: "differing" }),
   );
 }

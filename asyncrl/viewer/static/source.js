@@ -4,6 +4,7 @@ const recorded = JSON.parse(document.getElementById("recorded").textContent);
 const DEADLINE = 65000; // milliseconds; the server's own is shorter
 
 export const isFile = recorded !== null;
+export const saved = recorded?.saved ?? ""; // when a page in a file was written
 
 export async function ask(name, query = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);

@@ -2,7 +2,7 @@
 import { fold, make } from "view/dom.js";
 import { ask } from "view/source.js";
 
-export async function refresh(state) {
+export async function show(place, route, state) {
   const names = state.runs.map((run) => run.name);
   const answers = await Promise.all(names.map((_, run) => ask("summary", { run })));
   const several = names.length > 1;
@@ -12,7 +12,7 @@ export async function refresh(state) {
     make("h3", {}, `Transcripts${several ? ` of ${names[run]}` : ""}: first and last validation`),
     ...(answer.transcripts.length ? answer.transcripts.map(transcript) : [make("p", {}, "no validation has kept any")]),
   ]);
-  document.getElementById("summary").replaceChildren(...results, ...notes, ...tables.flat(), ...texts);
+  place.replaceChildren(...results, ...notes, ...tables.flat(), ...texts);
 }
 
 function table(names, found) {

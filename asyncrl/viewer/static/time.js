@@ -136,7 +136,7 @@ let view = null;
 let run = 0;
 let asked = 0; // answers of earlier questions are not drawn
 
-export async function refresh(state) {
+export async function show(place, route, state) {
   if (!view) {
     setup(document.getElementById("time"), state);
     await load();

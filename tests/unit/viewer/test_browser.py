@@ -67,8 +67,12 @@ async def zoomed_in(tab: Tab) -> None:
 
 
 async def looked_at(tab: Tab) -> None:
-    """Curves, alerts and differences; by keys the list, a filter, an episode, its neighbour and its group,
-    lanes, the summary."""
+    """The overview; by keys curves, alerts and differences, the list, a filter, an episode, its neighbour and
+    its group, lanes."""
+    await tab.until('document.querySelectorAll("#overview table").length === 4')
+    summary = await tab.run('document.getElementById("overview").textContent')
+    assert "trainer.lrdefault0.5" in summary and MARKUP in summary and "a: 0 issued" in summary
+    await tab.press("3")
     await tab.until('document.querySelectorAll("canvas").length >= 2')
     legends = await tab.run('[...document.querySelectorAll(".u-legend")].map(o => o.textContent).join()')
     assert "a tokens/s" in legends and "b tokens/s" in legends and "b trained/s, with" in legends
@@ -91,9 +95,5 @@ async def looked_at(tab: Tab) -> None:
     assert await tab.run('document.activeElement.tagName === "INPUT"')
     await tab.run("document.activeElement.blur()")
     await tab.press("4")
-    await tab.until('document.querySelectorAll("#summary table").length === 4')
-    summary = await tab.run('document.getElementById("summary").textContent')
-    assert "trainer.lrdefault0.5" in summary and MARKUP in summary and "a: 0 issued" in summary
-    await tab.press("3")
     await tab.until('document.querySelector("#lanes canvas")')
     assert await tab.run('document.querySelectorAll("img").length') == 0, "a text was read as HTML"
