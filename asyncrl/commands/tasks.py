@@ -17,9 +17,9 @@ from asyncrl.data.sources import Place
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.errors import AsyncrlError, ConfigError, reason
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, SandboxLimits
-from asyncrl.isolation.sandbox.changes import END, FILE, Entry
+from asyncrl.isolation.sandbox.changes import packed
 from asyncrl.rewards.base import RewardInput, evaluate
-from asyncrl.rewards.tests import JudgedByTests
+from asyncrl.rewards.tests import JudgedByTests, pack
 from asyncrl.types import RewardResult
 
 EXPECTED = {
@@ -144,9 +144,7 @@ async def solve(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -> None:
     top = folder.path / "solution"
     if not (top / "solve.sh").is_file():
         raise ConfigError("there is no solution/solve.sh, so nobody knows whether the task can be solved")
-    files = [path for path in sorted(top.rglob("*")) if path.is_file()]
-    entries = [Entry(FILE, str(path.relative_to(folder.path)), 0o755, 0, path.read_bytes()) for path in files]
-    await sandbox.jail.apply(b"".join(entry.frame() for entry in (*entries, Entry(END, ""))))
+    await sandbox.jail.apply(packed(pack(top, "solution/solve.sh")))
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder.solution.items())
     seconds = folder.task.seconds or SECONDS
     result = await sandbox.jail.run("shell", f"{variables} /solution/solve.sh", seconds)

@@ -270,13 +270,13 @@ class Command:
                 said = await talk(words, place, environment, given.get(harness.stdin, b""))
             except CommandError as raised:
                 error = raised
-            result = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
+            result: Any = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
             if sandbox:
                 result = _joined(result, await sandbox.result())
         error = stop.result() if stop.done() else error
         if error is None:
             return result
-        error.result = result
+        error.result = {**result, "ended": str(error)} if sandbox else result
         raise error
 
     def _values(self, place: EpisodePlace, prompt: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from asyncrl.errors import SetupError, one_line
 from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.sandbox.base import ISOLATION, MOST_CHANGES, Program, RunEnding, SandboxError
 from asyncrl.isolation.sandbox.base import SandboxLimits as Limits
-from asyncrl.isolation.sandbox.changes import DIRECTORY, END, FILE, LINK, OPAQUE, Entry, read_entries
+from asyncrl.isolation.sandbox.changes import DIRECTORY, FILE, LINK, OPAQUE, Entry, packed, read_entries
 from asyncrl.isolation.sandbox.detection import check_isolation
 from asyncrl.rewards.base import RewardError, RewardInput, rewards
 from asyncrl.types import FailReason
@@ -44,6 +44,7 @@ PROTECTED = (
 )
 """Names that decide how tests run, or which code: as the image has them, and not as the agent left them."""
 LOGS = "/logs/verifier"
+EMPTY_LOGS = Entry(DIRECTORY, "logs", 0o755), Entry(OPAQUE, "logs/verifier", 0o755)
 SCRIPT = f"exec /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
 LARGEST = 4 << 20  # bytes of a report
 BASE64 = 1.4  # times as long, as files are read
@@ -100,7 +101,9 @@ class JudgedByTests:
             raise RewardError("the sample is no task: it has no extra_info.task with an image")
         tests = msgspec.json.decode(given.sample.ground_truth, type=TaskTests)
         verdict = await self._verdict(task, tests, given.result)
-        return {"score": verdict.score, "components": verdict.components, "tests": verdict.notes or None}
+        ended = given.result.get("ended") if isinstance(given.result, dict) else None
+        notes = "; ".join(str(note) for note in (verdict.notes, ended) if note)
+        return {"score": verdict.score, "components": verdict.components, "tests": notes or None}
 
     async def _verdict(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
         shares = ("turn_green", "stay_green") if named(tests) else ()
@@ -127,12 +130,12 @@ class JudgedByTests:
         try:
             async with asyncio.timeout(self._setup_seconds):
                 sandbox = TaskSandbox(task, self._limits, self._require)
-                files = await in_thread(partial(pack, Path(tests.tests)), "tests")
+                files = await in_thread(partial(pack, Path(tests.tests), "tests/test.sh"), "tests")
                 await sandbox.start()
                 if changes is not None:
                     keep = (*PROTECTED, *protected(sandbox, tests))
                     await sandbox.jail.apply(packed(within(sandbox.workspace, changes, keep)), keep)
-                await sandbox.jail.apply(files)
+                await sandbox.jail.apply(packed((*files, *EMPTY_LOGS)))
             return await self._run(sandbox, tests)
         except (SetupError, SandboxError, TimeoutError, OSError) as error:
             started = sandbox is not None and sandbox.jail.pid is not None
@@ -197,19 +200,14 @@ def within(workspace: Iterable[str], entries: Iterable[Entry], keep: Iterable[st
             yield entry
 
 
-def packed(entries: Iterable[Entry]) -> bytes:
-    return b"".join(entry.frame() for entry in (*entries, Entry(END, "")))
-
-
-def pack(directory: Path) -> bytes:
-    """Pack the tests of a task as /tests, and an empty directory for what they write. OSError if they cannot
-    be read, or are too large."""
-    os.stat(directory / "test.sh")
-    entries = [Entry(OPAQUE, "tests", 0o755), Entry(DIRECTORY, "logs", 0o755)]
-    entries.append(Entry(OPAQUE, LOGS.strip("/"), 0o755))
-    left = MOST_CHANGES
+def pack(directory: Path, script: str) -> list[Entry]:
+    """Pack a directory of a task as /tests, say, where tests/test.sh is the `script` that can be run. OSError
+    if they cannot be read, or are too large."""
+    top, _, name = script.partition("/")
+    os.stat(directory / name)
+    entries, left = [Entry(OPAQUE, top, 0o755)], MOST_CHANGES
     for path in sorted(directory.rglob("*")):
-        inside, found, content, kind = f"tests/{path.relative_to(directory)}", path.lstat(), b"", FILE
+        inside, found, content, kind = f"{top}/{path.relative_to(directory)}", path.lstat(), b"", FILE
         if path.is_symlink():
             kind, content = LINK, os.fsencode(path.readlink())
         elif path.is_dir():
@@ -218,9 +216,9 @@ def pack(directory: Path) -> bytes:
             raise OSError(f"{directory} has more than {MOST_CHANGES} bytes")
         else:
             content = path.read_bytes()
-        mode = found.st_mode & 0o755 | (0o555 if kind == DIRECTORY or inside == "tests/test.sh" else 0o444)
+        mode = found.st_mode & 0o755 | (0o555 if kind == DIRECTORY or inside == script else 0o444)
         entries.append(Entry(kind, inside, mode, found.st_mtime_ns, content))
-    return packed(entries)
+    return entries
 
 
 def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:

@@ -239,9 +239,10 @@ class AgentPlayer:
         except SetupError:
             raise
         except Exception as error:
-            branches = self._branches
-            cut = bool(trained(branches.turns)) and branches.end is EpisodeEnd.LENGTH
-            if branches.refused is None and not cut:
+            branches, ran = self._branches, isinstance(error, CommandError)
+            judged = ran and task_of(self.run.assign.sample)  # the model can end its program
+            own = bool(trained(branches.turns)) and (judged or branches.end is EpisodeEnd.LENGTH)
+            if branches.refused is None and not own:
                 raise AgentError(describe(error)) from error
             return False, result_of(error.result) if isinstance(error, CommandError) else None
 

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest, xxh3_128_hexdigest
 
 from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.isolation.sandbox import emptying
-from asyncrl.isolation.sandbox.changes import END, Entry, read_entries
+from asyncrl.isolation.sandbox.changes import Entry, packed, read_entries
 from asyncrl.types import Turn
 
 PARENT = Path(f"/var/tmp/asyncrl-{os.getuid()}")
@@ -117,16 +117,16 @@ class ToolSnapshots:
         data = (self._directory / name).read_bytes()
         if xxh3_128_digest(data[DIGEST:]) != data[:DIGEST]:
             raise ValueError(f"{name} is damaged")
-        files, frames = {name: len(data)}, list[bytes]()
+        files, entries = {name: len(data)}, list[Entry]()
         for kind, path, mode, mtime_ns, content, digest in _decode(data[DIGEST:]):
             if digest:
                 content = (self._directory / digest).read_bytes()
                 files[digest] = len(content)
                 if xxh3_128_hexdigest(content) != digest:
                     raise ValueError(f"{digest} is damaged")
-            frames.append(Entry(kind, os.fsdecode(path), mode, mtime_ns, content).frame())
+            entries.append(Entry(kind, os.fsdecode(path), mode, mtime_ns, content))
         self._keep([files])
-        return b"".join((*frames, Entry(END, "").frame()))
+        return packed(entries)
 
     def _keep(self, kept: list[dict[str, int]]) -> None:
         """Remove all files but those of `kept`."""

@@ -22,9 +22,9 @@ from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import TASK, Task, TaskTests
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox.base import ISOLATION, SandboxLimits
-from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, read_entries
+from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, packed
 from asyncrl.rewards import RewardError, RewardInput
-from asyncrl.rewards.tests import JudgedByTests, NoVerdict, pack, packed
+from asyncrl.rewards.tests import EMPTY_LOGS, JudgedByTests, NoVerdict, pack
 from asyncrl.types import FailReason, Sample
 from tests.fakes.images import small_image
 from tests.fakes.tasks import bare_image, task_folder
@@ -223,7 +223,7 @@ class Bench:
         sandbox = TaskSandbox(self.task, LIMITS, ISOLATION)
         async with sandbox.jail as jail:
             await jail.run("shell", script, 20)
-            files = read_entries(pack(Path(self.tests.tests)))
+            files = (*pack(Path(self.tests.tests), "tests/test.sh"), *EMPTY_LOGS)
             await jail.apply(
                 packed(one._replace(kind=DIRECTORY) if one.kind == OPAQUE else one for one in files)
             )

@@ -14,8 +14,10 @@ from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway import Command, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.isolation.sandbox.changes import read_entries
+from asyncrl.rewards import RewardInput
 from asyncrl.tools import Toolbox, load_tools
-from asyncrl.types import Message, Sample, ToolCall
+from asyncrl.types import EpisodeEnd, FailReason, Message, Sample, ToolCall
+from tests.fakes.agents import AgentBench
 from tests.fakes.checked import Given, assert_found
 from tests.fakes.hosts import FakeHost
 from tests.fakes.images import small_image
@@ -84,13 +86,18 @@ request = urllib.request.Request(
 )
 urllib.request.urlopen(request).read()
 open("b.txt", "w").write("asked")
-time.sleep(600)
 """
+SLEEPS = "time.sleep(600)\n"
+ENDS = {
+    "it is killed": ("os.system('kill -9 $PPID')", "python ended with code -9"),
+    "it fails": ("raise SystemExit('no')", "python ended with code 1: no"),
+    "it takes too much memory": ("kept = b'x' * (300 << 20)\ntime.sleep(600)", "took more than 200 MiB"),
+}
 
 
 @pytest.mark.parametrize("of", ["option", "task", "episode"])
 async def test_a_program_whose_time_is_up_leaves_what_it_changed(tmp_path: Path, task: Task, of: str) -> None:
-    (tmp_path / "agent.py").write_text(ASKS)
+    (tmp_path / "agent.py").write_text(ASKS + SLEEPS)
     given = msgspec.structs.replace(task, seconds=0.5) if of == "task" else task
     seconds = 0.5 if of == "option" else 0.0
     agent = Command(line=f"python {tmp_path}/agent.py", sandbox="jail", seconds=seconds)
@@ -106,6 +113,30 @@ async def test_a_program_whose_time_is_up_leaves_what_it_changed(tmp_path: Path,
         await gateway.close()
     assert changed(caught.value.result)["root/repo/a.txt"] == b"begun"
     assert changed(caught.value.result)["root/repo/b.txt"] == b"asked"
+
+
+@pytest.mark.parametrize(("how", "asks"), [*((how, True) for how in ENDS), ("it is killed", False)])
+def test_a_program_that_the_model_can_have_ended_is_judged_by_what_it_changed(
+    tmp_path: Path, task: Task, how: str, asks: bool
+) -> None:
+    """Before the first turn it is nothing that the model did."""
+    code, why = ENDS[how]
+    (tmp_path / "agent.py").write_text((ASKS if asks else "import os, time\n") + code)
+    seen = list[RewardInput]()
+
+    def reward(given: RewardInput) -> float:
+        seen.append(given)
+        return 0.0
+
+    agent = Command(line=f"python {tmp_path}/agent.py", sandbox="jail", memory_mb=200)
+    bench = AgentBench(agent, reward=reward)
+    bench.sample = sample_of(task)
+    if not asks:
+        assert bench.failed().reason is FailReason.AGENT_ERROR and not seen
+        return
+    assert bench.finished().result.end is EpisodeEnd.DONE
+    assert changed(seen[0].result)["root/repo/b.txt"] == b"asked"
+    assert why in seen[0].result["ended"]
 
 
 async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task: Task) -> None:

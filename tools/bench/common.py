@@ -88,7 +88,7 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     p = successes / trials
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    return centre - half, centre + half
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:

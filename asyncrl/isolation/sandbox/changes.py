@@ -58,6 +58,11 @@ def _head(entry: Entry, size: int) -> bytes:
     return HEADER.pack(entry.kind, entry.mode, entry.mtime_ns, len(path), size) + path
 
 
+def packed(entries: Iterable[Entry]) -> bytes:
+    """Make an archive."""
+    return b"".join(entry.frame() for entry in (*entries, Entry(END, "")))
+
+
 def read_entries(archive: bytes) -> Iterator[Entry]:
     """Read an archive. ChangesError for one that `collect` cannot have written."""
     return _entries(io.BytesIO(archive).read, len(archive))

@@ -800,6 +800,7 @@ TASK_INFO = '{"task": {"name": "t", "image": "i"}}'
     [
         (TimeUp("late"), {}, EpisodeEnd.TIMEOUT, {"changes": "YQ=="}),
         (CommandError("refused"), {"max_turns": 1}, EpisodeEnd.MAX_TURNS, {"changes": "YQ=="}),
+        (CommandError("killed"), {}, EpisodeEnd.DONE, {"changes": "YQ=="}),
         (None, {"episode_timeout": 0.5}, EpisodeEnd.TIMEOUT, "the time was up before"),
     ],
 )
