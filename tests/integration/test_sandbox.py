@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from asyncrl.isolation.images import find_image
-from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.base import RunEnding, RunKind, RunResult, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
 
 SMALL = SandboxLimits(memory=200, processes=8, file=2, disk=4, output=2000)
@@ -365,6 +365,46 @@ async def test_files_outside_are_not_there_and_not_writable(tmp_path: Path) -> N
     assert result.output == "nothing\n"
 
 
+OF_THE_WARDEN = """
+import os, resource, sys
+attempts = {
+    "limits": lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (99, 99)),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, 1, 5),
+    "priority of a user": lambda: os.setpriority(os.PRIO_USER, 0, 5),
+    "scheduling": lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+}
+for name, attempt in attempts.items():
+    try: attempt()
+    except PermissionError: continue
+    print("could:", name)
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+os.setpriority(os.PRIO_PROCESS, 0, 3)
+print(resource.getrlimit(resource.RLIMIT_NOFILE), os.nice(0))
+"""
+
+
+async def test_limits_and_priority_can_be_lowered_but_not_those_of_the_warden() -> None:
+    assert (await program(OF_THE_WARDEN, needs="files")).output == "(20, 20) 3\n"
+
+
+async def test_programs_handle_signals_as_by_default_whatever_the_owner_ignores() -> None:
+    look = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        async with sandbox() as box:
+            code = f"import subprocess\nsubprocess.run({look!r}, shell=True)\nNone"
+            codes: dict[RunKind, str] = {"shell": look, "program": code, "cell": code}
+            for kind, source in codes.items():
+                shown = await box.run(kind, source, 5)
+                assert [int(line.split()[1], 16) for line in shown.output.splitlines()] == [0, 0], kind
+            late = await box.run("cell", "while True: pass", 0.2)
+            assert (late.ending, late.lost) == (RunEnding.LATE, False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 async def test_links_lead_nowhere_outside(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a key")
     async with sandbox("files") as box:
@@ -670,6 +710,29 @@ def test_it_works_with_fewer_rights(kind: str) -> None:
             "container": "['files', 'memory', 'network', 'orphans']",
         }[kind]
     )
+
+
+CHANGE = """
+import asyncio
+from asyncrl.isolation.sandbox.jail import Jail
+CODE = "import os\\nos.chmod('/proc/self/exe', os.stat('/proc/self/exe').st_mode)"
+async def main():
+    async with Jail(require=()) as box:
+        for kind in ("cell", "program"):
+            print((await box.run(kind, CODE, 5)).output.splitlines()[-1:])
+asyncio.run(main())
+"""
+
+
+@without_image
+def test_the_file_of_a_users_own_python_keeps_its_mode() -> None:
+    """It is reached through a mount that is read-only."""
+    command = [*KINDS["user"], sys.executable, "-c", CHANGE]
+    if subprocess.run([*KINDS["user"], "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine cannot play a user")
+    surroundings = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=surroundings)
+    assert done.stdout.count("Read-only file system: '/proc/self/exe'") == 2, done.stdout + done.stderr
 
 
 DEEP = """

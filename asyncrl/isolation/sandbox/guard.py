@@ -34,15 +34,15 @@ def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str]
     """Be the warden's process. When it ends, the kernel kills every process of its process namespace."""
     try:
         with open(interpreter.__file__) as file:
-            python = file.read() if plan.layers else ""
+            source = file.read()
         confinement = confine.confine(plan, spaces, notes)
         os.environ.update(plan.environment, HOME=confinement.home)
-        if plan.layers:
-            sys.meta_path.clear()  # nothing of the image is ever imported here
-        else:
+        sys.meta_path.clear()  # nothing of an image or the code is ever imported here
+        python = ["python3", "-c", source]
+        if not plan.layers:
             os.environ["TMPDIR"] = confinement.home
-            sys.path[:] = [confinement.home, *sys.path[1:], packages]
-            sys.argv[:] = [""]
+            source += f"sys.path[:] = [{confinement.home!r}, *sys.path, {packages!r}]"
+            python = [sys.executable, "-I", "-S", "-c", source]
         Warden(plan, confinement, python).serve()
     finally:
         os._exit(0)

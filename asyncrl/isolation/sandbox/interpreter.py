@@ -1,17 +1,23 @@
 """The interpreter that keeps its variables: one cell after the other, as a notebook does.
 
-The Python of an image runs the source of this file: it imports nothing of ours, and Python 3.8 is enough.
+A Python inside the sandbox runs the source of this file, as `-c`: it imports nothing of ours and nothing that
+is slow to import, and Python 3.8 is enough.
 """
 
 from __future__ import annotations
 
 import builtins
 import os
-import signal
 import struct
 import sys
 import types
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from typing import Any, NoReturn
+else:
+    import _signal as signal
 
 ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST; the module ast is slow to import
 SHOWN_FRAMES = 6
@@ -20,11 +26,13 @@ DONE = struct.Struct("!I?")  # number of the cell, whether it raised
 SOURCES: dict[str, str] = {}
 """Sources of the cells, by the name that tracebacks give them."""
 OURS = (lambda: 0).__code__.co_filename
+UNHEARD = lambda *_: None  # noqa: E731 (a handler: programs that code starts do not inherit it)
 
 
 def serve_cells(control: int) -> NoReturn:
     """Run the cells that come from a socket; each is answered there when it has ended. What they print goes
     to the present standard output. EOFError when the socket closes."""
+    signal.signal(signal.SIGINT, UNHEARD)
     main, process, output = fresh_main(), os.getpid(), os.dup(1)
     while True:
         number, size = CELL.unpack(_read(control, CELL.size))
@@ -84,7 +92,7 @@ def _raises(source: bytes, name: str, main: types.ModuleType) -> bool:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             _cell(source, name, main)
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, UNHEARD)
     except BaseException as error:
         show(error)
         return True

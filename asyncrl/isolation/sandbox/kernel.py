@@ -170,6 +170,8 @@ UNCOUNTED = {
     "fspick": (433, 433),
 }
 CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
+OF_OTHERS = ((302, 261), (144, 119), (142, 118), (314, 274))  # prlimit64, sched_setscheduler, -param, -attr
+SET_PRIORITY = (141, 140)
 SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = (54, 208), 1, 7, 8
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
 TIMER_CREATE, FCNTL, SET_SIGNAL = (222, 107), (72, 25), 10  # by these the kernel sends any signal
@@ -196,10 +198,11 @@ class _BpfProgram(ctypes.Structure):
 
 def refuse_calls(calls: Iterable[tuple[int, int]]) -> None:
     """Install a filter for this process and its children. It blocks `calls` (values of the tables above), and
-    always: new namespaces by clone, shared anonymous memory, sockets but AF_UNIX and the internet's, socket
-    pairs other than streams, timers and files that send any signal, as SIGCONT would continue a stopped
-    process, and system calls by the numbers of another architecture. To change the size of a socket's buffers
-    has no effect. OSError; KeyError for an unknown architecture."""
+    always: limits and priorities of other processes, as the warden is one, new namespaces by clone, shared
+    anonymous memory, sockets but AF_UNIX and the internet's, socket pairs other than streams, timers and
+    files that send any signal, as SIGCONT would continue a stopped process, and system calls by numbers of
+    another architecture. To change the size of a socket's buffers has no effect. OSError; KeyError for an
+    unknown architecture."""
     column, audit = MACHINES[MACHINE]
     lines: list[BpfLine] = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), NO]
     lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]
@@ -208,6 +211,10 @@ def refuse_calls(calls: Iterable[tuple[int, int]]) -> None:
     # clone3's flags lie in memory, which a filter cannot read; without clone3 libc takes clone
     for numbers in (CLONE3, TIMER_CREATE):  # and programs take alarm for timers
         lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
+    for numbers in OF_OTHERS:
+        lines += [(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, FIRST), (EQUAL, 1, 0, 0), NO, YES]
+    mine = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 2, 0), (LOAD, 0, 0, SECOND), (EQUAL, 1, 0, 0), NO, YES]
+    lines += [(EQUAL, 0, 6, SET_PRIORITY[column]), *mine]
     lines += [(EQUAL, 0, 4, FCNTL[column]), (LOAD, 0, 0, SECOND), (EQUAL, 0, 1, SET_SIGNAL), NO, YES]
     lines += [(EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST), (ANY_OF, 0, 1, NEW_SPACES), NO, YES]
     families = [(LOAD, 0, 0, FIRST), (EQUAL, 3, 0, UNIX), (EQUAL, 2, 0, INET), (EQUAL, 1, 0, INET6)]

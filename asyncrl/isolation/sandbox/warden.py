@@ -1,8 +1,9 @@
 """The first process inside a sandbox starts the processes that run the code, and answers the owner.
 
-    owner ◄── fd 0: requests, replies ──► warden ◄── cells, over a socket ──► interpreter, forked when needed
-                                                 └─ fork ──► a program or a shell, for one request
+    owner ◄── fd 0: requests, replies ──► warden ◄── cells, over a socket ──► interpreter, started when needed
+                                                 └─ fork, exec ──► a program or a shell, for one request
 
+Code never runs in a copy of this process: /proc/self/exe of one leads past the read-only mounts.
 Between two requests only the warden runs; all other processes are stopped. During a request it waits for
 output, the end of the process, the time limit and its owner. The owner sends nothing during a request, so
 a readable connection means that the owner has closed it. The streams of an exec are the owner's, as is the
@@ -23,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from asyncrl.isolation.sandbox import changes, confine, emptying, frames, interpreter, kernel
+from asyncrl.isolation.sandbox import changes, confine, emptying, frames, kernel
 from asyncrl.isolation.sandbox.confine import Confinement, ConfinementPlan
 from asyncrl.isolation.sandbox.frames import GIVE, READ, TAKE, WRITE, RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
@@ -39,10 +40,11 @@ MAX_FILES = 256  # descriptors that this process may have open
 
 
 class Warden:
-    def __init__(self, plan: ConfinementPlan, confinement: Confinement, python: str = "") -> None:
-        """`python`: the source of interpreter.py, for the Python of an image."""
+    def __init__(self, plan: ConfinementPlan, confinement: Confinement, python: Sequence[str]) -> None:
+        """`python`: a command, and as its last word what it is to run before a call of interpreter.py."""
         self._limits = plan.limits
         self._directory = plan.directory
+        self._has_image = bool(plan.layers)
         self._python = python
         self._confinement = confinement
         self._passage = socket(fileno=PASSAGE)
@@ -75,7 +77,7 @@ class Warden:
             self._kill_all()
 
     def _cell(self, request: RunRequest) -> RunReply:
-        process = self._interpreter = self._interpreter or self._fork_interpreter()
+        process = self._interpreter = self._interpreter or self._start_interpreter()
         self._cells += 1
         kept = BoundedOutput(self._limits.output)
         if not process.send_cell(self._cells, request.source):
@@ -106,9 +108,8 @@ class Warden:
         shell, lost, keep = request.kind != b"p", False, -1
         if not shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()
-            if self._python:
-                keep = _file(request.source)  # in an image all files stay: it has more than the home
-            else:
+            keep = _file(request.source)
+            if not self._has_image:  # where all files stay: it has more than the home
                 emptying.empty(self._confinement.home)
         body = COMMANDS.get(request.kind, partial(self._run_program, keep))
         cpu = 0 if shell else int(request.seconds) + 2  # a shell's background processes may live longer
@@ -146,7 +147,7 @@ class Warden:
     def _changes(self, request: RunRequest) -> RunReply:
         """Collect or apply changes of files, over the owner's pipe. No other process runs meanwhile."""
         (pipe,), changed = self._passed("i"), os.dup(self._confinement.upper)
-        top = "/" if self._python else self._confinement.home
+        top = "/" if self._has_image else self._confinement.home
         step = changes.collect if request.kind == TAKE else changes.apply
         process = self._fork(lambda: changes.run(step, top, changed, request.source), pipe, theirs=changed)
         kept = BoundedOutput(self._limits.output)
@@ -178,29 +179,25 @@ class Warden:
             time.sleep(pause)
         return True
 
-    def _fork_interpreter(self) -> WatchedProcess:
+    def _start_interpreter(self) -> WatchedProcess:
         ours, theirs = (end.detach() for end in socketpair())
         os.set_blocking(ours, False)
         nothing = os.open("/dev/null", os.O_RDONLY)
         return self._fork(lambda: self._serve_cells(theirs), nothing, ours, theirs)
 
     def _serve_cells(self, control: int) -> int:
-        if not self._python:
-            prctl(PR_SET_DUMPABLE, 1)
-            interpreter.serve_cells(control)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a first cell that is late before this Python is up
         return self._exec_python(control, f"serve_cells({control})")
 
-    def _run_program(self, keep: int, source: bytes) -> int:
-        """`keep`: in an image a file that holds the source."""
-        if self._python:
-            return self._exec_python(keep, f"os._exit(run_program(open({keep}, 'rb').read()))")
-        prctl(PR_SET_DUMPABLE, 1)
-        return interpreter.run_program(source)
+    def _run_program(self, keep: int, _: bytes) -> int:
+        """`keep`: a file that holds the source."""
+        return self._exec_python(keep, f"os._exit(run_program(open({keep}, 'rb').read()))")
 
     def _exec_python(self, keep: int, call: str) -> int:
-        """Become the image's Python, which runs interpreter.py and a call of it."""
+        """Become the Python inside, which runs a call of interpreter.py."""
         os.set_inheritable(keep, True)
-        return _exec(["python3", "-c", f"{self._python}\n{call}"], os.environ)
+        *words, source = self._python
+        return _exec([*words, f"{source}\n{call}"], os.environ)
 
     def _fork(
         self, body: Callable[[], object], stdin: int, control: int = -1, theirs: int = -1, cpu: int = 0
@@ -222,7 +219,8 @@ class Warden:
 
     def _become(self, body: Callable[[], object], streams: Sequence[int], keep: int, cpu: int) -> None:
         """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit. No
-        process of the code can look into it until `body` allows that, or becomes another program."""
+        process of the code can look into it until `body` allows that, or becomes another program. It handles
+        signals as by default, whatever the owner or Python ignores."""
         status = CANNOT_RUN
         try:
             os.setsid()
@@ -235,6 +233,10 @@ class Warden:
             os.closerange(3, keep)
             os.closerange(max(keep + 1, 3), MAX_FILES)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            for number in range(1, signal.NSIG):
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             set_limits(self._limits, self._confinement.processes, cpu)
             _enter(self._directory)
             status = int(body() or 0)  # type: ignore[call-overload]
@@ -335,8 +337,6 @@ def _run_exec(source: bytes) -> int:
     """Become a program that the kernel ends first when the machine has no memory left."""
     directory, words, environment = frames.read_exec(source)
     prctl(PR_SET_DUMPABLE, 1)  # else the file below is not this user's
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
-        signal.signal(number, signal.SIG_DFL)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     return _exec(words, environment, directory)
