@@ -32,8 +32,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--name", default="", help="import: its name; by default the file's")
     parser.add_argument("--over", default="", metavar="IMAGE", help="import: lay it over this one")
-    for bound, default in msgspec.structs.asdict(Bounds()).items():
-        parser.add_argument(f"--{bound}", type=int, default=default, help=f"import: limit ({default})")
+    for bound in msgspec.structs.fields(Bounds):
+        (unit,) = bound.type.__metadata__
+        text = f"import: refused whole above N {unit.description} ({bound.default})"
+        parser.add_argument(f"--{bound.name}", type=int, default=bound.default, metavar="N", help=text)
     options = parser.parse_intermixed_args(argv)
     if options.action == "list":
         for digest, names in list_images().items():

@@ -7,13 +7,15 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError
 from asyncrl.isolation.images import NAME, Image, find_image, images_directory, list_images
 from asyncrl.isolation.layers import PATH
@@ -21,6 +23,7 @@ from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.unpacking import CHUNK, UNPACK, Bounds, Order
 
 MOST_OVER = 8  # overlayfs takes the paths of all in 4 KiB
+LOCK_SECONDS = 60.0  # to wait for a lock that others hold for moments
 LARGEST = 8 << 20  # bytes of a child's answer
 
 
@@ -44,6 +47,9 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
             path = _copy(source, str(spool), bounds)
         try:
             image = asyncio.run(_unpack(Order(path, str(spool), str(root), image, bounds)))
+        except CallTimeout:
+            late = f"not unpacked within {bounds.seconds} s (--seconds)"
+            raise ConfigError(f"{source}: {late}; nothing was imported") from None
         except ChildError as error:
             raise ConfigError(f"{source}: {error}; nothing was imported") from error
         spool.unlink(missing_ok=True)
@@ -75,7 +81,7 @@ def remove_image(name: str) -> bool:
             (images / "names" / each).unlink()
         if gone:
             (images / digest).rename(images / f"incoming-{digest}")
-            _sweep(images)
+    _sweep(images)
     return gone
 
 
@@ -83,7 +89,7 @@ async def _unpack(order: Order) -> Image:
     child = await Child.start(UNPACK, "the unpacking process", LARGEST)
     try:
         await child.open(True)
-        return await child.ask(order)
+        return await child.ask(order, order.bounds.seconds)
     finally:
         child.kill()
         await child.gone()
@@ -101,20 +107,40 @@ def _copy(source: str, spool: str, bounds: Bounds) -> str:
 
 @contextmanager
 def _locked(images: Path) -> Iterator[None]:
+    """Hold the lock of all images, for a moment. ConfigError where another process keeps it."""
     images.mkdir(parents=True, exist_ok=True)
-    with (images / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    until = time.monotonic() + LOCK_SECONDS
+    with (images / ".lock").open("a+") as lock:
+        while not _lock(lock.fileno()):
+            if time.monotonic() > until:
+                lock.seek(0)
+                why = (
+                    f"process {lock.read()} has kept this lock for {LOCK_SECONDS:g} s; wait for it, or end it"
+                )
+                raise ConfigError(f"{lock.name}: {why}")
+            time.sleep(0.05)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file or directory. False if another process has."""
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 @contextmanager
 def _incoming(images: Path) -> Iterator[Path]:
     """Make a directory for an import, and hold its lock. Litter of earlier imports is deleted."""
+    _sweep(images)
     with _locked(images):
-        _sweep(images)
         place = Path(tempfile.mkdtemp(prefix="incoming-", dir=images))
         held = os.open(place, os.O_DIRECTORY)
-        fcntl.flock(held, fcntl.LOCK_EX)
+        _lock(held)
     try:
         yield place
     finally:
@@ -123,16 +149,16 @@ def _incoming(images: Path) -> Iterator[Path]:
 
 
 def _sweep(images: Path) -> None:
-    """Delete what killed imports have left, and removed images."""
-    for path in images.glob("incoming-*"):
-        if path.is_symlink():
-            path.unlink()
-            continue
-        held = os.open(path, os.O_DIRECTORY)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Delete what killed imports have left, and removed images; others need not wait for that."""
+    litter = dict[int, Path]()
+    with _locked(images):  # outside of it each import has locked its directory
+        for path in images.glob("incoming-*"):
+            if path.is_symlink():
+                path.unlink()
+                continue
+            with suppress(FileNotFoundError):  # another process deletes it
+                litter[os.open(path, os.O_DIRECTORY)] = path
+    for held, path in litter.items():
+        if _lock(held):
             emptying.remove(str(path))
-        except BlockingIOError:
-            continue  # its import is under way
-        finally:
-            os.close(held)
+        os.close(held)

@@ -17,15 +17,15 @@ import os
 import posixpath
 import resource
 import shutil
-import signal
 import stat
 import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from asyncrl.errors import ConfigError, reason
 from asyncrl.isolation.child import Service
@@ -42,14 +42,13 @@ OPAQUE = ("user.overlay.opaque", b"y")
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Limits an import. `mib`: of the contents of all layers. `files`: entries of all layers. `path`: bytes
-    of a name with its directories. `depth`: directories above a file. `seconds`: CPU time."""
+    """Limits an import, which is refused above."""
 
-    mib: int = 16_384
-    files: int = 500_000
-    path: int = 1_024
-    depth: int = 64
-    seconds: int = 1_800
+    mib: Annotated[int, Meta(description="MiB of the files of all layers")] = 16_384
+    files: Annotated[int, Meta(description="files and directories of all layers")] = 500_000
+    path: Annotated[int, Meta(description="bytes of a name with its directories")] = 1_024
+    depth: Annotated[int, Meta(description="directories above a file")] = 64
+    seconds: Annotated[int, Meta(description="seconds of unpacking")] = 1_800
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -73,8 +72,6 @@ def unpack(order: Order) -> Image:
         _become_root()
     hashlib.sha256()  # OpenSSL reads its settings now: later they were the archive's
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (order.bounds.seconds, order.bounds.seconds + 10))
-    signal.signal(signal.SIGXCPU, lambda *_: refuse(f"takes over {order.bounds.seconds} s (--seconds)"))
     os.umask(0)
     os.chmod(order.root, 0o755)
     os.chroot(order.root)

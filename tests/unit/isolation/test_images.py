@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -10,14 +11,18 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
+from asyncrl.isolation import importing as importing_module
 from asyncrl.isolation.images import find_image
 from asyncrl.isolation.importing import MOST_OVER, import_image, remove_image
+from asyncrl.isolation.sandbox import emptying
+from asyncrl.isolation.unpacking import Bounds
 from tests.fakes.images import small_image
 
 ROOT = str(Path(__file__).resolve().parents[3])
@@ -183,11 +188,64 @@ def test_refused_by_one_line(
     assert not own.exists() or left(own) == []
 
 
+def test_the_help_has_the_unit_and_default_of_each_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["image", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--mib N import: refused whole above N MiB of the files of all layers (16384)" in shown
+    assert "--seconds N import: refused whole above N seconds of unpacking (1800)" in shown
+
+
 def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path(tree(tmp_path / "a", "large"), "large").write_bytes(bytes(2 << 20))
     assert main(["image", "import", str(tmp_path / "a"), "--mib", "1"]) == 2
     assert "has more than 1 MiB of files (--mib)" in capsys.readouterr().err
     assert left(own) == []
+
+
+def test_the_time_of_an_import_is_bounded(own: Path, tmp_path: Path) -> None:
+    """However long the bomb takes, or the disk hangs."""
+    bomb = tmp_path / "bomb.gz"
+    with tarfile.open(bomb, "w:gz") as archive:
+        archive.add(tree(tmp_path / "a"), ".")
+    bomb.write_bytes(bomb.read_bytes() + 200 * gzip.compress(bytes(64 << 20), 1))
+    with pytest.raises(ConfigError, match=r"not unpacked within 1 s \(--seconds\); nothing was imported"):
+        import_image(str(bomb), bounds=Bounds(seconds=1))
+    assert left(own) == []
+
+
+def test_a_lock_that_is_kept_is_named_with_who_keeps_it(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = import_image(tree(tmp_path / "a"), "a")
+    monkeypatch.setattr(importing_module, "LOCK_SECONDS", 0.1)
+    with importing_module._locked(own):
+        for call in (partial(import_image, str(tmp_path / "a")), partial(remove_image, "a")):
+            with pytest.raises(
+                ConfigError, match=rf"\.lock: process {os.getpid()} has kept this lock for 0\.1"
+            ):
+                call()
+    assert find_image("a") == image
+
+
+def test_litter_is_deleted_while_others_import(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take long."""
+    import_image(tree(tmp_path / "a"), "a")
+    (own / "incoming-litter").mkdir()
+    emptied = list[str]()
+
+    def remove(path: str) -> None:
+        if path.endswith("litter"):
+            with importing_module._locked(own):
+                emptied.append(path)
+        remove_directory(path)
+
+    remove_directory = emptying.remove
+    monkeypatch.setattr(emptying, "remove", remove)
+    monkeypatch.setattr(importing_module, "LOCK_SECONDS", 0.1)
+    assert remove_image("a") and left(own) == [] and len(emptied) == 1
 
 
 USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
