@@ -211,8 +211,7 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """An engine returns it for one request. Spans are relative to `ids`. `routes`: where they were asked
-    for."""
+    """An engine returns it for one request. Spans are relative to `ids`. `routes`: where asked for."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -335,8 +334,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
         return f"{wrong[0]}; it must be within ±{MAX_REWARD:g}" if wrong else ""
 
     def misfit(self, turns: int, tokens: int) -> str:
-        """Why it is no result of an episode of so many turns, and of no more than so many tokens; '' if it
-        may be one."""
+        """Why it is no result of an episode of so many turns and at most so many tokens; '' if it may be."""
         lists = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
         if any(length not in (0, turns) for length in lists):
             return f"lists of {lists} entries for {turns} turns"

@@ -43,8 +43,7 @@ __all__ = ["Advantage", "Credit", "CreditInput", "Scale", "Trace", "advantage", 
 
 
 def load_named_files(config: RunConfig) -> None:
-    """Import each file and module that a key of `algorithm` names: what it registers is then known by its
-    bare name, to every key."""
+    """Import each file and module that a key of `algorithm` names: all keys then know what it registers."""
     for key in ("advantage", "loss", "correction", "aggregation", "shaping"):
         plugin = getattr(config.algorithm, key) or ()
         for name in [plugin] if isinstance(plugin, str) else plugin:

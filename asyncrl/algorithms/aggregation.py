@@ -43,8 +43,7 @@ class Aggregation:
         return self.of(tokens, group_tokens)
 
     def bound(self, facts: Mapping[str, Any], where: str) -> Aggregation:
-        """With those of the run's facts that the rule names as options: `length`, the limit of tokens of an
-        episode."""
+        """With those facts of the run that the rule names: `length`, the limit of tokens of an episode."""
         named = {name: facts[name] for name in inspect.signature(self.of).parameters if name in facts}
         return replace(self, of=bind(self.of, named, where))
 
@@ -57,8 +56,7 @@ aggregations: Registry[Aggregation] = Registry("aggregation", Aggregation)
 
 
 def aggregation(name: str, **needs: bool) -> Callable[[Callable[..., Share]], Aggregation]:
-    """Register a function `(tokens, group_tokens, *, options…) -> Share` under `name`; `needs` are the other
-    fields of `Aggregation`."""
+    """Register `(tokens, group_tokens, *, options…) -> Share` as `name`; `needs`: fields of `Aggregation`."""
     return lambda function: aggregations.register(name)(Aggregation(function, **needs))
 
 

@@ -99,6 +99,5 @@ advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
 def advantage(name: str, **needs: Any) -> Callable[[Callable[..., Credit]], Advantage]:
-    """Register a function `(given: CreditInput, *, options…) -> Credit` under `name`; `needs` are the fields
-    of `Advantage`."""
+    """Register `(given: CreditInput, *, options…) -> Credit` as `name`; `needs`: fields of `Advantage`."""
     return lambda function: advantages.register(name)(Advantage(function, **needs))

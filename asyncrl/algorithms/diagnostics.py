@@ -120,8 +120,7 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _spread(sums: Mapping[str, float]) -> dict[str, float]:
-    """Measures how far rho is from 1, from the sums of a lag bucket or of all tokens. Empty without fresh
-    tokens."""
+    """How far rho is from 1, by the sums of a lag bucket or of all tokens. Empty without fresh tokens."""
     fresh = sums.get("fresh", 0.0)
     if not fresh:
         return {}

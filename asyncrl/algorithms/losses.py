@@ -50,8 +50,7 @@ class LossInput:
     prepared: Tensor | None = None
 
     def weighed(self, value: Tensor) -> Tensor:
-        """[N] times the correction's weight, which is 0 or 1 for a loss that contains pi/mu; 0 where not
-        fresh."""
+        """[N] times the correction's weight; 0 or 1 for a loss that contains pi/mu; 0 where not fresh."""
         return torch.where(self.fresh, self.correction.weight * value, 0.0)
 
     def episode_sum(self, value: Tensor) -> Tensor:
@@ -128,8 +127,7 @@ losses: Registry[Loss] = Registry("loss", Loss, RENAMED)
 def loss(
     name: str, *, ratio: Literal["mu", "prox"], **needs: Any
 ) -> Callable[[Callable[..., TokenLoss]], Loss]:
-    """Register a function `(given: LossInput, *, options…) -> TokenLoss` under `name`; `needs` are the other
-    fields of `Loss`."""
+    """Register `(given: LossInput, *, options…) -> TokenLoss` as `name`; `needs`: fields of `Loss`."""
     return lambda function: losses.register(name)(Loss(function, ratio, **needs))
 
 

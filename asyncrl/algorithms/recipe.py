@@ -265,8 +265,7 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 
 def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
-    """Names the keys that make no sense for conversations that nothing has sampled and that earn no
-    reward."""
+    """Name the keys that make no sense for conversations that nobody has sampled and that earn nothing."""
     demonstrations, name = recipe.loss.demonstrations, f"algorithm.loss {recipe.loss_name!r}"
     size, temperature = config.buffer.episodes_per_group, config.rollout.temperature
     return {

@@ -93,8 +93,7 @@ class Batches:
         buffer: where trajectories are taken from.
         micro_tokens: tokens of one micro-batch on one rank, padding included.
         flush: train a short batch when the data has run out, rather than drop it.
-        packing: padded: rows as long as the longest. tree: members of a group stay together, and share their
-            prompt.
+        packing: padded: rows as long as the longest. tree: a group stays together, and shares its prompt.
     """
 
     def __init__(

@@ -203,8 +203,7 @@ class Chat:
         return self._encode(self._render(self._safe_replies(messages), tools))
 
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """Encode the rest with the end of the turn in front, so that the rest is tokenised as in the whole
-        conversation."""
+        """Encode the rest behind the end of the turn, to be tokenised as in the whole conversation."""
         rest = self._probe.rest(self._safe_replies(messages))
         return self._encode(self._probe.end(messages).token + rest)
 

@@ -258,8 +258,7 @@ class _Beginning:
 
 @dataclass(frozen=True)
 class _Rests:
-    """The way in which the template rewrites earlier turns ('': not), and the texts after the first and
-    second turn."""
+    """How the template rewrites earlier turns ('': not), and the texts after the first and second turn."""
 
     rewrites: str
     first: str = ""

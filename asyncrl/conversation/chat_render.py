@@ -42,8 +42,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """The form in which a template wants its messages. The defaults: OpenAI's shape, with arguments as
-    objects."""
+    """The form in which a template wants its messages. The default is OpenAI's, with arguments as objects."""
 
     argument_text: bool = False  # arguments are JSON text (DeepSeek)
     short_ids: bool = False  # ids of calls have nine letters or digits (Mistral)

@@ -205,8 +205,7 @@ class WrittenFiles:
         self._senders: dict[bytes, tuple[str, int, int, float]] = {}
 
     def written(self, peer: bytes, message: shared.WrittenBytes, frames: list[bytes], now: float) -> None:
-        """Take bytes of a file, once each. There is no answer where the disk is full, or the file is another
-        role's."""
+        """Take bytes of a file, once each. No answer where the disk is full, or the file another role's."""
         role, (kind, _, file) = role_of(peer), message.name.partition("/")
         if not file.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
             log.warning("%s sends %s, which is not its own", peer.decode(), message.name)

@@ -97,8 +97,7 @@ class RecordHandler:
                 assert_never(message)
 
     def _keep_text(self, episode: EpisodeRecord, message: Finished) -> None:
-        """Saves the text of an episode that is transcribed. `versions`: of the policy, from the oldest to the
-        newest."""
+        """Save the text of an episode that is transcribed. `versions`: from the oldest to the newest."""
         if not message.text:
             return
         state = self.state

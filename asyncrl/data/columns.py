@@ -94,8 +94,7 @@ MODELS = ("reward_model", "classifier", "llm_judge")
 
 
 class IgnoredSettings:
-    """Counts the rows of a source that ask for something, by (what, its name), and collects unread
-    columns."""
+    """Counts the rows that ask for something, by (what, its name), and collects unread columns."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], int] = {}

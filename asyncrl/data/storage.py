@@ -24,8 +24,7 @@ WORD = struct.Struct("<Q")
 
 
 class Footer(msgspec.Struct, frozen=True):
-    """`fingerprint`: of all samples in their order. `sizes`: samples of each source, in the order of the
-    sources."""
+    """`fingerprint`: of all samples in their order. `sizes`: samples of each source, in their order."""
 
     fingerprint: str
     sizes: tuple[int, ...]

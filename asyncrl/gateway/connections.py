@@ -31,8 +31,7 @@ class Connections:
         return lambda: _Bounded(self, self._make(), episode)
 
     def trust(self, request: web.Request, episode: object) -> bool:
-        """Note that the request's connection has shown the key of this episode. False if its listener is that
-        of another episode."""
+        """Note that the connection has shown the key of this episode. False if its listener is another's."""
         one = self._known.get(request.protocol) or self._strangers.get(request.protocol)
         if one is None or one.episode not in (None, episode):
             return False

@@ -133,8 +133,7 @@ class StreamedText:
 
 
 def _after(streamed: str, whole: str) -> str:
-    """Return all of it if it does not have what was streamed: a thought that the model ends without a
-    beginning."""
+    """Return all of it if it lacks what was streamed: a thought that ends without a beginning."""
     return whole.partition(streamed)[2] if streamed and streamed in whole else whole
 
 

@@ -112,8 +112,7 @@ class Console:
 def open_console(
     mode: Literal["auto", "live", "plain", "off"], title: str, total: int, threshold: float, run_dir: Path
 ) -> Iterator[Console]:
-    """A console; a live one gives the terminal back at the end. `run_dir`: where transcripts are, which keys
-    show."""
+    """A console; a live one gives the terminal back. `run_dir`: where transcripts are, which keys show."""
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
         chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode

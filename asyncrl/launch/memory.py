@@ -49,8 +49,7 @@ Shapes = dict[str, tuple[int, ...]]  # by the name of a weight
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of tensors on one rank. `work`: what comes and goes in a micro-batch of `rows` rows of `length`
-    tokens, at its highest."""
+    """Bytes of tensors on one rank. `work`: the most in a micro-batch of `rows` rows of `length` tokens."""
 
     weights: int
     gradients: int
@@ -118,8 +117,7 @@ class Work(NamedTuple):
 
 
 def footprint(config: RunConfig) -> Footprint:
-    """Return what one rank of this configuration holds, with a critic, a reference model, and the largest
-    micro-batch.
+    """Return what one rank holds, with a critic, a reference model, and the largest micro-batch.
 
     It is within 15% of what tests/fakes/traced.py counts for 15 families of models, or at most 25% above
     it, for Gemma 2 and GPT-NeoX (tests/unit/launch/test_footprint.py).

@@ -186,8 +186,7 @@ class RaySpawner:
 
 @contextmanager
 def cluster(config: RunConfig) -> Iterator[str]:
-    """Connect to `launch.ray_address`, or start a cluster of this machine; the id of this machine. Raises
-    ConfigError."""
+    """Connect to `launch.ray_address`, or start a cluster of this machine; its id. Raises ConfigError."""
     address = config.launch.ray_address
     try:
         reach(address)

@@ -105,8 +105,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def leave(code: int, patience: float = 5.0) -> NoReturn:
-    """End the process when its sockets have sent their queues. `sys.exit` would abort where a thread of a
-    library still runs."""
+    """End the process when its sockets have sent all: `sys.exit` would abort where a thread still runs."""
 
     def give_up() -> None:
         log.warning("a socket was left open: ends after %g s", patience)

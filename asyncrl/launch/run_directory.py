@@ -183,8 +183,7 @@ def _resolved(path: Any) -> Any:
 
 @contextmanager
 def locked(config: RunConfig) -> Iterator[None]:
-    """The run directory with its config.yaml, and another one of its checkpoints, locked: one launcher at a
-    time."""
+    """The run directory with its config.yaml, and that of its checkpoints, locked for one launcher."""
     run_dir = run_directory(config)
     with ExitStack() as held:
         with _writable(run_dir):

@@ -41,8 +41,7 @@ LEAVE_SECONDS = 5.0  # seconds for the coordinator to follow a process that left
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Says how the run ended, from the processes' point of view. `error` may have several lines (a log
-    tail)."""
+    """Says how the run ended, as processes see it. `error` may have several lines (a log tail)."""
 
     code: int
     error: str = ""

@@ -62,8 +62,7 @@ class Background:
         return not self._calls.unfinished_tasks
 
     def close(self, seconds: float) -> bool:
-        """End the thread behind the last call. False where all calls, or one of them, take longer: then it is
-        left alone."""
+        """End the thread behind the last call. False where calls take longer: then it is left alone."""
         deadline = time.monotonic() + seconds
         try:
             self._calls.put(None, timeout=self._left(seconds))

@@ -24,8 +24,7 @@ PerSample = dict[str, dict[int, float]]  # metric → row of the sample → valu
 
 
 class HeldOut(NamedTuple):
-    """An episode of a validation; its uid is `valSTEP/MODE/ROW`, of the second and later ones of a sample
-    `valSTEP/MODE/ROW/DRAW`."""
+    """An episode of a validation, with the uid `valSTEP/MODE/ROW`, and from the second draw on `/DRAW`."""
 
     step: int
     mode: str

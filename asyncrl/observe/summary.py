@@ -145,8 +145,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _of_both(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:
-    """Return the values of the validation before training and of the last of several; None where it has
-    none."""
+    """Return the values of the validation before training and of the last of several; None without."""
     before = next((row[name] for row in validations if name in row and row["training/step"] == 0), None)
     return before, validations[-1].get(name) if len(validations) > 1 else None
 

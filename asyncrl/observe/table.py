@@ -55,8 +55,7 @@ class PipeSafeTerminal(Terminal):
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
-    """The table before and after, the numbers that are known, the conservation identity, and where model and
-    run are."""
+    """The table before and after, the known numbers, the conservation identity, where model and run are."""
     terminal = terminal or PipeSafeTerminal()
     table = Table("", "before", "after", title=f"{run_dir.name}: {summary.get('outcome', '')}")
     for row in before_and_after(summary):

@@ -132,8 +132,7 @@ def fenced(text: str) -> str:
 
 
 class _WandbTracker:
-    """Our own step is the x axis: a validation can end after later steps, and wandb's counter cannot go
-    back."""
+    """Our own step is the x axis: a validation can end after later steps; wandb's counter cannot go back."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run

@@ -103,8 +103,7 @@ def f1(
     *,
     tag: str = "",
 ) -> float:
-    """F1 of the answer's words and the best ground truth's, as SQuAD counts them: without case, punctuation
-    and articles."""
+    """F1 of the answer's words and the best ground truth's, as in SQuAD: no case, punctuation, articles."""
     answer = tagged(solution_str, tag)
     if answer is None:
         return 0.0

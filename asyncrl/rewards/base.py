@@ -188,8 +188,7 @@ def _of_agents(given: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
-    """Keep the values that can be averaged. Dicts of verl's reward functions bring others as well: ids,
-    nan."""
+    """Keep the values that can be averaged. verl's reward functions bring others as well: ids, nan."""
     found: dict[str, float] = {}
     for name, value in given.items():
         with suppress(TypeError, ValueError):

@@ -260,8 +260,7 @@ class AgentPlayer:
         return agent
 
     async def _scored(self, end: EpisodeEnd, result: Any) -> Outcome:
-        """Score the turns, limited not by what is left of the episode's time, but by
-        `rollout.reward_timeout`."""
+        """Score the turns, limited by `rollout.reward_timeout`, not by what is left of the episode's time."""
         turns, branches = trained(self._branches.turns), self._branches
         calls = branches.calls
         earned = await self.run.reward(turns, branches.answer, end, branches.messages, calls, result)
@@ -275,8 +274,7 @@ class AgentPlayer:
 
 
 class Agents:
-    """The agent, gateway and threads that all episodes of a worker share. Start the gateway before the first
-    one."""
+    """The agent, gateway and threads that all episodes of a worker share. Start the gateway first."""
 
     def __init__(self, agent: Agent, gateway: Gateway, untrained: Untrained = lambda request: False) -> None:
         self.agent, self.gateway, self.threads = agent, gateway, LoopThread("agents")

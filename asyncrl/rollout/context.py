@@ -60,8 +60,7 @@ class Sampler(Protocol):
 
 @dataclass
 class EpisodeContext:
-    """The parts that all episodes of a worker share. `oldest` is the version a training turn must not be
-    below."""
+    """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least."""
 
     rules: Rules
     scorer: Scorer

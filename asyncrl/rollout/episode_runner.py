@@ -52,8 +52,7 @@ class Player(Protocol):
         """`play` was cancelled because the time is up: score the finished turns."""
 
     async def close(self) -> None:
-        """Close what was opened; called once, however the attempt ended. Bounded in time, and never
-        raises."""
+        """Close what was opened; called once, however the attempt ended. Bounded in time; never raises."""
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,7 @@ class ServerPool:
     def begin(
         self, session: str, avoid: Collection[PooledServer] = (), oldest: int = 0
     ) -> PooledServer | None:
-        """The server for the session's next request, which is counted in its `running`; None: none may be
-        used."""
+        """The server for the session's next request, counted in its `running`; None: none may be used."""
         servers = [server for server in self._eligible(oldest) if server not in avoid]
         if not servers:
             return None
@@ -263,8 +262,7 @@ class ServerPool:
         self.changed.notify()
 
     def _suspect(self, server: PooledServer, why: Exception) -> None:
-        """Avoid a server that lost a turn: it gets no more until the next table, or until some time has
-        passed."""
+        """Avoid a server that lost a turn until the next table, or until some time has passed."""
         if not server.suspect and server.id in self._servers:
             log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, why)
             server.suspect = True

@@ -13,8 +13,7 @@ CHECKPOINT = 12  # times the bytes of a model in bfloat16: float32 weights and m
 
 
 def start_limit(config: RunConfig) -> float:
-    """Seconds for a role to report in: `launch.start_timeout`, and what models and a checkpoint take to be
-    read."""
+    """Seconds for a role to report in: `launch.start_timeout`, and the time to read models and checkpoint."""
     model = config.model.path
     read = sum(map(weight_bytes, (model, config.critic.path or model, config.kl.reference or model)))
     return config.launch.start_timeout + (read + CHECKPOINT * weight_bytes(model)) / READ_RATE

@@ -50,8 +50,7 @@ def launches_of(run_dir: Path) -> list[LaunchRecord]:
 
 
 def at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
-    """The launch that trained a step, from 1; for 0, what is not trained yet, the newest. ConfigError without
-    any."""
+    """The launch that trained a step, from 1; for 0, not trained yet, the newest. ConfigError without any."""
     if not launches:
         raise ConfigError("the run has no record of its configuration: run.db and config.yaml are gone")
     return next((one for one in reversed(launches) if one.step < step or not step), launches[0])

@@ -48,8 +48,7 @@ class RunReader:
 
     @classmethod
     def open(cls, run_dir: Path) -> RunReader:
-        """Opens the store of a run directory for reading only. Raises ConfigError for another version's
-        schema."""
+        """Open the store of a run directory to read only. ConfigError for another version's schema."""
         return cls(open_to_read(run_dir), SegmentReader(run_dir / "segments"))
 
     def close(self) -> None:
@@ -235,8 +234,7 @@ class RunReader:
 
 
 def meta_of(run_dir: Path, key: str) -> str:
-    """Returns what the store of a run holds under a key of `meta`; '' where there is no store yet, or no such
-    key."""
+    """Return what the store of a run holds under a key of `meta`; '' without a store, or such a key."""
     database = run_dir / DATABASE
     if not database.exists() or not database.stat().st_size:
         return ""

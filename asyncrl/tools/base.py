@@ -178,8 +178,7 @@ def reply_of(value: Any) -> tuple[str, float]:
 
 
 def within_memory(text: str) -> str:
-    """The text as UTF-8 can hold it, or its two ends where it has more than MAX_REPLY bytes. As quick for any
-    length."""
+    """The text as UTF-8 can hold it; of more than MAX_REPLY bytes its two ends, as quickly for any length."""
     data = text[: MAX_REPLY + 1].encode(errors="replace")
     if len(data) <= MAX_REPLY:
         return data.decode()

@@ -74,8 +74,7 @@ def mcp(
 
 
 def _function(found: Any, shared: SharedConnection | None) -> Callable[..., Awaitable[str]]:
-    """Return what a call of the tool runs. Without a shared connection it is given that of the episode
-    first."""
+    """Return what a call of the tool runs; without a shared connection it is given the episode's first."""
 
     async def of_episode(own: McpConnection, /, **arguments: Any) -> str:
         return text_of(await own.call(found.name, arguments))

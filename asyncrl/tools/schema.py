@@ -26,8 +26,7 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any], name: str, described: Any) -> Signature:
-    """Read the signature of a function, or of a method, whose `self` is left out; `described` bears the
-    docstring."""
+    """Read the signature of a function, or a method without its `self`; `described` bears the docstring."""
     description, notes = docstring(described)
     struct = _struct(function, name, notes)
     decoder = msgspec.json.Decoder(struct, strict=False)

@@ -146,8 +146,7 @@ def load(checkpoints: Checkpoints, step: int, learner: Learner) -> CheckpointMan
 
 
 def newest(checkpoints: Checkpoints, before: float = math.inf) -> int:
-    """The newest step, of those `before` one, whose files are as written, -1: there is none; a damaged one is
-    passed over with a warning."""
+    """The newest step, of those `before` one, that is undamaged; -1: none. Damaged ones are logged."""
     for step in (step for step in checkpoints.steps() if step < before):
         problem = checkpoints.damage(step)
         if not problem:
@@ -286,7 +285,6 @@ def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out:
 
 
 def _transposed(layer: str, stored: Mapping[str, TensorStorageMetadata]) -> bool:
-    """True for weights of transformers' Conv1D, which keeps its weight as [in, out]; seen where the two
-    differ."""
+    """True for weights of transformers' Conv1D, kept as [in, out]; seen where the two differ."""
     weight, (_, inside), (outside, _) = (stored[f"{layer}.{name}"].size for name in ("weight", A, B))
     return tuple(weight) == (inside, outside) != (outside, inside)

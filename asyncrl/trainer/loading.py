@@ -52,8 +52,7 @@ class WeightsSource:
 
 
 def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> WeightsSource:
-    """Read a directory as `kind`, a transformers Auto class. Raises ConfigError, naming the key that holds
-    the path, when it cannot be."""
+    """Read a directory as `kind`, a transformers Auto class. ConfigError names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
     try:
         model = skeleton(kind, path, dtype)

@@ -58,8 +58,7 @@ def try_largest(learner: Learner) -> None:
     little is found at once, and not with the first long batch: like any micro-batch, this one is halved then,
     in new processes. It changes nothing. A collective.
 
-    A model so small that its layers are not sharded one by one is not tried: it would cost more time than
-    memory.
+    A model so small that it is sharded as a whole is not tried: it would cost more time than memory.
     """
     if sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS:
         return

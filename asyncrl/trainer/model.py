@@ -118,8 +118,7 @@ def load_policy(
 
 
 def _check_cut(policy: Policy, dtype: str, world: World) -> None:
-    """True if the model is cut at its output layer. A model of which no small copy can be made is asked
-    itself."""
+    """True if the model is cut at its output layer; it is asked itself where no small copy can be made."""
     found, kind = shared_findings(policy.lm.config, world), type(policy.lm).__name__
     if found is None and not policy.whole:
         found = examine(policy, (), dtype, world)

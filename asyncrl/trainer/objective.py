@@ -42,8 +42,7 @@ def evaluate(
     kl_coef: float,
     progress: float = 0.0,
 ) -> Evaluated:
-    """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the batch's optimizer
-    steps that were taken."""
+    """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the steps taken."""
     given = loss_input(micro, scores, recipe, progress)
     fresh, correction, logp, reference = given.fresh, given.correction, given.logp, given.reference
     token = recipe.loss.of(given)

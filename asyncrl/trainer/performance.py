@@ -49,8 +49,7 @@ def _of(weight: torch.Tensor) -> int:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Operations per second of a large matrix product here, of the type that a forward computes in: what
-    perf/mfu is a share of."""
+    """Operations per second of a large matrix product here, in the type of a forward: for perf/mfu."""
     size = PEAK_SIZE[device.type]
     one = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
     best = float("inf")

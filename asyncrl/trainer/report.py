@@ -93,8 +93,7 @@ def merged(parts: Iterable[MetricSums]) -> MetricSums:
 
 
 def tally_examples(tally: MetricSums, examples: Sequence[Example], longest_prompt: int) -> None:
-    """Count scores, lengths and staleness of the episodes of one micro-batch. `longest_prompt`: the tokens
-    that a prompt may have."""
+    """Count scores, lengths and staleness of a micro-batch. `longest_prompt`: tokens a prompt may have."""
     for e in examples:
         tally.summary("critic/score", [e.planned.own.score])
         tally.summary("response_length", [e.tokens])

@@ -189,8 +189,7 @@ def published(directory: Path) -> list[WeightsRef]:
 
 
 def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
-    """Delete all but the newest `keep` versions, those that are held, and what these build upon; returns
-    what was deleted."""
+    """Delete all but the newest `keep` versions, held ones and what these build upon; return the deleted."""
     refs = published(directory)
     old = refs[: max(0, len(refs) - keep)]
     with ExitStack() as stack:  # a version that is not held now cannot be held before it is deleted
@@ -286,8 +285,7 @@ def _needs(ref: WeightsRef) -> set[PolicyVersion]:
 
 @contextmanager
 def _claimed(ref: WeightsRef) -> Iterator[bool]:
-    """True: the version is not held, nor can be before the end of the body. A version that cannot be locked
-    counts as held."""
+    """True: the version is not held, nor can be in the body. One that cannot be locked counts as held."""
     with ExitStack() as stack:
         try:
             # To be opened for writing: on NFS an exclusive lock needs that.

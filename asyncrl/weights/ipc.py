@@ -234,8 +234,7 @@ def _listening(context: zmq.Context, address: str) -> zmq.Socket:
 
 @cache
 def _gpus(device: torch.device) -> list[str]:
-    """The names that ranks of servers on this machine may have. Those on other GPUs than this process's are
-    not known to its torch."""
+    """The names that ranks of servers on this machine may have, of the GPUs that this torch sees."""
     if device.type != "cuda":
         return [f"GPU-{platform.machine()}"]  # SGLang's name for a CPU
     try:

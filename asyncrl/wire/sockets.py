@@ -175,8 +175,7 @@ class Gate:
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler nobody comes in
 
     def role(self, peer: bytes, key: str) -> str:
-        """Returns the role of the key's owner. `peer` must name it and, for a token, the key. Raises
-        ProtocolError."""
+        """Return the role of the key's owner. `peer` must name it, and a token its key, or ProtocolError."""
         role = self.members.get(key)
         if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
             raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
@@ -297,8 +296,7 @@ class Dial:
 
 
 class Link:
-    """A peer's blocking end of one channel (trainer ranks, console). ProtocolError for an endpoint, or a key,
-    that is none."""
+    """A peer's blocking end of one channel (ranks, console). ProtocolError for a bad endpoint or key."""
 
     def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)

@@ -211,8 +211,7 @@ def _one_call(text: str, at: int, tags: Tags, read: ReadCall, marks: tuple[str, 
 
 
 def first_of(text: str, at: int, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Find the first of the tags from `at` on: its place and itself; the end of the text and '' if there is
-    none."""
+    """Find the first of the tags from `at` on: its place and itself; the end of the text and '' without."""
     match = _any_of(tags).search(text, at)
     return (match.start(), match[0]) if match else (len(text), "")
 

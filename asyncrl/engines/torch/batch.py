@@ -133,8 +133,7 @@ class Batcher:
         return Generation(ids, logprobs, spans, stop, time.perf_counter() - run.started)
 
     def _order(self) -> None:
-        """Move slots so that long rows and short ones lie together: attention reads a range of slots as far
-        as its longest row."""
+        """Move slots so that long rows lie together: attention reads a range as far as its longest row."""
         lengths = self._lengths.copy()
         for run in self._filling:  # they decode soon
             lengths[run.index] = run.prompt

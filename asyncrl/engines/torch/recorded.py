@@ -109,8 +109,7 @@ def _tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
 def _recorded(
     step: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]
 ) -> Callable[..., torch.Tensor]:
-    """The recorded step; the step itself if its Python code depends on values of tensors (as a mixture of
-    experts may)."""
+    """The recorded step; the step itself if its code depends on values of tensors (mixtures of experts)."""
     with _RECORDING, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]

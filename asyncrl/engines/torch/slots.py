@@ -109,8 +109,7 @@ class KVCache:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def move(self, froms: np.ndarray, tos: np.ndarray, length: int) -> None:
-        """Slots `tos` get what slots `froms`, the same ones in another order, have in their first `length`
-        positions."""
+        """Slots `tos` get the first `length` positions of `froms`, the same slots in another order."""
         sources, targets = (torch.from_numpy(slots).to(self.device) for slots in (froms, tos))
         for rows in (self.ids, self.logprobs):
             rows[targets, :length] = rows[sources, :length]
