@@ -31,7 +31,7 @@ from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.runtime.activity import Notifier, Waits
-from asyncrl.types import EpisodeEnd, FailReason, Turn
+from asyncrl.types import EpisodeEnd, EpisodeStats, FailReason, Turn
 from asyncrl.values import result_of
 
 
@@ -264,9 +264,16 @@ class AgentPlayer:
         turns, branches = trained(self._branches.turns), self._branches
         calls = branches.calls
         earned = await self.run.reward(turns, branches.answer, end, branches.messages, calls, result)
-        side = len(branches.turns) - len(turns)
-        counts = branches.hints, branches.followed, branches.folded, side
-        return Outcome(scored(turns, end, earned), turns, calls, self._idle.seconds, *counts)
+        stats = EpisodeStats(
+            len(turns),
+            calls,
+            tool_s=self._idle.seconds,
+            hints=branches.hints,
+            followed=branches.followed,
+            system_folded=branches.folded,
+            untrained_turns=len(branches.turns) - len(turns),
+        )
+        return Outcome(scored(turns, end, earned), turns, stats)
 
     def _check_replayed(self) -> None:
         if self._branches.replaying:

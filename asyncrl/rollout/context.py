@@ -72,16 +72,11 @@ class EpisodeContext:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """An episode that is over. `tool_s` and what follows: see EpisodeStats."""
+    """An episode that is over. `stats`: what its turns do not tell."""
 
     command: Done | Fail
     turns: tuple[Turn, ...]
-    tool_calls: int = 0
-    tool_s: float = 0.0
-    hints: int = 0
-    followed: int = 0
-    system_folded: int = 0
-    untrained_turns: int = 0
+    stats: EpisodeStats = EpisodeStats(0)
 
 
 @dataclass
@@ -233,21 +228,16 @@ class EpisodeRun:
             seq=0,
             attempt=self.attempt,
             result=command.result,
-            stats=EpisodeStats(
+            stats=msgspec.structs.replace(
+                outcome.stats,
                 turns=len(outcome.turns),
-                tool_calls=outcome.tool_calls,
                 rows=len(rows),
                 longest_row=max(map(len, rows)),
                 prompt=len(outcome.turns[0].context),
                 seconds=self.seconds,
-                tool_s=outcome.tool_s,
                 answered=len(replies),
                 failed=sum(reply.error is not None and not reply.refused for reply in replies),
                 refused=sum(reply.refused for reply in replies),
-                hints=outcome.hints,
-                followed=outcome.followed,
-                system_folded=outcome.system_folded,
-                untrained_turns=outcome.untrained_turns,
             ),
             text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},

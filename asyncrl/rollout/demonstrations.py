@@ -19,7 +19,7 @@ from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import EngineError, ProtocolError
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.tools import Toolbox
-from asyncrl.types import EpisodeResult, Generation, Turn
+from asyncrl.types import EpisodeResult, EpisodeStats, Generation, Turn
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
 
@@ -49,7 +49,8 @@ class DemonstrationPlayer:
         held_out = self.run.assign.lane == "eval"
         components = {"nll": await self._nll(turns)} if held_out else {}
         result = EpisodeResult(0.0, sum(len(turn.ids) for turn in turns), components=components)
-        return Outcome(Done(result), turns, sum(len(message.tool_calls) for message in sample.prompt))
+        calls = sum(len(message.tool_calls) for message in sample.prompt)
+        return Outcome(Done(result), turns, EpisodeStats(len(turns), calls))
 
     async def _nll(self, turns: Sequence[Turn]) -> float:
         """The mean -log pi of what the assistant says, over its tokens."""

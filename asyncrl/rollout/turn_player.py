@@ -27,7 +27,7 @@ from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.tools.snapshots import history
-from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
+from asyncrl.types import EpisodeStats, Message, Observation, ToolCall, ToolReply, Turn
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -199,4 +199,5 @@ class TurnPlayer:
 
 def _outcome(episode: Episode) -> Outcome:
     assert isinstance(episode.command, commands.Done | commands.Fail)
-    return Outcome(episode.command, episode.turns, episode.tool_calls, episode.tool_seconds)
+    stats = EpisodeStats(len(episode.turns), episode.tool_calls, tool_s=episode.tool_seconds)
+    return Outcome(episode.command, episode.turns, stats)
