@@ -125,12 +125,17 @@ class TrainerHandler:
         peers = self.ranks.peers
         return len(peers) < max(1, self.ranks.size) or bool(peers.silent(now))
 
+    def _superseded(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
+        """True for a message of an earlier trainer, which is told to end."""
+        if earlier := message.trainer_epoch != self.state.trainer_epoch:
+            self.state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
+        return earlier
+
     def commit(self, peer: bytes, message: trainer.Commit, now: float) -> None:
         """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error.
         The ranks say what of it was trained: they may hold payloads that cannot be read any more."""
         state = self.state
-        if message.trainer_epoch != state.trainer_epoch:
-            state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
+        if self._superseded(peer, message):
             return
         recorded = state.store.read.plan_hash(message.step)
         batch = state.batches.batches.get(message.step - 1)
@@ -230,8 +235,7 @@ class TrainerHandler:
     def checkpointed(self, peer: bytes, message: trainer.Checkpointed, now: float) -> None:
         """A checkpoint is in place: what the oldest retained one covers can be forgotten."""
         state = self.state
-        if message.trainer_epoch != state.trainer_epoch:
-            state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
+        if self._superseded(peer, message):
             return
         # Ranks that repeat steps after a crash are stopped before the last committed one.
         reached = state.batches.committed if self._stopped_at is None else self._stopped_at

@@ -130,7 +130,8 @@ class Validation:
 
     def _start(self, start: SessionStart, now: float) -> bool:
         try:
-            self._hold(start.ref)
+            if not self.engines.remote:  # workers load it themselves, some of them late: it is not pruned
+                self._held.enter_context(disk.lock_version(start.ref))
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
             if start.step:  # where one was cut short; the model's own weights are published again
@@ -160,8 +161,10 @@ class Validation:
         if now > self.deadline or not self._in_flight:
             self._end(session)
             return
-        remote = self.engines.remote
-        pinned = remote and self._pinned(session, exclusive, now)
+        pinned = False
+        if remote := self.engines.remote:  # servers with the version are set aside, as workers know before
+            pinned = self.engines.pin(session.ref.version, all_servers=exclusive)
+            self.engines.send_table([worker.peer for worker in self.workers.peers], now)
         waiting = iter(self.episodes.waiting)
         for worker in self.workers.peers:
             if not (pinned if remote else self._loaded(session, worker, now)):
@@ -182,17 +185,6 @@ class Validation:
     @property
     def busy(self) -> bool:
         return self.session is not None
-
-    def _hold(self, ref: WeightsRef) -> None:
-        """Workers load the version themselves, some of them late: it is not pruned during the session."""
-        if not self.engines.remote:
-            self._held.enter_context(disk.lock_version(ref))
-
-    def _pinned(self, session: SessionStart, exclusive: bool, now: float) -> bool:
-        """Servers with the version are set aside, as the workers know."""
-        pinned = self.engines.pin(session.ref.version, all_servers=exclusive)
-        self.engines.send_table([worker.peer for worker in self.workers.peers], now)  # ahead of the episodes
-        return pinned
 
     def _loaded(self, session: SessionStart, worker: WorkerRecord, now: float) -> bool:
         """The worker's own engine has the version. It is sent it; again after a refusal or a long silence."""

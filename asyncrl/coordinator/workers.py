@@ -196,7 +196,9 @@ class WorkerHandler:
             if self.free_slots:
                 state.waits.append("new episodes wait for a server that holds a published version")
             return
-        slots, unmet, left = self._free(), NEVER, MOST_ASSIGNED
+        usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
+        steps, unmet, left = self.engines.steps(), NEVER, MOST_ASSIGNED
+        slots = FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
         in_order = state.config.buffer.on_stale != "hold"  # later ones need no older weights
         for needed, episode in pending(state.buffer):
             self.more = left == 0
@@ -216,11 +218,6 @@ class WorkerHandler:
             kept = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
             self.give(worker, episode, state.samples[group.sample], oldest, kept, now)
             left -= 1
-
-    def _free(self) -> FreeSlots[WorkerRecord]:
-        usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
-        steps = self.engines.steps()
-        return FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
 
     def give(
         self,

@@ -60,7 +60,9 @@ class EpochOrder:
         os.replace(file.name, path)
 
     def _ordered(self, epoch: int) -> Sequence[int]:
-        drawn = self._drawn(epoch)
+        everything = range(len(self.samples))
+        drawn = list(everything) if self.shares is None else self._mixed(epoch, self.shares)
+        drawn = shuffled(drawn, f"{self.seed}/{epoch}") if self.shuffle else drawn
         if self._hook is None:
             return drawn
         where = f"data.order: {self._hook_name} of epoch {epoch}"
@@ -76,11 +78,6 @@ class EpochOrder:
                 "must be there as often as in `drawn`"
             )
         return order
-
-    def _drawn(self, epoch: int) -> list[int]:
-        everything = range(len(self.samples))
-        drawn = list(everything) if self.shares is None else self._mixed(epoch, self.shares)
-        return shuffled(drawn, f"{self.seed}/{epoch}") if self.shuffle else drawn
 
     def _mixed(self, epoch: int, counts: Sequence[int]) -> list[int]:
         """Take as many of each source as its share, evenly spread."""

@@ -101,9 +101,7 @@ def mark_start(run_dir: Path) -> None:
     """Record the day and an id, unless an earlier start of the run did."""
     path = run_dir / "started"
     if not path.exists():
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(f"{datetime.date.today().isoformat()} {secrets.token_hex(ID_BYTES)}")
-        temporary.replace(path)
+        _replace(path, f"{datetime.date.today().isoformat()} {secrets.token_hex(ID_BYTES)}".encode())
 
 
 def bound_log(path: Path) -> None:

@@ -113,7 +113,10 @@ class RolloutWorker:
         self._local = self._local_samplers(build, engine) if build is not None else {}
         self._servers: dict[str, worker.EngineEntry] = {}  # by name
         self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
-        self._pools = self._server_pools(connect) if connect is not None else {}
+        pool = (self.waits, self.busy_timer, config.engine.start_timeout, self._uses)
+        self._pools: dict[str, ServerPool] = {}
+        if connect is not None:
+            self._pools = {lane: ServerPool(lane, connect, *pool) for lane in ("train", "eval")}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
@@ -144,13 +147,6 @@ class RolloutWorker:
         common = (build, self.waits, self.busy_timer, self.timeline, deadline, self._mirror)
         train = LocalSampler("train", *common, engine=engine)
         return {"train": train, "eval": LocalSampler("eval", *common, pinned=True)}
-
-    def _server_pools(self, connect: Connect) -> dict[str, ServerPool]:
-        patience = self.config.engine.start_timeout
-        return {
-            name: ServerPool(name, connect, self.waits, self.busy_timer, patience, self._uses)
-            for name in ("train", "eval")
-        }
 
     async def serve(self) -> int:
         """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""

@@ -121,7 +121,9 @@ class VersionServer:
                 self._read(peer, message, told)
         except (WeightsError, OSError) as error:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
-            self._hub.send(peer, VersionGone(message.version, self._has_newer(message.version)))
+            there = disk.published(directory) if (directory := self._directory()) else ()
+            newer = any(ref.version > message.version for ref in there)
+            self._hub.send(peer, VersionGone(message.version, newer))
 
     # -- who reads from whom ---------------------------------------------------------------------------
 
@@ -187,10 +189,6 @@ class VersionServer:
             if asked < unused_since or place >= most:
                 held.close()
                 del self._held[version]
-
-    def _has_newer(self, version: PolicyVersion) -> bool:
-        directory = self._directory()
-        return directory is not None and any(ref.version > version for ref in disk.published(directory))
 
 
 def root(

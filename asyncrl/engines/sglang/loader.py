@@ -18,6 +18,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -182,14 +183,11 @@ class ServerLoader:
         try:
             await self.api.pause(self._mode)
             yield
-            end = self._resume
+            end = partial(self.api.resume, RESUME_SECONDS)
         finally:
             # Not even a second cancellation may leave the server paused for ever.
             self._end_of_pause = asyncio.ensure_future(end())
             await asyncio.shield(self._end_of_pause)
-
-    async def _resume(self) -> None:
-        await self.api.resume(RESUME_SECONDS)
 
     async def _resume_invalidated(self) -> None:
         try:
