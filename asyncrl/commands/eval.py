@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from glob import glob
 from hashlib import blake2s
@@ -195,15 +196,23 @@ class Result(NamedTuple):
         numbers = per_sample(episodes, read_config(run_dir).validation.success)
         rows = sorted({one.which.row for one in episodes})
         names = {row: task.name for row in rows if (task := task_of(samples[row]))}
-        return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(names, numbers))
+        sources = {row: samples[row].data_source for row in names}
+        return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(names, sources, numbers))
 
 
-def by_task(names: dict[int, str], numbers: PerSample) -> dict[str, dict[str, float]]:
-    """Return `success` and `pass@k` of samples, by their names."""
+def by_task(
+    names: dict[int, str], sources: dict[int, str], numbers: PerSample
+) -> dict[str, dict[str, float]]:
+    """Return `success` and `pass@k` of samples, by their names, or by source, name and row where one has
+    another's name."""
+    times = Counter(names.values())
+    unique = {
+        row: name if times[name] == 1 else f"{sources[row]}/{name}#{row}" for row, name in names.items()
+    }
     solved = {found[1]: numbers[name] for name in numbers if (found := SOLVED.fullmatch(name))}
     return {
         name: {metric: values[row] for metric, values in solved.items() if row in values}
-        for row, name in names.items()
+        for row, name in unique.items()
     }
 
 

@@ -208,12 +208,14 @@ def _ignored(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _image(folder: Path, named: str) -> Image:
-    """Find the image. ConfigError with the two commands that make it."""
+    """Find the image. ConfigError with the two commands that make it, where it is known of what."""
     made = named or folder.name.lower()
     name = re.sub(r"[^\w.-]", "-", named or folder.name, flags=re.ASCII)
     try:
         return find_image(name)
     except ConfigError as error:
+        if not (named or (folder / "environment/Dockerfile").is_file()):
+            raise ConfigError(f"{error}; or set environment.docker_image to one that is there") from error
         first = f"docker pull {made}" if named else f"docker build -t {made} {folder / 'environment'}"
         second = f"docker save {made} | asyncrl image import - --name {name}"
         raise ConfigError(f"{error}, for example: {first}; {second}") from error

@@ -110,18 +110,14 @@ def _locked(images: Path) -> Iterator[None]:
     """Hold the lock of all images, for a moment. ConfigError where another process keeps it."""
     images.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + LOCK_SECONDS
-    with (images / ".lock").open("a+") as lock:
+    with (images / ".lock").open("a") as lock:
         while not _lock(lock.fileno()):
             if time.monotonic() > until:
-                lock.seek(0)
-                why = (
-                    f"process {lock.read()} has kept this lock for {LOCK_SECONDS:g} s; wait for it, or end it"
-                )
-                raise ConfigError(f"{lock.name}: {why}")
+                who = f"process {Path(lock.name).read_text()}"
+                raise ConfigError(f"{lock.name}: {who} has kept it for {LOCK_SECONDS:g} s; wait, or end that")
             time.sleep(0.05)
         lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        print(os.getpid(), end="", file=lock, flush=True)
         yield
 
 

@@ -135,7 +135,7 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
     """ConfigError unless samples are tasks where the reward judges them, and the other way round."""
     rewards, rollout = parts.scorer.rewards, parts.config.rollout
     judged = any(reward.source.spec == TESTS for reward in rewards)
-    if not (judged or any(map(task_of, samples[:LOOKED_AT]))):
+    if not (judged or any(map(task_of, samples))):  # 4 µs each
         return
     for sample in samples:
         check_task(sample, judged)
@@ -296,13 +296,11 @@ class Inputs:
 
     @cached_property
     def tasks(self) -> list[Task]:
-        """Return a task of each image that episodes work in, at most IMAGES of them."""
+        """Return a task of each image that episodes work in."""
         found: dict[str, Task] = {}
         for samples in filter(None, (self.samples.train, self.samples.test)):
-            if any(map(task_of, samples[:LOOKED_AT])):
-                tasks = filter(None, map(task_of, samples))
-                found |= {task.image: task for task in tasks}
-        return [*found.values()][:IMAGES]
+            found |= {task.image: task for task in filter(None, map(task_of, samples))}
+        return [*found.values()]
 
     @cached_property
     def agent_version(self) -> dict[str, str]:
@@ -313,7 +311,7 @@ class Inputs:
             return {}
         name = agent.harness.name
         try:
-            version = asyncio.run(agent.version(self.tasks))
+            version = asyncio.run(agent.version(self.tasks[:IMAGES]))
             return {name: version} if agent.harness.tested else {}
         except SetupError as error:
             raise ConfigError(f"rollout.agent.{name}: {error}") from error

@@ -43,6 +43,7 @@ PROTECTED = (
     "pyvenv.cfg",
 )
 """Names that decide how tests run, or which code: as the image has them, and not as the agent left them."""
+OF_TESTS = ("tests", "test", "testing")  # directories whose helpers decide, too
 LOGS = "/logs/verifier"
 EMPTY_LOGS = Entry(DIRECTORY, "logs", 0o755), Entry(OPAQUE, "logs/verifier", 0o755)
 SCRIPT = f"exec /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
@@ -222,12 +223,14 @@ def pack(directory: Path, script: str) -> list[Entry]:
 
 
 def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
-    """Name what else is as the image has it: files of named tests, programs in PATH, what the task names."""
+    """Name what else is as the image has it: files of named tests, or all of a directory of tests with one,
+    programs in PATH, what the task names."""
     tops = {"/", sandbox.directory, *sandbox.workspace}
-    for file in {name.partition("::")[0] for name in named(tests)}:
-        yield from (glob.escape(os.path.normpath(os.path.join(top, file))) for top in tops)
-    path = sandbox.environment["PATH"].split(":")
-    yield from (glob.escape(os.path.normpath(one)) for one in path if one.startswith("/"))
+    files = {Path(name.partition("::")[0]) for name in named(tests)}
+    for path in {next((up for up in file.parents if up.name in OF_TESTS), file) for file in files}:
+        yield from (glob.escape(os.path.normpath(os.path.join(top, path))) for top in tops)
+    programs = sandbox.environment["PATH"].split(":")
+    yield from (glob.escape(os.path.normpath(one)) for one in programs if one.startswith("/"))
     yield from tests.protected
 
 

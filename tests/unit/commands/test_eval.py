@@ -116,6 +116,16 @@ def test_a_comparison_is_of_the_samples_that_both_have() -> None:
     assert (found["difference_low"], found["difference_high"]) == interval([1.0, 0.0, 0.5])
 
 
+def test_tasks_of_one_name_are_kept_apart() -> None:
+    numbers = {"val-core/all/sampled/success": {0: 1.0, 1: 0.0, 2: 0.5}}
+    found = by_task({0: "fix", 1: "fix", 2: "sum"}, {0: "a", 1: "b", 2: "b"}, numbers)
+    assert found == {
+        "a/fix#0": {"sampled/success": 1.0},
+        "b/fix#1": {"sampled/success": 0.0},
+        "sum": {"sampled/success": 0.5},
+    }
+
+
 def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the command, and in the page of its run."""
     run_dir = make_run(tmp_path, "a")
@@ -126,7 +136,7 @@ def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[s
         for draw, score in enumerate(both)
     ]
     numbers = per_sample(episodes, 0.5)
-    print_result(Result(run_dir, "", episodes, numbers, by_task({0: "org/fix", 1: "sum"}, numbers)))
+    print_result(Result(run_dir, "", episodes, numbers, by_task({0: "org/fix", 1: "sum"}, {}, numbers)))
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[-5:-1] == [
         [],

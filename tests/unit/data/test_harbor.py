@@ -223,6 +223,10 @@ def test_what_is_wrong_is_one_line_that_names_the_folder(
 
 def test_a_missing_image_comes_with_the_two_commands_that_make_it(tmp_path: Path, images: Path) -> None:
     folder = task_folder(tmp_path / "lost", "[environment]\n")
+    with pytest.raises(ConfigError, match=r"--name lost; or set environment\.docker_image to one that"):
+        read(folder)  # nothing says what it is made of
+    (folder / "environment").mkdir()
+    (folder / "environment/Dockerfile").touch()
     built = re.escape(
         f"docker build -t lost {folder}/environment; docker save lost | asyncrl image import - --name lost"
     )

@@ -203,6 +203,7 @@ def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert left(own) == []
 
 
+@pytest.mark.full
 def test_the_time_of_an_import_is_bounded(own: Path, tmp_path: Path) -> None:
     """However long the bomb takes, or the disk hangs."""
     bomb = tmp_path / "bomb.gz"
@@ -221,9 +222,7 @@ def test_a_lock_that_is_kept_is_named_with_who_keeps_it(
     monkeypatch.setattr(importing_module, "LOCK_SECONDS", 0.1)
     with importing_module._locked(own):
         for call in (partial(import_image, str(tmp_path / "a")), partial(remove_image, "a")):
-            with pytest.raises(
-                ConfigError, match=rf"\.lock: process {os.getpid()} has kept this lock for 0\.1"
-            ):
+            with pytest.raises(ConfigError, match=rf"\.lock: process {os.getpid()} has kept it for 0\.1"):
                 call()
     assert find_image("a") == image
 

@@ -169,6 +169,12 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
     assert "on rollout.max_tokens, which was 300 and is 4096; restore that" in said
 
 
+def test_a_task_after_many_samples_is_checked_too(given: Given) -> None:
+    lost = questions(1)[0] | {"extra_info": {"task": {"name": "lost", "image": "lost"}}}
+    given.write([*questions(data_module.LOOKED_AT + 1), lost])
+    assert "data.train: task lost: there is no image 'lost'" in given.notes("data")[-1].text
+
+
 def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given: Given) -> None:
     given.patch.setenv("ASYNCRL_IMAGES", str(images := given.folder / "images"))
     bare_image(images, "bare", "app")
