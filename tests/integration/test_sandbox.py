@@ -27,6 +27,7 @@ import pytest
 from asyncrl.isolation.images import find_image
 from asyncrl.isolation.sandbox.base import RunEnding, RunKind, RunResult, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
+from asyncrl.isolation.wrapper import descendants
 
 SMALL = SandboxLimits(memory=200, processes=8, file=2, disk=4, output=2000)
 IMAGE, USER = os.environ.get("ASYNCRL_TEST_IMAGE", ""), os.environ.get("ASYNCRL_TEST_USER", "")
@@ -517,6 +518,31 @@ async def test_nothing_runs_between_calls() -> None:
         first = int((await box.run("cell", "n", 5)).output)
         await asyncio.sleep(0.3)
         assert int((await box.run("cell", "n", 5)).output) - first < 100
+
+
+CONTINUE = """
+import os, signal
+def spam(other):
+    while True: os.kill(other, signal.SIGCONT)
+first = os.fork()
+if first == 0:
+    if (second := os.fork()) == 0: spam(os.getppid())
+    spam(second)
+"""
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_processes_that_continue_each_other_are_stopped_when_the_reply_comes() -> None:
+    async with sandbox("orphans") as box:
+        await box.run("cell", CONTINUE, 5)
+        for _ in range(30):
+            assert (await box.run("shell", ":", 5)).ending == RunEnding.DONE
+            assert box.pid is not None
+            _warden, *others = descendants(box.pid)
+            assert [*map(state, others)] == 3 * ["T"]
 
 
 async def test_the_sandboxes_own_directories_are_not_the_machines() -> None:

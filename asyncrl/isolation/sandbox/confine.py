@@ -242,13 +242,11 @@ def _fill(shown: Sequence[tuple[str, str]], uid: int) -> None:
         if not os.path.lexists(f"{NEW_ROOT}/{name}"):
             os.symlink(target, f"{NEW_ROOT}/{name}")
     names = {
-        "passwd": f"sandbox:x:{uid}:{uid}::{HOME}:{shell()}",
-        "group": f"sandbox:x:{uid}:",
-        "hosts": "127.0.0.1 localhost\n::1 localhost",
-        "nsswitch.conf": "hosts: files",
+        "passwd": f"sandbox:x:{uid}:{uid}::{HOME}:{shell()}\n",
+        "group": f"sandbox:x:{uid}:\n",
     }
-    for name, text in names.items():
-        _write(f"{NEW_ROOT}/etc/{name}", f"{text}\n")
+    for name, text in (names | imaging.FILES).items():
+        _write(f"{NEW_ROOT}/etc/{name}", text)
     set_attributes(AT_FDCWD, NEW_ROOT, READ_ONLY | NO_SUID | NO_DEVICES)
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from asyncrl.isolation.wrapper import descendants
 
 MACHINE = os.uname().machine
-SIGKILL = 9
+SIGKILL, SIGSTOP = 9, 19
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
+STOP_SECONDS = 2.0
 SOCKET = 1 << 19  # bytes that it may hold: two buffers as below, and its options (optmem_max: 128 KiB)
 BUFFER = 212_992  # bytes of a socket's buffer, unless the machine's administrator has set another default
 
@@ -60,6 +62,30 @@ def signal_all(number: int, alone: bool) -> None:
         kill(pid, number)
 
 
+def stop_all(alone: bool) -> bool:
+    """Stop every process below this one. False if after STOP_SECONDS one still runs: they may continue each
+    other. Between two looks in which each thread is still and has not run, none does, or can run again."""
+    until = time.monotonic() + STOP_SECONDS
+    while time.monotonic() < until:
+        signal_all(SIGSTOP, alone)
+        found = _threads()
+        if all(map(_is_still, found.values())) and found == _threads():
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def _threads() -> dict[str, bytes]:
+    """Read the status of each thread below this process, which counts how often it ran."""
+    return {task: text for pid in descendants(os.getpid()) for task, text in _statuses(f"{pid}")}
+
+
+def _is_still(status: bytes) -> bool:
+    """True for a thread that has stopped or ended, or sleeps in the kernel and will stop when it wakes."""
+    state, pending = (status.partition(b"\n%s:\t" % name)[2].split()[0] for name in (b"State", b"ShdPnd"))
+    return state in b"TtZX" or (state == b"D" and int(pending, 16) >> SIGSTOP - 1 & 1 == 1)
+
+
 def kill(pid: int, number: int) -> None:
     """Signal a process, or as `os.kill` has it a group (negative) or all (-1), if it is there."""
     with suppress(ProcessLookupError, PermissionError):
@@ -73,18 +99,24 @@ def resident() -> int:
     with open("/proc/net/sockstat", "rb") as file:
         sockets = int(file.readline().split()[2])
     processes = filter(str.isdigit, os.listdir("/proc"))
-    return sockets * SOCKET + sum(_held(f"/proc/{name}/task") for name in processes)
+    return sockets * SOCKET + sum(map(_held, processes))
 
 
-def _held(tasks: str) -> int:
+def _held(pid: str) -> int:
     """Measure one process. Its first thread may have ended before the others; then it shows nothing."""
-    with suppress(OSError):  # it ended meanwhile
-        for task in os.listdir(tasks):
-            with suppress(OSError), open(f"{tasks}/{task}/status", "rb") as file:
-                lines = [line.split() for line in file if line.startswith((b"RssAnon", b"VmPTE", b"VmSwap"))]
-                if lines:
-                    return sum(int(line[1]) for line in lines) << 10
+    for _, status in _statuses(pid):
+        found = [line for line in status.splitlines() if line.startswith((b"RssAnon", b"VmPTE", b"VmSwap"))]
+        if found:
+            return sum(int(line.split()[1]) for line in found) << 10
     return 0
+
+
+def _statuses(pid: str) -> Iterator[tuple[str, bytes]]:
+    """Read what /proc has on each thread of a process."""
+    with suppress(OSError):  # it ended meanwhile
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/status", "rb") as file:
+                yield task, file.read()
 
 
 # -- Landlock: which files may be opened and which processes signalled, where namespaces are forbidden, as in

@@ -68,7 +68,8 @@ class Warden:
                 if request.kind not in (TAKE, GIVE):
                     self._signal_all(signal.SIGCONT)
                 reply = answers.get(request.kind, self._program)(request)
-                self._signal_all(signal.SIGSTOP)  # no process runs between two requests
+                if not kernel.stop_all(self._confinement.alone):  # no process runs between two requests
+                    self._kill_all()
                 if self._interpreter_ended():
                     reply = reply._replace(lost=True)
                 self._status.clear()
