@@ -20,7 +20,7 @@ from asyncrl.isolation.child import Child, ChildError
 from asyncrl.isolation.images import NAME, Image, find_image, images_directory, list_images
 from asyncrl.isolation.layers import PATH
 from asyncrl.isolation.sandbox import emptying
-from asyncrl.isolation.unpacking import CHUNK, UNPACK, Bounds, Order
+from asyncrl.isolation.unpacking import CHUNK, DELETED, OPAQUE, UNPACK, Bounds, Order
 
 MOST_OVER = 8  # overlayfs takes the paths of all in 4 KiB
 LOCK_SECONDS = 60.0  # to wait for a lock that others hold for moments
@@ -35,7 +35,8 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     if source != "-" and not os.path.exists(source):
         raise ConfigError(f"{source}: no such file or directory")
     image = find_image(over) if over else Image("", environment={"PATH": PATH})
-    below = tuple(Path(root).parent.name for root in image.layers if root)
+    layers = [root for root in image.layers if root]
+    below = tuple(Path(root).parent.name for root in layers)
     if len(below) > MOST_OVER:
         raise ConfigError(f"--over {over}: it lies over {MOST_OVER} images itself; import them as one")
     image = msgspec.structs.replace(image, digest="", root="", over=below, size=0, files=0)
@@ -47,10 +48,11 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
             path = _copy(source, str(spool), bounds)
         try:
             image = asyncio.run(_unpack(Order(path, str(spool), str(root), image, bounds)))
+            _refuse_hiding(str(root), layers)
         except CallTimeout:
             late = f"not unpacked within {bounds.seconds} s (--seconds)"
             raise ConfigError(f"{source}: {late}; nothing was imported") from None
-        except ChildError as error:
+        except (ChildError, ConfigError) as error:
             raise ConfigError(f"{source}: {error}; nothing was imported") from error
         spool.unlink(missing_ok=True)
         (place / "image.json").write_bytes(msgspec.json.encode(image))
@@ -93,6 +95,27 @@ async def _unpack(order: Order) -> Image:
     finally:
         child.kill()
         await child.gone()
+
+
+def _refuse_hiding(root: str, layers: list[str]) -> None:
+    """Refuse a directory in `root` at the place of a link below it: all that the link leads to would be
+    hidden, as with a file for bin/ over a link from there to usr/bin. Follows no link."""
+    ahead = [("", layers)]
+    while ahead:
+        above, below = ahead.pop()
+        with suppress(PermissionError), os.scandir(root + above) as entries:
+            for path in (f"{above}/{entry.name}" for entry in entries if entry.is_dir(follow_symlinks=False)):
+                if OPAQUE[0] in os.listxattr(root + path):
+                    continue  # it is to hide what is below
+                there = [layer for layer in below if os.path.lexists(layer + path)]
+                links = [layer for layer in there if os.path.islink(layer + path)]
+                if there and there[:1] == links[:1]:
+                    target = os.readlink(there[0] + path)
+                    raise ConfigError(
+                        f"{path[1:]!r} is a link to {target!r} in the image below, all of which this would "
+                        f"hide: put its files there, or delete the link before ({DELETED}NAME)"
+                    )
+                ahead.append((path, [layer for layer in there if layer not in links]))
 
 
 def _copy(source: str, spool: str, bounds: Bounds) -> str:

@@ -102,7 +102,8 @@ def find_layers(
     if given.architecture not in ("", machine):
         refuse(f"is an image for {given.architecture}; this machine is {machine}")
     settings = given.config or _Settings()
-    environment = {"PATH": PATH} | dict(line.partition("=")[::2] for line in settings.environment or ())
+    variables = (line.partition("=")[::2] for line in settings.environment or ())
+    environment = {"PATH": PATH} | {name: value for name, value in variables if name}  # else none can start
     directory, user = posixpath.join("/", settings.directory or ""), settings.user or ""
     if "\0" in "".join((*environment, *environment.values(), directory, user)):
         refuse("its settings hold a NUL")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -89,6 +90,21 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
     described.write_text(described.read_text().replace('"over":[]', most))
     with pytest.raises(ConfigError, match="it lies over 8 images itself"):
         import_image(tree(tmp_path / "top"), over="base")
+
+
+def test_a_directory_over_a_link_is_refused_unless_the_link_is_deleted(own: Path, tmp_path: Path) -> None:
+    base, top = Path(tree(tmp_path / "base", "usr/bin/sh", "usr/lib/x")), tree(tmp_path / "top", "usr/lib/y")
+    shutil.rmtree(base / "bin")
+    (base / "bin").symlink_to("usr/bin")
+    import_image(str(base), "base")
+    with pytest.raises(ConfigError, match="top: 'bin' is a link to 'usr/bin' in the image below"):
+        import_image(top, "top", over="base")
+    assert left(own) == []
+    archive = tmp_path / "top.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.addfile(tarfile.TarInfo(".wh.bin"))
+        tar.add(top, ".")
+    assert import_image(str(archive), "top", over="base").over == (find_image("base").root,)
 
 
 def test_an_image_that_somebody_damaged_can_be_removed(own: Path, tmp_path: Path) -> None:

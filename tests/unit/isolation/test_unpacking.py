@@ -369,7 +369,7 @@ def test_nothing_is_imported_from_the_archive(unpack: Unpacker) -> None:
 
 # Archives of layers
 
-CONFIG = {"config": {"Env": ["PATH=/opt/bin", "A=b=c"], "User": "app:staff", "WorkingDir": "/work"}}
+CONFIG = {"config": {"Env": ["PATH=/opt/bin", "A=b=c", "=x"], "User": "app:staff", "WorkingDir": "/work"}}
 
 
 def saved(*layers: bytes, config: object = CONFIG, **more: object) -> bytes:
