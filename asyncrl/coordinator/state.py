@@ -25,7 +25,7 @@ from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.held_out import EVAL
-from asyncrl.observe.timeline import Timeline
+from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store import launches
 from asyncrl.store.runstore import RunStore
@@ -102,6 +102,7 @@ class RunState:
         self.held_out = HeldOutEpisodes(self.store, self.config.rollout.retries, keeps=evaluates)
         self.liveness = Liveness(self.config, time.monotonic())
         self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
+        self.timeline.past(START, 0.0)
         self.failed = FailedAttempts.stored(self.store)
         self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))

@@ -26,7 +26,7 @@ from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.process import ServerProcess, keys
 from asyncrl.engines.sglang.server import connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
-from asyncrl.observe.timeline import Timeline
+from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.activity import Activity, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
@@ -70,6 +70,7 @@ class Keeper:
         self._endpoints = endpoints
         self._run_dir = Path(config.run_dir) / config.name
         self._timeline = Timeline(self._run_dir / "timeline" / f"engine-{index}.jsonl")
+        self._timeline.past(START, 0.0)
         self._activity = Activity(self._timeline)
         self._waits = Waits(activity=self._activity)
         self._mirror = Mirror(config, endpoints, "engine", index, self._timeline)

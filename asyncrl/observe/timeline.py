@@ -3,8 +3,8 @@
 One append-only JSON-lines file per process, `timeline/<role>-<index>.jsonl`; `files` finds them. A line
 has a name, start and end in seconds of `time.time`, and details: which `version` (trainer epoch, step) was
 loaded, by which `engine`, of which `step`. Spans of many tasks at once are joined, see `runtime/activity.py`:
-`calls` is how many of them began, and `seconds` what they took together, so that on average
-seconds / (end - start) ran at once.
+`calls` is how many of them began, `seconds` what they took together, so that on average
+seconds / (end - start) ran at once, and `longest` what the longest of those took that ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-CHUNK = 1 << 24  # bytes read at a time
-NO_VERSION, NO_NUMBER, LARGEST = (-1, -1), -1, 1 << 53
+CHUNK = 1 << 20  # bytes read at a time
+NO_VERSION, NO_NUMBER, LARGEST = (-1, -1), -1, 1 << 31
+START = "start"  # an event: a process began; all but the first of a file began again
 FLUSH_EVERY = 1.0  # seconds; what a crash may lose
 BUSY = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
 
@@ -74,6 +75,7 @@ class Line(msgspec.Struct, frozen=True, gc=False):
     end: float
     calls: int = 1
     seconds: float = -1.0  # -1: end - start
+    longest: float = -1.0  # likewise
     step: int = NO_NUMBER
     micro: int = NO_NUMBER
     version: tuple[int, int] = NO_VERSION
@@ -84,7 +86,7 @@ class Line(msgspec.Struct, frozen=True, gc=False):
     def sound(self) -> bool:
         """False where the clock was set back meanwhile, or a number is none of a run."""
         numbers = (self.calls, self.step, self.micro, *self.version)
-        return self.start <= self.end and all(-1 <= number < LARGEST for number in numbers)
+        return self.start <= self.end and min(numbers) >= -1 and max(numbers) < LARGEST
 
 
 class TimelineFile:
@@ -103,16 +105,20 @@ class TimelineFile:
                     return  # a line that is not complete yet
                 self._offset += len(whole)
                 file.seek(self._offset)
-                for line in whole.splitlines():
-                    try:
-                        span = _decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError):
-                        continue
-                    if span.sound:
-                        yield span
+                yield from (span for span in _spans(whole) if span.sound)
 
 
-_decode = msgspec.json.Decoder(Line).decode
+_decoder = msgspec.json.Decoder(Line)
+
+
+def _spans(lines: bytes) -> Iterator[Line]:
+    """All at once, which is fast; one by one where a line cannot be read."""
+    try:
+        yield from _decoder.decode_lines(lines)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        for line in lines.splitlines():
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                yield _decoder.decode(line)
 
 
 def overlap(run_dir: Path) -> float | None:

@@ -31,7 +31,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
 from asyncrl.gateway import Gateway
 from asyncrl.isolation.calls import exits_raise
-from asyncrl.observe.timeline import Timeline
+from asyncrl.observe.timeline import START, Timeline
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
@@ -107,6 +107,7 @@ class RolloutWorker:
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
+        self.timeline.past(START, 0.0)
         self.activity = Activity(self.timeline)
         self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
         self._mirror = Mirror(config, endpoints, "rollout", index, self.timeline)

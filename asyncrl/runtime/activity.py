@@ -25,6 +25,9 @@ GAP = 0.25  # seconds
 NAMES = 32  # at a time; what begins beyond them is recorded as OTHER
 OTHER = "other waits"
 SHORTEST = 0.001  # seconds together; less is left out
+AT_ONCE = 0.0001  # seconds; a call that ends sooner has waited for nothing, and is not counted
+
+Begun = tuple[str, float]
 
 
 class Joined(msgspec.Struct):
@@ -35,6 +38,7 @@ class Joined(msgspec.Struct):
     running: int = 0
     calls: int = 0
     seconds: float = 0.0
+    longest: float = 0.0  # of the calls that ended
 
     def advance(self, now: float) -> None:
         self.seconds += self.running * (now - self.changed)
@@ -56,8 +60,8 @@ class Activity:
         self._joined: dict[str, Joined] = {}
         self._flushed = clock()
 
-    def begin(self, name: str) -> str:
-        """A task begins. Returns the name to `end` it with."""
+    def begin(self, name: str) -> Begun:
+        """A task begins. Returns what to `end` it with."""
         now = self._clock()
         if name not in self._joined and len(self._joined) >= NAMES:
             name = OTHER
@@ -69,13 +73,18 @@ class Activity:
         joined.advance(now)
         joined.running += 1
         joined.calls += 1
-        return name
+        return name, now
 
-    def end(self, name: str) -> None:
-        """A task of this name ends."""
+    def end(self, begun: Begun) -> None:
+        """A task ends."""
+        name, began = begun
         now, joined = self._clock(), self._joined[name]
         joined.advance(now)
         joined.running -= 1
+        took = now - began
+        if took < AT_ONCE and self._gap:
+            joined.calls, joined.seconds = max(joined.calls - 1, 0), joined.seconds - took
+        joined.longest = max(joined.longest, took)
         if not joined.running and not self._gap:
             self._write(name, self._joined.pop(name), now)
 
@@ -99,7 +108,8 @@ class Activity:
         if joined.seconds >= SHORTEST or not self._gap:
             ahead = self._wall() - now
             start, end = joined.start + ahead, joined.changed + ahead
-            self._timeline.record(name, start, end, calls=joined.calls, seconds=round(joined.seconds, 6))
+            seconds, longest = round(joined.seconds, 6), round(joined.longest, 6)
+            self._timeline.record(name, start, end, calls=joined.calls, seconds=seconds, longest=longest)
 
 
 DECODE = "decode"  # at least one turn is sampled; by a server: `decode on <its name>`
@@ -127,14 +137,14 @@ class BusyTimer:
         if not self._running:
             self._since = self._clock()
         self._running += 1
-        self._all.begin(DECODE)
-        named = server and self._servers.begin(f"{DECODE} on {server}")
+        sampling = self._all.begin(DECODE)
+        named = self._servers.begin(f"{DECODE} on {server}") if server else None
         try:
             yield
         finally:
             if named:
                 self._servers.end(named)
-            self._all.end(DECODE)
+            self._all.end(sampling)
             self._running -= 1
             if not self._running:
                 self._busy += self._clock() - self._since
@@ -192,12 +202,12 @@ class Waits:
         name in the timeline, where `name` has numbers that change."""
         number, now = next(self._numbers), self._clock()
         self._open[number] = (now, name, now + seconds)
-        begun = self._activity.begin(span or name) if self._activity else ""
+        begun = self._activity.begin(span or name) if self._activity else None
         try:
             yield
         finally:
             del self._open[number]
-            if self._activity:
+            if self._activity and begun:
                 self._activity.end(begun)
 
     def longest(self) -> str:

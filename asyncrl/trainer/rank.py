@@ -23,7 +23,7 @@ from torch.distributed import DistNetworkError
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, GaveUpError
-from asyncrl.observe.timeline import Timeline
+from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
@@ -95,6 +95,7 @@ class TrainerRank:
         self.bulk = Link(endpoints.bulk, ToTrainerBulk, name, endpoints.keys)
         self._poller = Poller(self.control, self.bulk)
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
+        self.timeline.past(START, 0.0)
         self.trainer_epoch = 0
         self.watch = self.learner.watch
         self.peak_flops = peak_flops(mesh.device, config.model.dtype)

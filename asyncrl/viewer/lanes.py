@@ -10,41 +10,55 @@ sampled on a server. Files are read once, and then only what was added.
 
 from __future__ import annotations
 
-from array import array
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.timeline import BUSY, Line, TimelineFile, files
+from asyncrl.observe.timeline import BUSY, START, Line, TimelineFile, files
 from asyncrl.runtime.activity import DECODE
 from asyncrl.runtime.weight_loader import LOAD
+from asyncrl.viewer.columns import (
+    Arrays,
+    Columns,
+    Key,
+    Shown,
+    Step,
+    Total,
+    merged,
+    shares,
+    step_window,
+    steps_of,
+    totals,
+    within,
+)
+from asyncrl.viewer.meanings import MEANINGS, meaning
 
 PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
 MOST_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
-MOST_TEXT = 120  # characters
 MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
 FARTHEST = 1e9  # seconds from the run's start that can be asked for
 OTHER = "others"
 WORK, HELD = "work", "version"  # rows: a trainer's, and the version that an engine holds
-COLUMNS = {"start": "d", "end": "d", "seconds": "d", "name": "i", "text": "i", "calls": "q", "step": "q"}
-COLUMNS |= {"micro": "q", "epoch": "q"}  # with their types
+AT_ONCE = 20_000  # lines of a file
+MOST_STEPS = 400  # on the ruler
+APART = 60.0  # seconds: processes that begin again less than so after the coordinator were launched with it
 PROCESS = {"rollout": "worker"}  # what people call it, by the role in a file's name
-ORDER = ("coordinator", "trainer", "worker")  # of processes; engines follow
-
-Arrays = dict[str, np.ndarray]
-Shown = tuple[float, float, int, int, float, str]
+COORDINATOR = "coordinator"
+ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines follow
 
 
 class LaneRow(msgspec.Struct):
-    """A line of the picture. A span is [start, end, name, calls, seconds, text]. Its times are seconds since
-    the window's start; `name` is the number of its name; `calls` how many calls or spans are in it, and
-    `seconds` what they took together: on average seconds / (end - start) of them ran at once. `text`:
-    details, "" for spans that were merged."""
+    """A line of the picture, which took `share` of its process's time. A span is [start, end, name, calls,
+    seconds, longest, text]. Its times are seconds since the window's start; `name` is the number of its name;
+    `calls` how many calls or spans are in it, `seconds` what they took together, and `longest` one of them.
+    `text`: details, "" for spans that were merged."""
 
     title: str
+    meaning: int
+    share: float
     spans: list[Shown]
 
 
@@ -55,7 +69,8 @@ class LaneProcess(msgspec.Struct):
 
 class LaneWindow(msgspec.Struct, rename={"since": "from", "until": "to"}):
     """The whole run is from `start` to `end`, the window from `since` to `until`: seconds of `time.time`.
-    Spans of less than `pixel` seconds are merged."""
+    Spans of less than `pixel` seconds are merged. `steps`: [step, end] of the trainer; `marks`: [time, text];
+    both since the run's start. `totals` of the window: [kind of process, name, calls, seconds, longest]."""
 
     start: float
     end: float
@@ -63,28 +78,12 @@ class LaneWindow(msgspec.Struct, rename={"since": "from", "until": "to"}):
     until: float
     pixel: float
     names: list[str]
+    meanings: list[int]  # of the names
     processes: list[LaneProcess]
-
-
-class Columns:
-    """The spans of one row, in the order in which they ended. `names` and `texts` number what is in them."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, int] = {}
-        self.texts: dict[str, int] = {"": 0}
-        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in COLUMNS.items()}
-
-    def append(self, line: Line, name: str, text: str) -> None:
-        epoch, version = line.version
-        seconds = line.end - line.start if line.seconds < 0 else line.seconds
-        named = self.names.setdefault(name, len(self.names)), self.texts.setdefault(text, len(self.texts))
-        row = (*named, line.calls, line.step if epoch < 0 else version, line.micro, epoch)
-        for column, value in zip(self._columns.values(), (line.start, line.end, seconds, *row), strict=True):
-            column.append(value)
-
-    def arrays(self) -> Arrays:
-        """Copies: the columns may grow meanwhile."""
-        return {name: np.array(column) for name, column in self._columns.items()}
+    steps: list[Step]
+    marks: list[tuple[float, str]]
+    totals: list[Total]
+    kinds: tuple[str, ...] = MEANINGS
 
 
 class LaneReader:
@@ -93,42 +92,83 @@ class LaneReader:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._files: dict[Path, TimelineFile] = {}
-        self._rows: dict[tuple[str, str], Columns] = {}  # by process and title
+        self._rows: dict[Key, Columns] = {}
+        self._begun: dict[str, list[float]] = {}  # when processes began
 
-    def window(self, since: float | None = None, until: float | None = None) -> LaneWindow:
-        """Return what lies between two times, in seconds since the run's start; all of it by default. Raises
-        OSError, and ConfigError where a time is no number, or beyond FARTHEST."""
+    def window(
+        self, since: float | None = None, until: float | None = None, step: int | None = None
+    ) -> LaneWindow:
+        """Return what lies between two times, in seconds since the run's start, or the time of a step; all of
+        it by default. Raises OSError, and ConfigError where a time is no number or beyond FARTHEST, or where
+        there is no such step."""
         if not all(time is None or abs(time) <= FARTHEST for time in (since, until)):  # nan neither
             raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{FARTHEST:g}")
         self._update()
         rows = self._arrays()
         start = float(min((row["start"].min() for row in rows.values()), default=0.0))
         end = float(max((row["end"].max() for row in rows.values()), default=0.0))
+        work = self._rows.get(("trainer 0", WORK), Columns())
+        steps = steps_of(rows["trainer 0", WORK], work.names["step"], start) if "step" in work.names else []
+        if step is not None:
+            since, until = step_window(steps, step)
         since = start if since is None else start + since
         until = end if until is None else start + until
-        until, pixels = max(until, since + 1e-6), PIXELS
-        while True:
-            pixel = (until - since) / pixels
-            names: dict[str, int] = {}
+        until, pixels, share = max(until, since + 1e-6), PIXELS, shares(rows)
+        inside = {key: within(row, since, until) for key, row in rows.items()}
+        while sum(min(len(row["end"]), pixels) for row in inside.values()) > MOST_SPANS and pixels > 1:
+            pixels = pixels * 9 // 10
+        while True:  # spans that overlap may still be more
+            pixel, names = (until - since) / pixels, dict[str, int]()
             lanes = {title: LaneProcess(title, []) for title in sorted({who for who, _ in rows}, key=_place)}
-            for who, title in sorted(rows):
-                spans = _merged(self._rows[who, title], rows[who, title], since, until, pixel, names)
-                lanes[who].rows.append(LaneRow(title, spans))
+            numbers = {key: columns.numbers(names) for key, columns in self._rows.items()}
+            for key, row in inside.items():
+                spans = merged(self._rows[key], row, numbers[key], since, pixel)
+                number, title = meaning(key[1])
+                lanes[key[0]].rows.append(LaneRow(title, number, share[key], spans))
             count = sum(len(row.spans) for lane in lanes.values() for row in lane.rows)
             if count <= MOST_SPANS or pixels < 2:
-                return LaneWindow(start, end, since, until, pixel, list(names), list(lanes.values()))
+                break
             pixels //= 2
+        for lane in lanes.values():
+            lane.rows.sort(key=lambda row: (row.meaning, -row.share))
+        ticks = [one for one in steps if since <= one[1] + start <= until]
+        known = [meaning(name) for name in names]
+        return LaneWindow(
+            *(start, end, since, until, pixel, [name for _, name in known], [number for number, _ in known]),
+            *(list(lanes.values()), ticks[:: len(ticks) // MOST_STEPS + 1], self._marks(start)),
+            totals(
+                {key: row for key, row in inside.items() if not key[1].startswith(HELD)},
+                numbers,
+                since,
+                until,
+            ),
+        )
+
+    def _marks(self, start: float) -> list[tuple[float, str]]:
+        """Processes that began again, alone or all together: since the run's start."""
+        begun = {who: sorted(times)[1:] for who, times in self._begun.items()}
+        again = begun.pop(COORDINATOR, [])
+        found = [(at, "launched again") for at in again]
+        for who, times in begun.items():
+            alone = [at for at in times if all(abs(at - other) >= APART for other in again)]
+            found += [(at, f"{who} began again") for at in alone]
+        return sorted((round(at - start, 3), text) for at, text in found)
 
     def _update(self) -> None:
         """Read what was added since the last call."""
         for file in files(self._run_dir):
             file = self._files.setdefault(file.path, file)
             _, _, index = file.path.stem.rpartition("-")
-            name = file.role if file.role == "coordinator" else f"{PROCESS.get(file.role, file.role)} {index}"
-            for line in file.added():
-                self._add(file.role, name, line)
+            name = COORDINATOR if file.role == COORDINATOR else f"{PROCESS.get(file.role, file.role)} {index}"
+            added = file.added()
+            while lines := list(islice(added, AT_ONCE)):
+                alike: dict[tuple[str, str, str], list[Line]] = {}
+                for line in lines:
+                    alike.setdefault((line.name, line.engine, line.error), []).append(line)
+                for some in alike.values():
+                    self._add(file.role, name, some)
 
-    def _arrays(self) -> dict[tuple[str, str], Arrays]:
+    def _arrays(self) -> dict[Key, Arrays]:
         """The columns of all rows. A version is held until the next one; the last, to the end of what its
         process has recorded."""
         found = {key: columns.arrays() for key, columns in self._rows.items()}
@@ -143,7 +183,12 @@ class LaneReader:
                 row["seconds"] = row["end"] - row["start"]
         return found
 
-    def _add(self, role: str, of: str, line: Line) -> None:
+    def _add(self, role: str, of: str, lines: list[Line]) -> None:
+        """Add spans of one name, engine and error, in the order of the file."""
+        line = lines[0]
+        if line.name == START:
+            self._begun.setdefault(of, []).extend(one.start for one in lines)
+            return
         process, row, text = of, line.name, line.error
         lane = " (validation)" * (line.engine == "eval")  # an embedded engine has a second one for validation
         decoding, on, server = line.name.partition(f"{DECODE} on ")
@@ -153,13 +198,12 @@ class LaneReader:
             row = WORK
         elif line.name == LOAD:
             if not line.error:  # from here on the engine holds it: an event, of which the next is the end
-                self._row(process, HELD + lane).append(
-                    msgspec.structs.replace(line, start=line.end), HELD, ""
-                )
+                events = [msgspec.structs.replace(one, start=one.end) for one in lines]
+                self._row(process, HELD + lane).extend(events, HELD, "")
             row = LOAD + lane
         elif line.engine:
             process = line.engine
-        self._row(process, row).append(line, DECODE if row == DECODE else line.name, text)
+        self._row(process, row).extend(lines, DECODE if row == DECODE else line.name, text)
 
     def _row(self, process: str, title: str) -> Columns:
         key = process, title
@@ -173,47 +217,3 @@ def _place(title: str) -> tuple[int, str, int]:
     kind, _, number = title.partition(" ")
     place = ORDER.index(kind) if kind in ORDER else len(ORDER)
     return place, kind, int(number) if number.isdigit() else 0
-
-
-def _merged(
-    columns: Columns, row: Arrays, since: float, until: float, pixel: float, names: dict[str, int]
-) -> list[Shown]:
-    """The spans of a row in a window. Those below a pixel are joined pixel by pixel, under the name that took
-    the most of it."""
-    inside = (row["end"] >= since) & (row["start"] <= until)
-    row = {name: column[inside] for name, column in row.items()}
-    number, texts = [names.setdefault(name, len(names)) for name in columns.names], list(columns.texts)
-    digits = max(0, 2 - int(np.floor(np.log10(pixel))))
-
-    def span(start: float, end: float, name: int, calls: int, seconds: float, text: str) -> Shown:
-        times = round(float(start), digits), round(float(end), digits)
-        return (*times, number[int(name)], int(calls), round(float(seconds), 4), text)
-
-    long = row["end"] - row["start"] >= pixel
-    found = list[Shown]()
-    for i in np.flatnonzero(long).tolist():
-        start, end, seconds = (row[name][i] for name in ("start", "end", "seconds"))
-        text = _detail(texts, row, i)
-        found.append(span(start - since, end - since, row["name"][i], row["calls"][i], seconds, text))
-    short = {name: column[~long] for name, column in row.items()}
-    if not len(short["end"]):
-        return sorted(found)
-    bins = np.floor((short["start"] - since) / pixel).astype(np.int64)
-    pixels, place = np.unique(bins, return_inverse=True)
-    sums, calls = np.bincount(place, short["seconds"]), np.bincount(place, short["calls"])
-    taken = np.zeros((len(pixels), len(number)))
-    np.add.at(taken, (place, short["name"]), short["seconds"])
-    best, last = taken.argmax(1), dict(zip(place.tolist(), range(len(place)), strict=True))
-    for n, at in enumerate(pixels.tolist()):
-        text = _detail(texts, short, last[n]) if calls[n] <= 1 else ""
-        found.append(span(at * pixel, (at + 1) * pixel, best[n], calls[n], sums[n], text))
-    return sorted(found)
-
-
-def _detail(texts: list[str], row: Arrays, index: int) -> str:
-    """Describe one span beside its name."""
-    step, micro, epoch = (int(row[name][index]) for name in ("step", "micro", "epoch"))
-    words = [f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}"] if step >= 0 else []
-    words += [f"micro-batch {micro}"] if micro >= 0 else []
-    text = texts[row["text"][index]]
-    return ", ".join([*words, text[:MOST_TEXT]] if text else words)

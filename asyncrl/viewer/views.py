@@ -119,14 +119,17 @@ class Views:
         path = self._path(query)
         try:
             since, until = (float(query[key]) if key in query else None for key in ("from", "to"))
+            step = int(query["step"]) if "step" in query else None
         except ValueError as error:
-            raise ConfigError(f"lanes: {error}; give from and to in seconds since the start") from None
+            raise ConfigError(
+                f"lanes: {error}; give from and to in seconds since the start, or a step"
+            ) from None
         with self._reading:
             mark = path / "started"  # another one, once another run was begun in this directory
             began = mark.read_bytes() if mark.exists() else b""
             if path not in self._lanes_of or self._lanes_of[path][0] != began:
                 self._lanes_of[path] = began, LaneReader(path)
-            return self._lanes_of[path][1].window(since, until)
+            return self._lanes_of[path][1].window(since, until, step)
 
     def _decoder(self, model: str) -> Decode:
         with self._loading:

@@ -75,6 +75,13 @@ class Tab:
             f"new Promise(r => {{ const look = {look}, again = () => look() ? r(1) : {frame}; again() }})"
         )
 
+    async def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press the mouse at one place and let it go at another: a click, where they are one."""
+        for kind, (x, y) in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
+            await self.call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1
+            )
+
     async def press(self, key: str) -> None:
         await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)

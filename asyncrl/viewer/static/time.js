@@ -1,165 +1,307 @@
-// The tab of time: lanes on a canvas, of what each process did when. Spans are those of a LaneWindow of viewer/lanes.py; a
-// window that is zoomed into is asked for again, with finer spans. Wheel or + and - zoom, dragging or the arrows move, a name in
-// the legend is switched by a click.
-import { PALETTE, fail, make } from "view/dom.js";
+// The tab of time: what each process did when. Above, the whole run with the window; beside, sums by name of
+// the window or of a selected stretch, and the chosen span. A window is asked for again, with finer spans.
+import { card, clock, make, number, percent, redraw, seconds, table } from "view/dom.js";
+import {
+  byId, isHeld, kindOf, layout, length, nameOf, paint, secondAt, sign, spanAt, spansOf, view,
+} from "view/lanes.js";
+import { go, link } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
-const ROW = 16, GAP = 2, HEAD = 20, LABELS = 210; // pixels
 const PAUSE = 150; // milliseconds without a change before the spans of a window are asked for
+const MOST = 14; // names of a stretch
 
-/** The first and last second shown, after zooming by `factor` around second `at`, within 0 and `whole`. */
-function zoomed([from, to], factor, at, whole) {
-  const width = Math.min(Math.max((to - from) * factor, 1e-3), whole);
-  return moved([at - (at - from) * (width / (to - from)), 0], 0, whole, width);
+let run = null; // the number of the run that is shown
+let asked = 0; // answers of earlier questions are not drawn
+let wanted = ""; // the window of the address
+let timer = 0;
+
+export async function show(place, route, state, current) {
+  if (run !== route.run) {
+    run = route.run;
+    Object.assign(view, { whole: null, data: null, stretch: null, chosen: null });
+    place.replaceChildren(...skeleton());
+    new ResizeObserver(paint).observe(byId("lanes"));
+  }
+  const asks = route.step ? { step: route.step } : route.from ? { from: route.from, to: route.to } : {};
+  const key = JSON.stringify(asks), goesOn = !state.runs[run]?.ended, mine = ++asked;
+  if (view.data && key === wanted && !goesOn) return paint();
+  if (!view.whole || goesOn) view.whole = await ask("lanes", { run });
+  const answer = key === "{}" || isFile ? view.whole : await ask("lanes", { run, ...asks });
+  if (mine !== asked || !current()) return;
+  [view.data, wanted] = [answer, key];
+  view.shown = [answer.from - answer.start, answer.to - answer.start];
+  if (isFile) view.shown = inFile(route);
+  draw();
 }
 
-/** Moved by so many seconds, within 0 and `whole`. */
-function moved([from, to], by, whole, width = to - from) {
-  const start = Math.min(Math.max(from + by, 0), Math.max(whole - width, 0));
+/** A page in a file has the whole run only: a step's window is that from the end of the one before. */
+function inFile({ step, from, to }) {
+  const { steps } = view.whole, at = steps.findIndex(([one]) => one >= Number(step));
+  if (at < 0) return within(Number(from) || 0, Number(to) || length());
+  return within(steps[at - 1]?.[1] ?? 0, steps[at][1]);
+}
+
+function skeleton() {
+  const button = (label, title, act) => make("button", { title, "aria-label": title, onclick: act }, label);
+  const canvas = (id, label) => make("canvas", { id, tabindex: 0, role: "img", "aria-label": label });
+  const step = make("input", {
+    id: "time-step", placeholder: "step", size: 6, "aria-label": "go to a step",
+    onchange: (event) => go({ step: event.target.value, from: null, to: null }),
+  });
+  const strip = canvas("strip", "The whole run. Drag to choose a window");
+  const lanes = canvas("lanes-canvas", "What each process did when. Up, down: a lane; j, k: a span in it");
+  listen(strip, lanes);
+  const told = "Drag: sums of a stretch. Click: a span. Ctrl + wheel, + −: zoom. ← →: move. 0: the whole run.";
+  return [
+    make("div", { class: "bar" }, make("label", {}, "go to ", step),
+      button("−", "zoom out, key −", keys["-"]), button("+", "zoom in, key +", keys["+"]),
+      button("whole run", "the whole run, key 0", keys[0]), make("span", { id: "time-legend" })),
+    make("div", { class: "time" },
+      make("div", { class: "card" },
+        make("div", { class: "lanes" }, make("span", { class: "dim" }, "the whole run"), strip),
+        make("div", { id: "lanes", class: "lanes" }, make("div", { id: "lane-labels" }), lanes),
+        make("p", { class: "dim" }, told)),
+      make("div", { id: "time-panel", "aria-live": "polite" })),
+    make("div", { class: "tip", id: "time-tip", hidden: "" }),
+  ];
+}
+
+function draw() {
+  view.lines = layout(view.data.processes);
+  const labels = view.lines.map(({ row, ...label }) => label);
+  redraw(byId("lane-labels"), labels, () => labels.map(label));
+  const { kinds } = view.whole, present = [...new Set(view.whole.meanings)].sort();
+  redraw(byId("time-legend"), [present, [...view.hidden]], () => present.map((kind) => make("button", {
+    id: `meaning-${kind}`, "aria-pressed": String(!view.hidden.has(kind)), title: "show or hide",
+    onclick: () => turn(view.hidden, kind),
+  }, sign(kind), kinds[kind])));
+  panel();
+  paint();
+}
+
+function label({ title, key, open, level, process }, at) {
+  const style = { paddingLeft: `${level * 14 + (key ? 0 : 14)}px` };
+  const attributes = { id: `lane-${at}`, title: process ? `${title}, ${process}` : title, style };
+  if (!key) return make("div", attributes, title);
+  const act = () => turn(view.turned, key), arrow = open ? "▾" : "▸";
+  return make("button", { ...attributes, "aria-expanded": String(open), onclick: act }, `${arrow} ${title}`);
+}
+
+function turn(set, key) {
+  if (!set.delete(key)) set.add(key);
+  draw();
+}
+
+// -- the panel -----------------------------------------------------------------------------------------
+
+function panel() {
+  const { stretch, chosen, data, shown } = view;
+  const title = shown[1] - shown[0] >= length() * 0.999 ? "The whole run" : "This window";
+  const told = stretch ?? { span: shown, sums: sumsOf(data), title };
+  const marks = data.marks.map(([at, text]) => [clock(at), text]);
+  redraw(byId("time-panel"), [told, chosen?.line.process, chosen?.span, marks], () => [
+    chosen && spanCard(chosen),
+    card(told.title ?? "Selected", make("p", {}, interval(told.span), ...buttons()), figures(told)),
+    marks.length ? card("Began again", table(null, marks)) : null,
+  ].filter(Boolean));
+}
+
+const sumsOf = (answer) => answer.totals.map(([of, at, calls, took, longest]) =>
+  ({ of, name: answer.names[at], kind: answer.meanings[at], calls, took, longest }));
+
+const interval = ([from, to]) => `${seconds(to - from)}, from ${moment(from)} to ${moment(to)}`;
+const moment = (at) => (view.shown[1] - view.shown[0] < 60 ? `${at.toFixed(2)} s` : clock(at));
+
+const buttons = () => (view.stretch ? [
+  " ", make("button", { id: "zoom-to", onclick: () => move(view.stretch.span, 0) }, "zoom to it"),
+  " ", make("button", { id: "no-stretch", onclick: keys.Escape, title: "key Esc" }, "clear"),
+] : []);
+
+/** The most seconds first. Shares are of the time of all processes of this kind. */
+function figures({ span, sums, note }) {
+  if (!sums?.length) return make("p", { class: "dim" }, sums ? "nothing was recorded here" : "…");
+  const rows = sums.slice(0, MOST).map(({ of, name, kind, calls, took, longest }) => {
+    const many = view.whole.processes.filter((one) => kindOf(one.title) === of).length || 1;
+    const what = make("span", {}, sign(kind), name, make("span", { class: "dim" }, ` ${of}`));
+    return [what, number(calls), seconds(took), busy(took, (span[1] - span[0]) * many), seconds(longest)];
+  });
+  const more = sums.length > MOST ? `and ${sums.length - MOST} more, that took less` : "";
+  return make("div", {}, table(["what", "count", "total", "share", "longest"], rows, { class: "figures" }),
+    make("p", { class: "dim" }, [more, note].filter(Boolean).join("; ")));
+}
+
+/** How much of a time was spent; more than all of it by several at once. */
+function busy(took, of) {
+  const share = took / Math.max(of, 1e-9);
+  return share > 1.01 ? `${number(share)} at once` : percent(share);
+}
+
+/** What is said of a span, under the pointer and in its card. */
+function facts({ span: [start, end, , calls, took, longest, text] }) {
+  return [
+    end > start ? ["length", seconds(end - start)] : null,
+    end > start ? ["busy", busy(took, end - start)] : null,
+    calls > 1 ? ["calls", `${number(calls)}: ${seconds(took)}, the longest ${seconds(longest)}`] : null,
+    text ? ["details", text] : null,
+  ].filter(Boolean);
+}
+
+function spanCard(found) {
+  const { line, name, kind, start, end, span } = found, own = /^step (\d+)/.exec(span[6])?.[1];
+  const step = Number(own ?? view.data.steps.find(([, at]) => at >= end)?.[0] ?? 0);
+  const where = JSON.stringify([["step", "=", step]]);
+  const links = make("span", {}, `step ${step}: `, link({ tab: "charts", step }, "charts"), ", ",
+    link({ tab: "episodes", where }, "episodes"));
+  const rows = [["process", line.process], ["when", interval([start, end])], ...facts(found)];
+  return card("Chosen", make("h3", { id: "chosen" }, sign(kind), name),
+    table(null, step ? [...rows, ["during", links]] : rows),
+    make("button", { id: "zoom-span", title: "key Enter on the lanes", onclick: near }, "zoom to it"));
+}
+
+/** The sums of a stretch are the server's; a page in a file adds up what it has. */
+async function select(span) {
+  const stretch = { span, sums: null, note: "" };
+  view.stretch = stretch;
+  panel();
+  paint();
+  if (isFile) Object.assign(stretch, { sums: added(span), note: "about: short spans are merged in a file" });
+  else stretch.sums = sumsOf(await ask("lanes", { run, from: span[0], to: span[1] }));
+  if (view.stretch === stretch) panel();
+}
+
+function added([from, to]) {
+  const found = new Map();
+  const lines = view.whole.processes.flatMap(({ title, rows }) => rows.map((row) => ({ title, row })));
+  for (const one of lines.filter(({ row }) => !isHeld(row)).flatMap(spansOf)) {
+    const { name, kind, start, end, span } = one, of = kindOf(one.line.title);
+    const part = end > start ? (Math.min(end, to) - Math.max(start, from)) / (end - start) : 1;
+    if (end < from || start > to) continue;
+    const sum = found.get(of + name) ?? { of, name, kind, calls: 0, took: 0, longest: 0 };
+    sum.calls += span[3];
+    sum.took += span[4] * part;
+    sum.longest = Math.max(sum.longest, span[5]);
+    found.set(of + name, sum);
+  }
+  return [...found.values()].sort((a, b) => b.took - a.took);
+}
+
+// -- moving --------------------------------------------------------------------------------------------
+
+function within(from, to) {
+  const width = Math.min(Math.max(to - from, 1e-3), length());
+  const start = Math.min(Math.max(from, 0), length() - width);
   return [start, start + width];
 }
 
-/** What is said of a span: name, duration, how many, details. */
-function described([start, end, name, calls, seconds, text], names) {
-  const length = end - start, lines = [names[name], `${length.toPrecision(3)} s`];
-  if (calls > 1) lines.push(`${calls} calls, ${(seconds / Math.max(length, 1e-9)).toFixed(1)} at once on average`);
-  return text ? [...lines, text] : lines;
+/** Show another window at once; its finer spans are asked for when nobody has moved it for a moment. */
+function move([from, to], pause = PAUSE) {
+  view.shown = within(from, to);
+  panel();
+  paint();
+  clearTimeout(timer);
+  timer = setTimeout(() => {
+    const [first, last] = view.shown, all = last - first >= length() * 0.999;
+    go({ step: null, from: all ? null : first.toFixed(3), to: all ? null : last.toFixed(3) }, true);
+  }, pause);
 }
 
-/** A picture in `element`: `draw(data, shown)` shows the spans of a window, and with `shown` moves there.
- * Seconds are those since the run's start. `changed(shown, ended)` is called when another window is shown,
- * `ended` once nobody has moved it for a moment. */
-function picture(element, changed) {
-  const colours = new Map(), hidden = new Set(); // names keep their colour, whatever window they are in
-  const canvas = make("canvas", { tabindex: 0, role: "img", "aria-label": "What each process did over time", style: { width: "100%", display: "block", touchAction: "pan-y" } });
-  const legend = make("div", { class: "bar" }), tip = make("div", { class: "tip", hidden: "" });
-  let lines = [], names = [], offset = 0, whole = 1e-3, shown = [0, 1e-3], dragged = null, timer = 0;
-  element.replaceChildren(legend, canvas, tip);
+function zoom(factor, at = (view.shown[0] + view.shown[1]) / 2) {
+  const [from, to] = view.shown;
+  move([at - (at - from) * factor, at + (to - at) * factor]);
+}
 
-  const width = () => Math.max(canvas.clientWidth - LABELS, 1);
-  const x = (second) => LABELS + ((second - shown[0]) / (shown[1] - shown[0])) * width();
-  const second = (event) => {
-    const place = event.clientX - canvas.getBoundingClientRect().left - LABELS;
-    return shown[0] + (place / width()) * (shown[1] - shown[0]);
-  };
-  const colour = (name) => PALETTE[colours.get(name) % PALETTE.length];
+const by = (share) => {
+  const step = (view.shown[1] - view.shown[0]) * share;
+  move([view.shown[0] + step, view.shown[1] + step]);
+};
 
-  function draw(data, window_) {
-    whole = Math.max(data.end - data.start, 1e-3);
-    offset = data.from - data.start;
-    names = data.names;
-    lines = data.processes.flatMap(({ title, rows }) => [{ title }, ...rows]);
-    names.filter((name) => !colours.has(name)).forEach(add);
-    if (window_) shown = window_;
-    changed(shown, false);
-    paint();
-  }
+/** The window around the chosen span. */
+const near = () => {
+  const { start, end } = view.chosen, room = Math.max((end - start) / 2, 1e-3);
+  move([start - room, end + room], 0);
+};
 
-  function add(name) {
-    colours.set(name, colours.size);
-    const press = (event) => {
-      if (!hidden.delete(name)) hidden.add(name);
-      event.currentTarget.setAttribute("aria-pressed", String(!hidden.has(name)));
-      paint();
-    };
-    legend.append(make("button", { "aria-pressed": "true", onclick: press, style: { borderLeft: `10px solid ${colour(name)}` } }, name));
-  }
+function choose(found) {
+  view.chosen = found;
+  if (found) view.lane = nameOf(found.line);
+  panel();
+  paint();
+}
 
-  function paint() {
-    const ratio = window.devicePixelRatio || 1, height = HEAD + lines.length * (ROW + GAP);
-    canvas.style.height = `${height}px`;
-    canvas.width = canvas.clientWidth * ratio;
-    canvas.height = height * ratio;
-    const context = canvas.getContext("2d"), ink = getComputedStyle(element).color;
-    context.scale(ratio, ratio);
-    context.font = "12px system-ui, sans-serif";
-    context.textBaseline = "middle";
-    context.fillStyle = ink;
-    for (let part = 0; part < 6; part++) {
-      const at = shown[0] + ((shown[1] - shown[0]) * part) / 6;
-      context.fillText(`${at.toPrecision(4)} s`, x(at), HEAD / 2);
-    }
-    lines.forEach((line, number) => {
-      const top = HEAD + number * (ROW + GAP);
-      context.fillStyle = ink;
-      context.fillText(line.title, line.spans ? 12 : 0, top + ROW / 2, LABELS - 16);
-      for (const [start, end, name] of line.spans ?? []) {
-        if (end + offset < shown[0] || start + offset > shown[1] || hidden.has(names[name])) continue;
-        const left = Math.max(x(start + offset), LABELS), right = Math.min(x(end + offset), LABELS + width());
-        context.fillStyle = colour(names[name]);
-        context.fillRect(left, top, Math.max(right - left - 0.5, 1), ROW);
-      }
-    });
-  }
+/** The next span of the lane that the keys are on, or the one before. */
+function next(by) {
+  const rows = view.lines.filter((line) => line.row);
+  const line = rows.find((one) => nameOf(one) === view.lane) ?? rows[0];
+  const found = line ? spansOf(line) : [], same = view.chosen && nameOf(view.chosen.line) === nameOf(line);
+  const at = same ? found.findIndex(({ start }) => start === view.chosen.start) + by : -1;
+  const one = found[same ? at : found.findIndex(({ end }) => end >= view.shown[0])];
+  if (!one) return;
+  choose(one);
+  const half = (view.shown[1] - view.shown[0]) / 2;
+  if (one.end < view.shown[0] || one.start > view.shown[1]) move([one.start - half, one.start + half]);
+}
 
-  function show(next) {
-    shown = next;
-    changed(shown, false);
-    paint();
-    clearTimeout(timer);
-    timer = setTimeout(() => changed(shown, true), PAUSE);
-  }
+function lane(by) {
+  const rows = view.lines.filter((line) => line.row).map(nameOf), at = rows.indexOf(view.lane);
+  view.lane = rows[Math.min(Math.max(at + by, 0), rows.length - 1)] ?? "";
+  paint();
+}
 
-  function hover(event) {
-    const place = event.clientY - canvas.getBoundingClientRect().top - HEAD;
-    const at = second(event) - offset, slack = (shown[1] - shown[0]) / width();
-    const spans = lines[Math.floor(place / (ROW + GAP))]?.spans ?? [];
-    const span = spans.findLast(([start, end, name]) => start - slack <= at && at <= end + slack && !hidden.has(names[name]));
-    tip.hidden = !span;
-    if (span) tip.textContent = described(span, names).join("\n");
-    Object.assign(tip.style, { left: `${event.clientX + 12}px`, top: `${event.clientY + 12}px` });
-  }
+export const keys = {
+  "+": () => zoom(0.625), "=": () => zoom(0.625), "-": () => zoom(1.6), 0: () => move([0, length()], 0),
+  ArrowLeft: () => by(-0.2), ArrowRight: () => by(0.2), j: () => next(1), k: () => next(-1),
+  Escape: () => { view.stretch = null; choose(null); },
+};
 
-  canvas.addEventListener("wheel", (event) => {
+// -- the pointer ---------------------------------------------------------------------------------------
+
+function listen(strip, lanes) {
+  const place = (event) => (event.offsetX / Math.max(strip.clientWidth, 1)) * length();
+  const half = () => (view.shown[1] - view.shown[0]) / 2;
+  dragged(strip, place, (span) => { view.shown = within(...span); paint(); }, (span) => move(span, 0),
+    (event) => move([place(event) - half(), place(event) + half()], 0));
+  dragged(lanes, secondAt, (span) => { view.stretch = { span, sums: null }; paint(); }, select,
+    (event) => choose(spanAt(event)));
+  lanes.addEventListener("wheel", (event) => {
+    const zooms = event.ctrlKey || event.metaKey;
+    if (!zooms && !event.deltaX) return; // the page scrolls
     event.preventDefault();
-    show(zoomed(shown, event.deltaY > 0 ? 1.25 : 0.8, second(event), whole));
+    zooms ? zoom(event.deltaY > 0 ? 1.25 : 0.8, secondAt(event)) : by(event.deltaX / 1000);
   }, { passive: false });
-  canvas.onpointerdown = (event) => { dragged = second(event); canvas.setPointerCapture(event.pointerId); };
-  canvas.onpointerup = canvas.onpointercancel = () => { dragged = null; };
-  canvas.onpointerleave = () => { tip.hidden = true; };
-  canvas.onpointermove = (event) =>
-    dragged === null ? hover(event) : show(moved(shown, dragged - second(event), whole));
-  canvas.onkeydown = (event) => {
-    const step = (shown[1] - shown[0]) / 5, middle = (shown[0] + shown[1]) / 2;
-    const next = {
-      "+": () => zoomed(shown, 0.8, middle, whole), "=": () => zoomed(shown, 0.8, middle, whole),
-      "-": () => zoomed(shown, 1.25, middle, whole),
-      ArrowLeft: () => moved(shown, -step, whole), ArrowRight: () => moved(shown, step, whole),
-    }[event.key];
-    if (next) { event.preventDefault(); show(next()); }
-  };
-  new ResizeObserver(paint).observe(element);
-  return { draw, show: ([from, to]) => show(moved([from, to], 0, whole, Math.min(Math.max(to - from, 1e-3), whole))) };
-}
-
-let view = null;
-let run = 0;
-let asked = 0; // answers of earlier questions are not drawn
-
-export async function show(place, route, state) {
-  if (!view) {
-    setup(document.getElementById("time"), state);
-    await load();
-  }
-}
-
-async function load(shown = null) {
-  const mine = ++asked;
-  const data = await ask("lanes", shown ? { run, from: shown[0], to: shown[1] } : { run });
-  if (mine === asked) view.draw(data, shown ? null : [0, Math.max(data.end - data.start, 1e-3)]);
-}
-
-function setup(place, state) {
-  const again = (shown) => load(shown).then(() => fail(""), (error) => fail(error.message));
-  const typed = () => view.show([Number(from.value) || 0, Number(to.value) || Infinity]);
-  const field = (label) => make("input", { title: label, onchange: typed });
-  const [from, to] = [field("from, seconds"), field("to, seconds")];
-  const runs = make("select", { title: "run", onchange: (event) => ((run = Number(event.target.value)), again()) }, ...state.runs.map((one, at) => make("option", { value: at }, one.name)));
-  const all = make("button", { onclick: () => again() }, "all, again");
-  const lanes = make("div", { id: "lanes" });
-  place.append(make("div", { class: "bar" }, runs, "seconds", from, "to", to, all), lanes);
-  view = picture(lanes, (shown, ended) => {
-    [from.value, to.value] = shown.map((at) => at.toFixed(3));
-    if (ended && !isFile) again(shown);
+  lanes.addEventListener("pointermove", (event) => {
+    const found = event.buttons ? null : spanAt(event), tip = byId("time-tip");
+    tip.hidden = !found;
+    if (!found) return;
+    tip.textContent = [found.name, ...facts(found).map(([what, text]) => `${what} ${text}`)].join("\n");
+    tip.style.left = `${Math.min(event.clientX + 12, innerWidth - 280)}px`;
+    tip.style.top = `${event.clientY + 12}px`;
   });
+  lanes.addEventListener("pointerleave", () => { byId("time-tip").hidden = true; });
+  const own = { ArrowUp: () => lane(-1), ArrowDown: () => lane(1), Enter: () => view.chosen && near() };
+  lanes.addEventListener("keydown", (event) => {
+    if (!own[event.key]) return;
+    event.preventDefault();
+    own[event.key]();
+  });
+}
+
+/** Calls `moving` while a stretch is dragged, `done` with it; a press without a drag is a `click`. */
+function dragged(canvas, second, moving, done, click) {
+  let from = null, place = 0, far = false;
+  canvas.addEventListener("pointerdown", (event) => {
+    [from, place, far] = [second(event), event.clientX, false];
+    canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (from === null) return;
+    far ||= Math.abs(event.clientX - place) > 3;
+    if (far) moving([from, second(event)].sort((a, b) => a - b));
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (from === null) return;
+    const span = [from, second(event)].map((at) => Math.min(Math.max(at, 0), length())).sort((a, b) => a - b);
+    from = null;
+    far ? done(span) : click(event);
+  });
+  canvas.addEventListener("pointercancel", () => { from = null; });
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.runtime.activity import GAP, NAMES, OTHER, PERIOD, Activity, Waits
+from asyncrl.runtime.activity import AT_ONCE, GAP, NAMES, OTHER, PERIOD, Activity, Waits
 
 AHEAD = 1024.0  # of the wall clock, in seconds
 
@@ -12,10 +12,12 @@ AHEAD = 1024.0  # of the wall clock, in seconds
 class Written:
     def __init__(self) -> None:
         self.now, self.lines = 0.0, list[tuple[str, float, float, int, float]]()
+        self.longest = list[float]()
         self.activity = Activity(self, clock=lambda: self.now, wall=lambda: self.now + AHEAD)
 
     def record(self, name: str, start: float, end: float, **details: Any) -> None:
         self.lines.append((name, start - AHEAD, end - AHEAD, details["calls"], details["seconds"]))
+        self.longest.append(details["longest"])
 
     def run(self, name: str, start: float, end: float) -> None:
         self.now = start
@@ -74,7 +76,13 @@ def test_waits_are_recorded_by_the_name_of_their_kind() -> None:
     for version in (7, 8):
         with waits.named(f"weights v{version}", span="fresher weights"):
             written.now += 0.125
+    for _ in range(1000):
+        with waits.named("acks"):
+            written.now += AT_ONCE / 2  # left out, however many
     with waits.named("acks"):
-        pass  # at once: left out
+        written.now += 0.5
     written.activity.flush()
-    assert written.lines == [("fresher weights", 0.0, 0.25, 2, 0.25)]
+    assert [line[0] for line in written.lines] == ["fresher weights", "acks"]
+    assert written.lines[0] == ("fresher weights", 0.0, 0.25, 2, 0.25)
+    assert written.lines[1][3:] == (1, 0.5)
+    assert written.longest == [0.125, 0.5]

@@ -50,20 +50,27 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
 
 
 async def zoomed_in(tab: Tab) -> None:
-    """Spans that were below a pixel are shown one by one."""
-    point = """(y => {
-        const canvas = document.querySelector("#lanes canvas"), place = canvas.getBoundingClientRect();
-        const at = {clientX: (place.left + 210 + place.right) / 2, clientY: place.top + y};
-        canvas.dispatchEvent(new PointerEvent("pointermove", at));
-        return document.querySelector("#lanes .tip").textContent;
-    })(20 + 18 + 8)"""
-    await tab.until(f'{point}.includes("calls")')
-    await tab.run("""["1002", "1000"].forEach((second, at) => {
-        const field = document.querySelectorAll("#time input")[1 - at];
-        field.value = second;
-        field.dispatchEvent(new Event("change"));
-    })""")
-    await tab.until(f'{point}.includes("step 1001") && !{point}.includes("calls")')
+    """The steps of two seconds are shown one by one; a stretch that is dragged over is summed, a span that is
+    clicked at says what it is, and keys lead to the next one and back to the whole run."""
+    panel, address = 'document.getElementById("time-panel").innerText', "location.hash"
+    await tab.until(f'{panel}.includes("THE WHOLE RUN") && {panel}.includes("4,000")')
+    await tab.run('location.hash = "tab=time&from=1000&to=1010"')
+    await tab.until(f'{panel}.includes("THIS WINDOW") && {panel}.includes("10 s, from")')
+    left, wide, top = await tab.run("""(place => [place.left, place.width, place.top])(
+        document.getElementById("lanes-canvas").getBoundingClientRect())""")
+    await tab.drag((left + 0.2 * wide, top + 48), (left + 0.5 * wide, top + 48))  # from 1002 to 1005
+    await tab.until(
+        f'{panel}.includes("SELECTED") && /forward and backward trainer\\s+[45]\\s/.test({panel})'
+    )
+    assert "100%" in await tab.run(panel)
+    place = (left + 0.55 * wide, top + 48)
+    await tab.drag(place, place)
+    await tab.until('document.getElementById("chosen").textContent === "forward and backward"')
+    assert "step 1005: charts, episodes" in await tab.run(panel)
+    await tab.press("j")
+    await tab.until(f'{panel}.includes("step 1006: charts")')
+    await tab.press("0")
+    await tab.until(f'!{address}.includes("from") && {panel}.includes("SELECTED")')
 
 
 async def looked_at(tab: Tab) -> None:
@@ -95,5 +102,5 @@ async def looked_at(tab: Tab) -> None:
     assert await tab.run('document.activeElement.tagName === "INPUT"')
     await tab.run("document.activeElement.blur()")
     await tab.press("4")
-    await tab.until('document.querySelector("#lanes canvas")')
+    await tab.until('document.querySelector("#time-panel table")')
     assert await tab.run('document.querySelectorAll("img").length') == 0, "a text was read as HTML"

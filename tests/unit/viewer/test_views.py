@@ -176,7 +176,7 @@ def test_lanes_of_a_window_and_of_another_run_in_the_same_directory(tmp_path: Pa
     assert views.answer("lanes", {}).end == 4000
     window = views.answer("lanes", {"from": "1000", "to": "1002"})
     (row,) = window.processes[0].rows
-    assert [span[5] for span in row.spans] == ["step 999", "step 1000", "step 1001", "step 1002"]
+    assert [span[-1] for span in row.spans] == ["step 999", "step 1000", "step 1001", "step 1002"]
     (run_dir / "timeline" / "trainer-0.jsonl").write_text('{"name":"train","start":1,"end":2}\n')
     (run_dir / "started").write_text("another run")
     assert views.answer("lanes", {}).end == 2

@@ -1,0 +1,57 @@
+"""What the spans of a timeline mean: a few meanings, each with one colour on the page, and a legible name."""
+
+from __future__ import annotations
+
+import re
+
+MEANINGS = (
+    *("generate", "tool or environment", "reward", "train"),
+    *("weights", "wait for data", "wait for another process", "save, validate, other"),
+)
+GENERATE, TOOL, REWARD, TRAIN, WEIGHTS, DATA, PROCESS, OTHER = range(len(MEANINGS))
+
+# By what names start with, and what they are called then; None: their own name.
+SPANS: dict[str, tuple[int, str | None]] = {
+    "decode": (GENERATE, "generate"),
+    "tool ": (TOOL, None),
+    "the environment": (TOOL, "environment"),
+    "the agent program": (TOOL, "agent program"),
+    "the results of the tools": (TOOL, "results of the tools"),
+    "the reward function": (REWARD, "reward function"),
+    "work": (TRAIN, "trainer"),
+    "train": (TRAIN, "forward and backward"),
+    "step": (TRAIN, "optimizer step"),
+    "trying the largest micro-batch": (TRAIN, "rehearsal: the largest micro-batch"),
+    "version": (WEIGHTS, "weights held"),
+    "snapshot": (WEIGHTS, "snapshot of the weights"),
+    "write_weights": (WEIGHTS, "write weights"),
+    "push": (WEIGHTS, "push weights"),
+    "fetch_weights": (WEIGHTS, "fetch weights"),
+    "load_weights": (WEIGHTS, "load weights"),
+    "probe": (WEIGHTS, "check the weights"),
+    "wait_data": (DATA, "wait for data"),
+    "wait_commit": (PROCESS, "wait for the commit"),
+    "wait_welcome": (PROCESS, "wait for the coordinator"),
+    "wait_stop": (PROCESS, "wait for the end"),
+    "acks: turns that": (PROCESS, "acks: turns not yet durable"),
+    "acks: the window": (PROCESS, "acks: too many bytes not acknowledged"),
+    "fresher weights": (PROCESS, "wait for fresher weights"),
+    "room on an engine": (PROCESS, "wait for room on an engine"),
+    "rollout-# is silent": (PROCESS, "a worker is silent, or starts"),
+    "its server to become": (PROCESS, "its server is not ready"),
+    "commit": (OTHER, "commit"),
+    "checkpoint": (OTHER, "checkpoint"),
+    "a checkpoint": (OTHER, "checkpoint before the end"),
+    "validation": (OTHER, "validation"),
+    "the validation of": (OTHER, "validation: episodes under way"),
+    "others": (OTHER, None),
+}
+_known = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))
+
+
+def meaning(name: str) -> tuple[int, str]:
+    """Return the number of its meaning and its legible name. What is in no table waits for another process:
+    waits are called by what they wait for."""
+    found = _known.match(name)
+    number, legible = SPANS[found.group()] if found else (PROCESS, None)
+    return number, name if legible is None else legible + " (validation)" * name.endswith(" (validation)")
