@@ -195,24 +195,21 @@ class Result(NamedTuple):
         samples, episodes = evaluated(run_dir)
         numbers = per_sample(episodes, read_config(run_dir).validation.success)
         rows = sorted({one.which.row for one in episodes})
-        names = {row: task.name for row in rows if (task := task_of(samples[row]))}
-        sources = {row: samples[row].data_source for row in names}
-        return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(names, sources, numbers))
+        found = {row: samples[row] for row in rows}
+        tasks = {row: (one.data_source, task.name) for row, one in found.items() if (task := task_of(one))}
+        return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(tasks, numbers))
 
 
-def by_task(
-    names: dict[int, str], sources: dict[int, str], numbers: PerSample
-) -> dict[str, dict[str, float]]:
-    """Return `success` and `pass@k` of samples, by their names, or by source, name and row where one has
-    another's name."""
-    times = Counter(names.values())
-    unique = {
-        row: name if times[name] == 1 else f"{sources[row]}/{name}#{row}" for row, name in names.items()
-    }
+def by_task(tasks: dict[int, tuple[str, str]], numbers: PerSample) -> dict[str, dict[str, float]]:
+    """Return `success` and `pass@k` of samples, by the names of their tasks; several of one name are told
+    apart by source and row. `tasks`: source and name."""
+    times = Counter(name for _, name in tasks.values())
     solved = {found[1]: numbers[name] for name in numbers if (found := SOLVED.fullmatch(name))}
     return {
-        name: {metric: values[row] for metric, values in solved.items() if row in values}
-        for row, name in unique.items()
+        name if times[name] == 1 else f"{source}/{name}#{row}": {
+            metric: values[row] for metric, values in solved.items() if row in values
+        }
+        for row, (source, name) in tasks.items()
     }
 
 

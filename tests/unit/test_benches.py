@@ -21,6 +21,13 @@ from tests.fakes.scripts import TOOLS, bench_script
 bench, replayed = bench_script("async_ratio"), bench_script("replayed")
 
 
+def test_the_interval_of_a_rate_stays_between_none_and_all() -> None:
+    """Rounding gave -0% of none."""
+    for trials in (1, 5, 19):
+        assert bench_script("common").wilson(0, trials)[0] >= 0.0
+        assert bench_script("common").wilson(trials, trials)[1] <= 1.0
+
+
 def _delays(seed: int, samples: list[int], log: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     """By sample, member and call, with the episodes of `samples` opened in that order."""
     slept: list[float] = []

@@ -118,7 +118,7 @@ def test_a_comparison_is_of_the_samples_that_both_have() -> None:
 
 def test_tasks_of_one_name_are_kept_apart() -> None:
     numbers = {"val-core/all/sampled/success": {0: 1.0, 1: 0.0, 2: 0.5}}
-    found = by_task({0: "fix", 1: "fix", 2: "sum"}, {0: "a", 1: "b", 2: "b"}, numbers)
+    found = by_task({0: ("a", "fix"), 1: ("b", "fix"), 2: ("b", "sum")}, numbers)
     assert found == {
         "a/fix#0": {"sampled/success": 1.0},
         "b/fix#1": {"sampled/success": 0.0},
@@ -136,7 +136,9 @@ def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[s
         for draw, score in enumerate(both)
     ]
     numbers = per_sample(episodes, 0.5)
-    print_result(Result(run_dir, "", episodes, numbers, by_task({0: "org/fix", 1: "sum"}, {}, numbers)))
+    print_result(
+        Result(run_dir, "", episodes, numbers, by_task({0: ("a", "org/fix"), 1: ("a", "sum")}, numbers))
+    )
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[-5:-1] == [
         [],
