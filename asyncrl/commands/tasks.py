@@ -14,9 +14,9 @@ import msgspec
 from asyncrl.data.harbor import TaskFolder, read_tasks
 from asyncrl.data.samples import RowLayout, question
 from asyncrl.data.sources import Place
-from asyncrl.data.task_sandboxes import TaskSandbox
+from asyncrl.data.task_sandboxes import LIMITS, TaskSandbox
 from asyncrl.errors import AsyncrlError, ConfigError, reason
-from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, SandboxLimits
+from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding
 from asyncrl.isolation.sandbox.changes import packed
 from asyncrl.rewards.base import RewardInput, evaluate
 from asyncrl.rewards.tests import JudgedByTests, pack
@@ -26,7 +26,6 @@ EXPECTED = {
     "untouched": {"score": 0, "turn_green": 0, "stay_green": 1},
     "solved": {"score": 1, "turn_green": 1, "stay_green": 1},
 }
-LIMITS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
 SECONDS = 600.0  # of a solution, where the task sets no limit for agents
 LOOK_SECONDS = 10.0
 SAID = 200  # characters of what a solution printed

@@ -19,6 +19,8 @@ from asyncrl.isolation.sandbox.spawning import IMAGE_PATH, Shown
 MOST_CHANGES = 700_000  # bytes: as base64 text, with what an agent returned, a result of 1 MiB
 RESULT_SECONDS = 20.0  # to collect what changed, on a busy machine
 UNREACHED = ("OutNoRoutes", "NoPorts")  # datagrams and connections without a route, or that nobody received
+LIMITS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
+"""The sizes of a sandbox that an agent works in, where neither its user nor a task states others."""
 NOT_COUNTED = (".git", "__pycache__", "*.pyc", ".pytest_cache", "/sandbox", "/tmp")
 
 
@@ -42,10 +44,8 @@ class TaskSandbox:
         self.directory = task.directory or image.directory
         self.workspace = task.workspace or (self.directory,)
         self.environment = {"PATH": IMAGE_PATH, **image.environment, **task.environment}
-        memory = (
-            "resident" if limits.resident else "memory"
-        )  # of a program with its children, or of a process
-        sizes = {memory: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
+        of = "resident" if limits.resident else "memory"  # a program with its children, or a process
+        sizes = {of: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
         self.jail = Jail(
             limits._replace(**{name: size for name, size in sizes.items() if size}),
             require=require,

@@ -27,21 +27,14 @@ import msgspec
 
 import asyncrl
 from asyncrl.config.base import Count, Seconds
-from asyncrl.data.task_sandboxes import RESULT_SECONDS
+from asyncrl.data.task_sandboxes import LIMITS, RESULT_SECONDS
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
-from asyncrl.gateway.places import (
-    EpisodePlace,
-    check_sandbox,
-    check_tree,
-    open_place,
-    sandbox_place,
-)
+from asyncrl.gateway.places import EpisodePlace, check_sandbox, check_tree, open_place, sandbox_place
 from asyncrl.gateway.server import Endpoint
 from asyncrl.gateway.talking import result_in, talk
 from asyncrl.isolation.child import inherited
-from asyncrl.isolation.sandbox.base import SandboxLimits
 from asyncrl.isolation.sandbox.needs import needed_by
 from asyncrl.types import Sample
 
@@ -65,23 +58,18 @@ Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
 NOWHERE = Endpoint("http://127.0.0.1:9/v1", "")
 
 
-NEEDS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Harness:
     """Describes a program that leads episodes. `line`, the values of `environment` and the texts of `files`
     (by their paths in HOME) have placeholders, see lines.py. `stdin`: what the program reads there; it gives
-    a result only if that is the sample. `needs`: limits in a sandbox that are high enough. `resident_mb`: the
-    memory that it and its children usually take. `version`: the option that prints its version; `tested`: the
-    version that was tested."""
+    a result only if that is the sample. `resident_mb`: the memory that it and its children usually take.
+    `version`: the option that prints its version; `tested`: the version that was tested."""
 
     name: str
     line: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     stdin: Literal["sample", "prompt", "nothing"] = "prompt"
-    needs: SandboxLimits = NEEDS
     sandbox: Literal["jail", "none"] = "jail"
     resident_mb: int = 0
     version: str = "--version"
@@ -90,11 +78,7 @@ class Harness:
 
 COMMAND = Harness(
     name="command",
-    environment={
-        "OPENAI_BASE_URL": "{base_url}",
-        "OPENAI_API_KEY": "{key}",
-        "OPENAI_MODEL": "{model}",
-    },
+    environment={"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{key}", "OPENAI_MODEL": "{model}"},
     stdin="sample",
     sandbox="none",
 )
@@ -110,7 +94,7 @@ class Command:
 
     `sandbox`: `jail` or `none`. In a jail a program can read its place, the system's programs, its own files
     and the paths in `show`, and reach only its endpoint. Limits: `memory_mb` of all processes with their
-    files, `processes` (threads included), `disk_mb`; 0 is what the harness needs. `setup_seconds`: time
+    files, `processes` (threads included), `disk_mb`; 0 is the default. `setup_seconds`: time
     until the first request, in which at most `starts` episodes of a worker may be (0: two per CPU);
     `seconds`: time from then on (0: as long as the episode).
 
@@ -171,7 +155,7 @@ class Command:
         chosen = {name: most for name, most in chosen.items() if most}
         if self.sandbox == "jail":
             check_sandbox()
-            self._limits = harness.needs._replace(**chosen)
+            self._limits = LIMITS._replace(**chosen)
             self._shown = _shown(self._words, self._files, _names(show))
         elif chosen or show:
             raise ConfigError("memory_mb, processes, disk_mb and show need a sandbox; set sandbox: jail")

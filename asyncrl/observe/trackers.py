@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -35,20 +35,21 @@ Values = Mapping[str, Sequence[float]]  # of single episodes, by metric
 EMPTY: Values = {}
 
 
-class Tracker(Protocol):
+class Tracker:
     """A service to which a run is sent. It leaves out what it has no place for."""
 
     def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
         """A row, with the values of single episodes, and tokens by lag from 0 on, for histograms."""
-        ...
+        raise NotImplementedError
 
     def transcripts(self, step: int, entries: Sequence[Entry]) -> None:
         """Send the transcripts that a validation has kept."""
-        ...
 
-    def summarize(self, summary: Mapping[str, Any]) -> None: ...
+    def summarize(self, summary: Mapping[str, Any]) -> None:
+        """Send the summary of the whole run."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run is over."""
 
 
 class Trackers:
@@ -131,7 +132,7 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}" if text else ""
 
 
-class _WandbTracker:
+class _WandbTracker(Tracker):
     """Our own step is the x axis: a validation can end after later steps; wandb's counter cannot go back."""
 
     def __init__(self, module: Any, run: Any) -> None:
@@ -160,7 +161,7 @@ class _WandbTracker:
         self._run.finish()
 
 
-class _SwanlabTracker:
+class _SwanlabTracker(Tracker):
     """Takes texts, but neither histograms nor a summary."""
 
     def __init__(self, module: Any) -> None:
@@ -173,13 +174,11 @@ class _SwanlabTracker:
         texts = [self._module.Text(text, caption=caption) for caption, text in _texts(entries)]
         self._module.log({TRANSCRIPTS: texts}, step=step)
 
-    def summarize(self, summary: Mapping[str, Any]) -> None: ...
-
     def close(self) -> None:
         self._module.finish()
 
 
-class _TensorBoardTracker:
+class _TensorBoardTracker(Tracker):
     """Its texts are Markdown."""
 
     def __init__(self, writer: Any, config: RunConfig) -> None:
@@ -222,7 +221,7 @@ class _TensorBoardTracker:
         self._writer.close()
 
 
-class _AccelerateTracker:
+class _AccelerateTracker(Tracker):
     """Takes numbers only. One thread makes all calls, as e.g. mlflow keeps its run by thread; none is waited
     for longer than PATIENCE."""
 
@@ -244,10 +243,6 @@ class _AccelerateTracker:
         named = {name.replace("@", "_at_"): value for name, value in metrics.items()}  # mlflow refuses it
         # Half of what is waited at the end: behind a last row that hangs are those of other trackers.
         self._calls.ask(lambda: self._tracker.log(named, step=step), PATIENCE / 2)
-
-    def transcripts(self, step: int, entries: Sequence[Entry]) -> None: ...
-
-    def summarize(self, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
         self._calls.ask(self._tracker.finish, PATIENCE)
