@@ -93,7 +93,7 @@ def totals(
             sums[1] += float(seconds[name])
             sums[2] = max(sums[2], float(longest[name]))
     order = sorted(found.items(), key=lambda one: -one[1][1])[:MOST_TOTALS]
-    return [(*key, int(sums[0]), round(sums[1], 4), round(sums[2], 4)) for key, sums in order]
+    return [(*key, int(sums[0]), round(sums[1], 6), round(sums[2], 6)) for key, sums in order]
 
 
 def within(row: Arrays, since: float, until: float) -> Arrays:

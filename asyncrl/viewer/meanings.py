@@ -33,8 +33,8 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "wait_commit": (PROCESS, "wait for the commit"),
     "wait_welcome": (PROCESS, "wait for the coordinator"),
     "wait_stop": (PROCESS, "wait for the end"),
-    "acks: turns that": (PROCESS, "acks: turns not yet durable"),
-    "acks: the window": (PROCESS, "acks: too many bytes not acknowledged"),
+    "acks: turns that": (PROCESS, "acks: turns not durable yet"),
+    "acks: the window": (PROCESS, "acks: the window is full"),
     "fresher weights": (PROCESS, "wait for fresher weights"),
     "room on an engine": (PROCESS, "wait for room on an engine"),
     "rollout-# is silent": (PROCESS, "a worker is silent, or starts"),
@@ -43,7 +43,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "checkpoint": (OTHER, "checkpoint"),
     "a checkpoint": (OTHER, "checkpoint before the end"),
     "validation": (OTHER, "validation"),
-    "the validation of": (OTHER, "validation: episodes under way"),
+    "the validation of": (OTHER, "validation episodes"),
     "others": (OTHER, None),
 }
 _known = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))

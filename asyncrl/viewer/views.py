@@ -26,6 +26,7 @@ from asyncrl.viewer.results import results
 from asyncrl.viewer.series import alerts, series
 
 Query = Mapping[str, str]
+MOST_LANES = 2  # runs whose timelines are in memory
 
 
 class Views:
@@ -66,6 +67,8 @@ class Views:
         for path in self._runs:
             with suppress(AsyncrlError):  # said where a transcript is asked for
                 self._decoder(parse(at(launches_of(path), 0).config).model.path)
+        with suppress(AsyncrlError):
+            self.answer("lanes", {})  # a timeline of a million spans takes seconds, too
 
     def _list(self, query: Query) -> dict[str, Any]:
         """Say what the runs are doing, and how their configurations differ."""
@@ -129,6 +132,8 @@ class Views:
             began = mark.read_bytes() if mark.exists() else b""
             if path not in self._lanes_of or self._lanes_of[path][0] != began:
                 self._lanes_of[path] = began, LaneReader(path)
+            for other in list(self._lanes_of)[:-MOST_LANES]:
+                del self._lanes_of[other]  # 100 MB for a million spans
             return self._lanes_of[path][1].window(since, until, step)
 
     def _decoder(self, model: str) -> Decode:

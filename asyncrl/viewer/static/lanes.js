@@ -1,10 +1,10 @@
-// The picture of the tab of time. A bar is as high as the share of its length that it was busy; waits are striped.
+// The lanes of the tab of time. A bar is as high as the share of its length that was busy; waits: striped.
 // Spans are those of a LaneWindow of viewer/lanes.py: [start, end, name, calls, seconds, longest, text].
 import { PALETTE, clock, make } from "view/dom.js";
 
 const ROW = 20, HEAD = 38, STRIP = 46; // pixels
 const SHORT = 0.01; // share of its process's time below which a lane is folded
-const OPEN = 3; // processes of a group that are shown lane by lane
+const OPEN = 3; // processes of a group up to which all are shown lane by lane, and from there on the first
 const HUES = [0, 1, 3, 2, 5, 4, 6, 6].map((at) => PALETTE[at]); // by meaning, as in viewer/meanings.py
 const WAITS = [5, 6]; // meanings that are striped
 const HELD = "weights held"; // a lane of what an engine has, not of what it does
@@ -26,6 +26,10 @@ export const byId = (id) => document.getElementById(id);
 export const length = () => Math.max(view.whole.end - view.whole.start, 1e-3);
 export const isHeld = (row) => row.title.startsWith(HELD);
 export const nameOf = (line) => `${line.process} ${line.row?.title}`;
+/** Times are rounded to less than a pixel. */
+export function isSame(a, b) {
+  return nameOf(a.line) === nameOf(b.line) && Math.abs(a.start - b.start) < view.data.pixel;
+}
 export const kindOf = (process) => process.split(" ")[0];
 
 const width = () => Math.max(byId("lanes-canvas").clientWidth, 1);
@@ -46,7 +50,7 @@ export function layout(processes) {
     const open = isOpen(kind, true), title = `${GROUPS[kind] ?? kind} (${of.length})`;
     const head = many ? [{ title, key: kind, open, level: 0 }] : [];
     if (many && !open) return head;
-    return [...head, ...of.flatMap((one, at) => process(one, at < OPEN, Number(many)))];
+    return [...head, ...of.flatMap((one, at) => process(one, !at || of.length <= OPEN, Number(many)))];
   });
 }
 
@@ -116,7 +120,7 @@ export function paint() {
   ruler(context, height);
   if (view.stretch) {
     const [from, to] = view.stretch.span.map(x);
-    [context.fillStyle, context.strokeStyle] = [`${PALETTE[0]}33`, tone("accent")];
+    [context.fillStyle, context.strokeStyle] = [`${PALETTE[0]}22`, tone("accent")];
     context.fillRect(from, HEAD, to - from, height - HEAD);
     context.strokeRect(from, HEAD, to - from, height - HEAD - 1);
   }
@@ -128,11 +132,11 @@ function bars(context, line, top) {
     const start = span[0] + offset(), end = span[1] + offset(), kind = view.data.meanings[span[2]];
     if (end < view.shown[0] || start > view.shown[1] || view.hidden.has(kind)) continue;
     const left = Math.max(x(start), 0), right = Math.min(x(end), width());
-    const high = Math.max(2, shareOf(span) * (ROW - 4)), wide = Math.max(right - left - 0.5, 1);
+    const high = Math.max(2, shareOf(span) * (ROW - 4)), gap = right - left > 4 ? 0.5 : 0;
+    const wide = Math.max(right - left - gap, 1);
     context.fillStyle = ink(context, kind);
     context.fillRect(left, top + ROW - 2 - high, wide, high);
-    const same = view.chosen && nameOf(view.chosen.line) === nameOf(line) && view.chosen.start === start;
-    if (!same) continue;
+    if (!view.chosen || !isSame({ line, start }, view.chosen)) continue;
     [context.strokeStyle, context.lineWidth] = [tone("text"), 2];
     context.strokeRect(left - 1, top + 1, wide + 2, ROW - 2);
     context.lineWidth = 1;
@@ -145,7 +149,8 @@ function versions(context, line, top) {
   for (const [start, end, , , , , text] of line.row.spans) {
     const left = Math.max(x(start + offset()), 0), right = Math.min(x(end + offset()), width());
     if (right < 0 || left > width()) continue;
-    context.strokeRect(left + 0.5, top + 4.5, Math.max(right - left - 1, 0.5), ROW - 9);
+    if (right - left > 3) context.strokeRect(left + 0.5, top + 4.5, right - left - 1, ROW - 9);
+    else context.fillRect(left, top + ROW / 2, Math.max(right - left, 1), 1);
     const name = text.split(" ")[0];
     if (right - left > 8 + 7 * name.length) context.fillText(name, left + 4, top + ROW / 2);
   }
@@ -158,26 +163,33 @@ function ruler(context, height) {
   context.fillStyle = tone("dim");
   for (let at = Math.ceil(from / each) * each; at <= to; at += each) {
     context.fillRect(x(at), HEAD - 5, 1, 5);
-    context.fillText(each < 1 ? `${Number(at.toFixed(3))} s` : clock(at), x(at) + 3, HEAD - 11);
+    beside(context, each < 1 ? `${Number(at.toFixed(3))} s` : clock(at), x(at), HEAD - 11);
   }
   const steps = view.data.steps.filter(([, at]) => at >= from && at <= to);
   const apart = steps.length > 1 ? (steps.at(-1)[0] - steps[0][0]) / (width() / 52) : 1;
-  const every = TICKS.find((one) => one >= Math.max(1, apart)) ?? TICKS.at(-1);
-  const named = steps.filter(([step]) => step % every === 0);
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, apart)));
+  const every = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= apart);
   context.fillStyle = tone("text");
-  steps.forEach(([, at]) => context.fillRect(x(at), 0, 1, 3));
   let free = 0; // where no name is yet
-  for (const [step, at] of named.filter(([, at]) => x(at) < width() - 40)) {
-    context.fillRect(x(at), 0, 1, 7);
-    if (x(at) < free) continue;
-    context.fillText(free ? step : `step ${step}`, x(at) + 3, 8);
-    free = x(at) + (free ? 30 : 52);
+  for (const [number, [step, at]] of steps.entries()) {
+    const before = number ? steps[number - 1][0] : step - 1;
+    const named = Math.floor(step / every) > Math.floor(before / every) && x(at) >= free;
+    context.fillRect(x(at), 0, 1, named ? 7 : 3);
+    if (named) free = beside(context, free ? step : `step ${step}`, x(at), 8) + 8;
   }
   context.fillStyle = tone("bad");
   for (const [at] of view.data.marks) {
     context.fillRect(x(at), 8, 1, height);
     context.fillText("▼", x(at) - 4.5, 8);
   }
+}
+
+/** A text to the right of a tick, or to its left where the picture ends. Returns where it ends. */
+function beside(context, text, left, top) {
+  const wide = context.measureText(text).width;
+  const place = left + 3 + wide > width() ? left - 3 - wide : left + 3;
+  context.fillText(text, place, top);
+  return place + wide;
 }
 
 /** The whole run: a line for each process, and a frame around the window. */

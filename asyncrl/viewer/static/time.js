@@ -2,7 +2,7 @@
 // the window or of a selected stretch, and the chosen span. A window is asked for again, with finer spans.
 import { card, clock, make, number, percent, redraw, seconds, table } from "view/dom.js";
 import {
-  byId, isHeld, kindOf, layout, length, nameOf, paint, secondAt, sign, spanAt, spansOf, view,
+  byId, isHeld, isSame, kindOf, layout, length, nameOf, paint, secondAt, sign, spanAt, spansOf, view,
 } from "view/lanes.js";
 import { go, link } from "view/route.js";
 import { ask, isFile } from "view/source.js";
@@ -26,6 +26,10 @@ export async function show(place, route, state, current) {
   const key = JSON.stringify(asks), goesOn = !state.runs[run]?.ended, mine = ++asked;
   if (view.data && key === wanted && !goesOn) return paint();
   if (!view.whole || goesOn) view.whole = await ask("lanes", { run });
+  if (!view.whole.processes.length) {
+    run = null; // all is made anew once there is something
+    return place.replaceChildren(make("p", { class: "dim" }, "No process has recorded anything yet."));
+  }
   const answer = key === "{}" || isFile ? view.whole : await ask("lanes", { run, ...asks });
   if (mine !== asked || !current()) return;
   [view.data, wanted] = [answer, key];
@@ -51,7 +55,7 @@ function skeleton() {
   const strip = canvas("strip", "The whole run. Drag to choose a window");
   const lanes = canvas("lanes-canvas", "What each process did when. Up, down: a lane; j, k: a span in it");
   listen(strip, lanes);
-  const told = "Drag: sums of a stretch. Click: a span. Ctrl + wheel, + −: zoom. ← →: move. 0: the whole run.";
+  const told = "Drag: sums of a stretch. Click: a span. Ctrl + wheel, + −: zoom. ← →: move. 0: whole run.";
   return [
     make("div", { class: "bar" }, make("label", {}, "go to ", step),
       button("−", "zoom out, key −", keys["-"]), button("+", "zoom in, key +", keys["+"]),
@@ -61,7 +65,7 @@ function skeleton() {
         make("div", { class: "lanes" }, make("span", { class: "dim" }, "the whole run"), strip),
         make("div", { id: "lanes", class: "lanes" }, make("div", { id: "lane-labels" }), lanes),
         make("p", { class: "dim" }, told)),
-      make("div", { id: "time-panel", "aria-live": "polite" })),
+      make("div", { id: "time-panel" })),
     make("div", { class: "tip", id: "time-tip", hidden: "" }),
   ];
 }
@@ -96,12 +100,12 @@ function turn(set, key) {
 
 function panel() {
   const { stretch, chosen, data, shown } = view;
-  const title = shown[1] - shown[0] >= length() * 0.999 ? "The whole run" : "This window";
+  const title = shown[1] - shown[0] >= length() * 0.999 ? "Whole run" : "This window";
   const told = stretch ?? { span: shown, sums: sumsOf(data), title };
   const marks = data.marks.map(([at, text]) => [clock(at), text]);
   redraw(byId("time-panel"), [told, chosen?.line.process, chosen?.span, marks], () => [
     chosen && spanCard(chosen),
-    card(told.title ?? "Selected", make("p", {}, interval(told.span), ...buttons()), figures(told)),
+    card(told.title ?? "Selected", make("p", {}, interval(told.span), ...buttons()), ...figures(told)),
     marks.length ? card("Began again", table(null, marks)) : null,
   ].filter(Boolean));
 }
@@ -109,41 +113,53 @@ function panel() {
 const sumsOf = (answer) => answer.totals.map(([of, at, calls, took, longest]) =>
   ({ of, name: answer.names[at], kind: answer.meanings[at], calls, took, longest }));
 
-const interval = ([from, to]) => `${seconds(to - from)}, from ${moment(from)} to ${moment(to)}`;
-const moment = (at) => (view.shown[1] - view.shown[0] < 60 ? `${at.toFixed(2)} s` : clock(at));
+function interval([from, to]) {
+  const tenth = to - from < 60 ? (at) => `.${Math.floor(10 * (at % 1))}` : () => "";
+  const [first, last] = [from, to].map((at) => clock(Math.floor(at)) + tenth(at));
+  return `${seconds(to - from)}, from ${first} to ${last}`;
+}
 
 const buttons = () => (view.stretch ? [
   " ", make("button", { id: "zoom-to", onclick: () => move(view.stretch.span, 0) }, "zoom to it"),
   " ", make("button", { id: "no-stretch", onclick: keys.Escape, title: "key Esc" }, "clear"),
 ] : []);
 
-/** The most seconds first. Shares are of the time of all processes of this kind. */
+/** What the trainer did, which does one thing at a time; then all sums, the most seconds first. Shares are of
+ * the time of all processes of a kind. */
 function figures({ span, sums, note }) {
-  if (!sums?.length) return make("p", { class: "dim" }, sums ? "nothing was recorded here" : "…");
+  if (!sums?.length) return [make("p", { class: "dim" }, sums ? "nothing was recorded here" : "…")];
+  const many = (of) => view.whole.processes.filter((one) => kindOf(one.title) === of).length || 1;
+  const time = (of) => Math.max((span[1] - span[0]) * many(of), 1e-9);
+  const trained = sums.filter(({ of }) => of === "trainer");
+  const parts = view.whole.kinds.map((name, kind) => {
+    const took = trained.reduce((all, one) => all + (one.kind === kind ? one.took : 0), 0);
+    return { name, kind, share: took / time("trainer") };
+  }).filter(({ share }) => share >= 0.005).sort((a, b) => b.share - a.share);
+  const told = parts.map(({ name, kind, share }, at) =>
+    make("span", {}, at ? ", " : "", sign(kind), `${percent(share)} ${name}`));
   const rows = sums.slice(0, MOST).map(({ of, name, kind, calls, took, longest }) => {
-    const many = view.whole.processes.filter((one) => kindOf(one.title) === of).length || 1;
     const what = make("span", {}, sign(kind), name, make("span", { class: "dim" }, ` ${of}`));
-    return [what, number(calls), seconds(took), busy(took, (span[1] - span[0]) * many), seconds(longest)];
+    return [what, number(calls), seconds(took), busy(took, time(of)), seconds(longest)];
   });
   const more = sums.length > MOST ? `and ${sums.length - MOST} more, that took less` : "";
-  return make("div", {}, table(["what", "count", "total", "share", "longest"], rows, { class: "figures" }),
-    make("p", { class: "dim" }, [more, note].filter(Boolean).join("; ")));
+  return [
+    told.length ? make("p", { class: "headline" }, "The trainer: ", ...told) : null,
+    table(["what", "count", "total", "share", "longest"], rows, { class: "figures" }),
+    make("p", { class: "dim" }, [more, note].filter(Boolean).join("; ")),
+  ];
 }
 
 /** How much of a time was spent; more than all of it by several at once. */
 function busy(took, of) {
-  const share = took / Math.max(of, 1e-9);
+  const share = took / of;
   return share > 1.01 ? `${number(share)} at once` : percent(share);
 }
 
 /** What is said of a span, under the pointer and in its card. */
 function facts({ span: [start, end, , calls, took, longest, text] }) {
-  return [
-    end > start ? ["length", seconds(end - start)] : null,
-    end > start ? ["busy", busy(took, end - start)] : null,
-    calls > 1 ? ["calls", `${number(calls)}: ${seconds(took)}, the longest ${seconds(longest)}`] : null,
-    text ? ["details", text] : null,
-  ].filter(Boolean);
+  const many = `${number(calls)}: ${seconds(took)}, the longest ${seconds(longest)}`;
+  const found = { busy: end > start && busy(took, end - start), calls: calls > 1 && many, details: text };
+  return Object.entries(found).filter(([, value]) => value);
 }
 
 function spanCard(found) {
@@ -233,7 +249,7 @@ function next(by) {
   const rows = view.lines.filter((line) => line.row);
   const line = rows.find((one) => nameOf(one) === view.lane) ?? rows[0];
   const found = line ? spansOf(line) : [], same = view.chosen && nameOf(view.chosen.line) === nameOf(line);
-  const at = same ? found.findIndex(({ start }) => start === view.chosen.start) + by : -1;
+  const at = same ? found.findIndex((one) => isSame(one, view.chosen)) + by : -1;
   const one = found[same ? at : found.findIndex(({ end }) => end >= view.shown[0])];
   if (!one) return;
   choose(one);
@@ -272,8 +288,9 @@ function listen(strip, lanes) {
     const found = event.buttons ? null : spanAt(event), tip = byId("time-tip");
     tip.hidden = !found;
     if (!found) return;
-    tip.textContent = [found.name, ...facts(found).map(([what, text]) => `${what} ${text}`)].join("\n");
-    tip.style.left = `${Math.min(event.clientX + 12, innerWidth - 280)}px`;
+    const told = facts(found).map(([what, text]) => `${what} ${text}`);
+    tip.textContent = [found.name, seconds(found.end - found.start), ...told].join("\n");
+    tip.style.left = `${Math.max(0, Math.min(event.clientX + 12, innerWidth - 300))}px`;
     tip.style.top = `${event.clientY + 12}px`;
   });
   lanes.addEventListener("pointerleave", () => { byId("time-tip").hidden = true; });

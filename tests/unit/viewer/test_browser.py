@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.observe.timeline import Timeline
 from asyncrl.viewer.page import write
 from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
@@ -30,6 +31,10 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
             for line in file.read_text().splitlines()
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    worker = Timeline(tmp_path / "a" / "timeline" / "rollout-0.jsonl")
+    worker.record("decode", 0, 4000, calls=100, seconds=8000.0)
+    worker.record("fresher weights", 0, 4000, calls=900, seconds=0.5)
+    worker.close()
     write(tmp_path / "page.html", views)
 
     async def test() -> None:
@@ -53,7 +58,12 @@ async def zoomed_in(tab: Tab) -> None:
     """The steps of two seconds are shown one by one; a stretch that is dragged over is summed, a span that is
     clicked at says what it is, and keys lead to the next one and back to the whole run."""
     panel, address = 'document.getElementById("time-panel").innerText', "location.hash"
-    await tab.until(f'{panel}.includes("THE WHOLE RUN") && {panel}.includes("4,000")')
+    await tab.until(f'{panel}.includes("WHOLE RUN") && {panel}.includes("4,000")')
+    assert "2 at once" in await tab.run(panel)
+    lanes = '[...document.querySelectorAll("#lane-labels > *")].map(o => o.textContent).join()'
+    assert await tab.run(lanes) == "trainer 0,▾ worker 0,generate,▸ short (1 lane)"
+    await tab.run('document.querySelector("#lane-labels > :last-child").click()')
+    await tab.until(f'{lanes}.endsWith("▾ short (1 lane),wait for fresher weights")')
     await tab.run('location.hash = "tab=time&from=1000&to=1010"')
     await tab.until(f'{panel}.includes("THIS WINDOW") && {panel}.includes("10 s, from")')
     left, wide, top = await tab.run("""(place => [place.left, place.width, place.top])(
