@@ -7,7 +7,10 @@ import platform
 import time
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.commands import command_parser, find_run
+from asyncrl.observe.alerts import Alert
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import OF_STEP, clock, figures
 from asyncrl.observe.summary import UNSOUND, flow_line
@@ -60,7 +63,7 @@ def lives(run_dir: Path) -> bool:
 
 
 def describe(run_dir: Path, ended: str, now: float) -> list[str]:
-    """Lines: phase and step, the last step, the flow, who waits for what."""
+    """Lines: phase and step, the last step, what is wrong, the flow, who waits for what."""
     status = read_status(run_dir)
     if "phase" not in status:
         return [
@@ -71,7 +74,8 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
     steps = f"step {status['step']} of {status['total_steps']} after {clock(status['seconds'])}"
     gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
     numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
-    known = filter(None, (numbers, flow_line(gauges), status.get("alert"), status["failed"]))
+    wrong = [] if ended else [alert.line for alert in msgspec.convert(status.get("alerts", []), list[Alert])]
+    known = filter(None, (numbers, *wrong, flow_line(gauges), status["failed"]))
     waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
     lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]
     return [*lines, "waits:", *waits] if waits else lines

@@ -8,26 +8,26 @@ the first episodes of one group for each batch, in the file of the step that was
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord, Flow, State
 from asyncrl.buffer.replay import USABLE
+from asyncrl.config import leaves
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
+from asyncrl.observe.alerts import alerts, ends
 from asyncrl.observe.files import read_rows, write_status, write_summary
-from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, REWARD, STEP_SECONDS
+from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, Sample
@@ -64,13 +64,14 @@ class Reporter:
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
         path = state.run_dir / "metrics.jsonl"
         cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # the last line, by a crash
+        self._recent = ends(earlier)  # rows, for alerts
+        self._keys = dict(leaves(msgspec.to_builtins(state.config)))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b"\n" if cut else b""
         self._busy = self._totals()
         self._settled: Counter[str] = Counter()
         self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
         self._own: dict[str, float] = {}  # likewise, the coordinator's own, by their name in the timeline
-        self._scores = (math.inf, -math.inf)  # the least and the highest of training episodes
         self.values: dict[str, list[float]] = {}  # of the episodes of the last row
         self._last: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
@@ -88,7 +89,6 @@ class Reporter:
         if episode.greedy:
             columns["rollout/greedy_score"].append(result.score)
             return
-        self._scores = min(self._scores[0], result.score), max(self._scores[1], result.score)
         numbers = {
             "rollout/score": result.score,  # before shaping
             "num_turns": stats.turns,
@@ -99,6 +99,7 @@ class Reporter:
             "rollout/system_folded": stats.system_folded,
             "timing_s/episode": stats.seconds,
             "timing_s/tools": stats.tool_s,
+            "timing_s/reward": stats.reward_s,
         } | {f"rollout/component/{name}": value for name, value in result.components.items()}
         numbers |= {f"rollout/agent/{name}": part.score for name, part in result.parts.items()}
         for name, value in numbers.items():
@@ -126,6 +127,7 @@ class Reporter:
 
     def write(self, row: dict[str, float]) -> None:
         """Append a row to metrics.jsonl. On a full disk it waits for the next one: the run does not."""
+        self._recent = ends([*self._recent, row])
         self._unwritten += json.dumps(row).encode() + b"\n"
         try:
             while self._unwritten:
@@ -141,24 +143,15 @@ class Reporter:
     def write_status(self, phase: str) -> Status:
         """The state now, for observers; written, too, for whoever looks from outside: `asyncrl status`."""
         state, gauges = self.state, self.gauges() | {BATCH: self.batch_share()}
-        if not self._last and (scores := self.landed.columns.get("rollout/score")):  # no step is over yet
+        if not self._last and not state.samples[0].demonstration and self.landed.ends:  # no step is over yet
             settled = state.buffer.settled
-            gauges |= {REWARD: fmean(scores), FILTERED: settled[State.FILTERED] / max(1, settled.total())}
+            gauges |= self._episodes() | {FILTERED: settled[State.FILTERED] / max(1, settled.total())}
         failed, step = failures_line(state.failed.counts, state.failed.newest), state.batches.committed
-        status = Status(phase, step, state.steps, gauges, self.waits(), failed, self.constant_reward())
-        known = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
-        write_status(state.run_dir, known | {"metrics": self._last})
+        status = Status(phase, step, state.steps, gauges, self.waits(), failed)
+        now = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
+        status = msgspec.structs.replace(status, alerts=tuple(alerts(self._recent, now, self._keys)))
+        write_status(state.run_dir, now | {"alerts": status.alerts, "metrics": self._last})
         return status
-
-    def constant_reward(self) -> str:
-        """Says why nothing can be learned: all episodes so far scored alike, in two batches of groups or
-        more."""
-        config, groups, (low, high) = self.state.config, self.state.buffer.settled.total(), self._scores
-        if groups < 2 * config.buffer.groups_per_batch or low != high or self.state.samples[0].demonstration:
-            return ""
-        hard = "the samples are too hard, or the reward finds no answer: see asyncrl runs transcripts"
-        why = "the samples are solved: use harder ones" if low >= config.validation.success else hard
-        return f"{groups} groups: every episode scored {low:g}; {why}"
 
     def gauges(self) -> dict[str, float]:
         """The state now, under the names of metrics.jsonl."""

@@ -21,39 +21,36 @@ from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.background import Background
-from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, REWARD, VALIDATED, ZERO_ADVANTAGE, figures
-from asyncrl.observe.summary import success_line
+from asyncrl.observe.metrics import BATCH, HELD_OUT, VALIDATED, figures
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.shared import Status
 
 LINE_EVERY = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
-NEARLY = 0.9  # of `validation.success`: a mean score from which on most samples are solved
-IDLE_SHARE = 0.25  # of a step's episodes without advantage, from which on it is worth a line
 MOST = 1000  # texts that may wait for a terminal; what is printed beyond them is lost
 PATIENCE = 2.0  # seconds, at the end
 
 
 class Console:
-    """Shows a run; errors of the terminal do not reach the caller. `threshold`: `validation.success`."""
+    """Shows a run; errors of the terminal do not reach the caller."""
 
     def __init__(
         self,
         mode: Literal["live", "plain", "off"],
         state: ConsoleState,
         terminal: Terminal,
-        threshold: float = 1.0,
     ) -> None:
-        self.mode, self.state, self.terminal, self.threshold = mode, state, terminal, threshold
+        self.mode, self.state, self.terminal = mode, state, terminal
         self._line_at = 0.0
-        self._advised: set[str] = set()
+        self._said: set[str] = set()  # names of alerts: each is printed once in a launch
 
     def status(self, status: Status) -> None:
         """The state of the run, a few times a second."""
         before, self.state.status = self.state.status, status
         news = [f"phase: {status.phase}"] if status.phase != before.phase else []
-        said = ((status.failed, before.failed), (status.alert, before.alert))
-        news += [text for text, earlier in said if text and not earlier]
+        news += [status.failed] if status.failed and not before.failed else []
+        news += [alert.line for alert in status.alerts if alert.name not in self._said]
+        self._said |= {alert.name for alert in status.alerts}
         now = time.monotonic()
         done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))  # a whole batch is not yet a step
         self.state.progress.update(done, status.phase == "running", now)
@@ -69,25 +66,9 @@ class Console:
             self.state.validation = metrics
             found = ", ".join(figures(HELD_OUT, metrics)) or "no result, as it was not done by its deadline"
             self._line(f"validation at step {step}: {found}")
-            self._advise("success", success_line(metrics.get(HIGHEST), self.threshold))
             return
         self.state.committed(step, metrics)
-        if (share := metrics.get(ZERO_ADVANTAGE, 0.0)) >= IDLE_SHARE:
-            solved = metrics.get(REWARD, 0.0) >= NEARLY * self.threshold
-            use = "harder samples" if solved else "other samples or a larger buffer.episodes_per_group"
-            self._advise(
-                f"idle, {solved}",
-                f"step {step}: {share:.0%} of the episodes have advantage 0 and teach nothing (rewards of "
-                f"their group are equal{', most are solved' * solved}): use {use}; "
-                "buffer.filter_zero_variance draws others in their place, buffer.max_refill at most",
-            )
         self._line(plain_line(self.state, waits=False))
-
-    def _advise(self, about: str, text: str) -> None:
-        """Give an advice once in a launch."""
-        if text and about not in self._advised:
-            self._advised.add(about)
-            self.note(text)
 
     def note(self, text: str) -> None:
         """An event worth a line in every mode but off."""
@@ -117,7 +98,7 @@ def open_console(
         terminal = stack.enter_context(open_terminal())
         chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
         state = ConsoleState(title, Status("starting", 0, total, {}, ()))
-        console = Console(chosen, state, terminal, threshold)
+        console = Console(chosen, state, terminal)
         pressed = stack.enter_context(_keyboard(chosen == "live"))
 
         def picture() -> RenderableType:

@@ -36,9 +36,10 @@ from asyncrl.wire.messages.shared import Status
 GAP = 3  # columns between figures
 LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns
 WAITS, FAILED = 4, 3  # lines of the picture, at most
+HUES = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # of alerts
 KEYS = "g: newest good transcript, b: newest bad one"
 LEVELS = "▁▂▃▄▅▆▇█"
-WIDEST = 160  # characters of a plain line
+WIDEST, SAID = 160, 60  # characters of a plain line, and of its alert
 
 
 @dataclass
@@ -105,8 +106,8 @@ class ConsoleState:
 
 
 def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segments:
-    """Make the live view, one line less than the terminal has: progress; then curves, figures, failures and
-    who waits on whom, or a transcript. What has no room is left out. `keys`: there is a keyboard."""
+    """Make the live view, one line less than the terminal has: progress; then what is wrong, curves, figures
+    and who waits on whom, or a transcript. What has no room is left out. `keys`: there is a keyboard."""
     width, height = terminal.width, terminal.height - 1
 
     def lines(*parts: RenderableType) -> list[list[Segment]]:
@@ -124,10 +125,12 @@ def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segme
         known = (figure for figure in _figures(state) if figure not in state.history)
         curves = lines(_curves(state, width))
         cells = lines(Columns(figures(known, state.known), padding=(0, GAP, 0, 0), equal=True))
-        below = lines(_text(filter(None, (status.alert, status.failed)), "red"))[:FAILED]
-        below += [*lines("waiting:"), *lines(_text(status.waits, "yellow"))[:WAITS]] if status.waits else []
+        said = [lines(_text([alert.line], HUES[alert.level])) for alert in status.alerts]
+        said += [lines(_text([status.failed], "red"))] if status.failed else []
+        wrong = list(itertools.chain(*said))[:FAILED]
+        below = [*lines("waiting:"), *lines(_text(status.waits, "yellow"))[:WAITS]] if status.waits else []
         below += lines(Text(KEYS, "dim")) if keys else []
-        rest = [*curves, *cells[: max(0, room - len(curves) - len(below))], *below]
+        rest = [*wrong, *curves, *cells[: max(0, room - len(wrong) - len(curves) - len(below))], *below]
     shown = [*top, *rest[:room]][:height]
     return Segments([part for line in shown for part in (*line, Segment.line())])
 
@@ -166,7 +169,8 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     """The same on one line of at most WIDEST characters: figures that are unknown, or beyond that, are left
     out. `waits`: with failures and who waits for what."""
     status, line = state.status, f"[{state.status.phase}] {state.steps} | {state.times}"
-    line += f" | {status.alert.partition(';')[0]}" if status.alert else ""
+    said = [f"{alert.name}: {alert.what}" for alert in status.alerts if alert.level != "advice"][:1]
+    line += "".join(f" | {text[:SAID]}" for text in said)
     names = (name for name in _figures(state) if not name.startswith("val-core/"))
     known = [*figures(names, state.known)] if status.phase != "starting" else []
     named = f"waits: {'; '.join(status.waits)}" if status.waits else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class EpisodeRun:
     _routed: dict[int, int] = field(default_factory=dict)  # tokens of a row whose routes are known
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
     _result: object = None  # that it saw
+    _reward_s: float = 0.0
 
     @property
     def attempt(self) -> Attempt:
@@ -211,8 +213,10 @@ class EpisodeRun:
             transcript=transcript(self.context.rules, turns),
             result=result,
         )
+        began = time.monotonic()
         with self.context.waits.named("the reward function", self.context.scorer.deadline):
             earned = await self.context.scorer.score(reward_input)
+        self._reward_s = time.monotonic() - began
         self._notes = earned.notes
         if self.assign.lane == "eval":  # validation reports scores as they are
             return earned
@@ -235,6 +239,7 @@ class EpisodeRun:
                 longest_row=max(map(len, rows)),
                 prompt=len(outcome.turns[0].context),
                 seconds=self.seconds,
+                reward_s=self._reward_s,
                 answered=len(replies),
                 failed=sum(reply.error is not None and not reply.refused for reply in replies),
                 refused=sum(reply.refused for reply in replies),

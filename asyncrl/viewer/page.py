@@ -59,7 +59,7 @@ def write(path: Path, views: Views) -> bool:
         "saved": time.strftime("%Y-%m-%d %H:%M"),
     }
     for number in range(len(found["runs"]["runs"])):
-        for name in ("rows", "episodes", "lanes", "summary"):
+        for name in ("rows", "episodes", "lanes", "overview"):
             found[address(name, run=number)] = _answer(views, name, run=number)
         listed = found[address("episodes", run=number)].get("episodes", [])
         landed = [episode["uid"] for episode in listed if episode["end"]]

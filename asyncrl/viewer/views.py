@@ -22,8 +22,8 @@ from asyncrl.store.reader import RunReader
 from asyncrl.viewer import episodes
 from asyncrl.viewer.episodes import Decode, decoder, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
-from asyncrl.viewer.results import results
-from asyncrl.viewer.series import alerts, series
+from asyncrl.viewer.overview import alerts_of, overview
+from asyncrl.viewer.series import series
 
 Query = Mapping[str, str]
 MOST_LANES = 2  # runs whose timelines are in memory
@@ -47,7 +47,7 @@ class Views:
             "episodes": self._episodes,
             "episode": self._episode,
             "lanes": self._lanes,
-            "summary": lambda query: results(self._path(query)),
+            "overview": lambda query: overview(path := self._path(query), self._ended(path)),
         }
 
     @property
@@ -94,15 +94,14 @@ class Views:
             "rows": size_of_rows(path),
             "waits": status.get("waits", []) if not ended else [],
             "failed": status.get("failed", ""),
-            "alert": status.get("alert", ""),
+            "alert": next((f"{one['name']}: {one['what']}" for one in status.get("alerts", [])), ""),
             "numbers": ", ".join(figures(OF_STEP, gauges | status.get("metrics", {}))),
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
         path = self._path(query)
-        rows, early = read_rows(path), read_status(path).get("alert", "")
-        found = {"alerts": msgspec.to_builtins(alerts(rows, early)), "charts": charts(rows)}
-        return series(rows) | found
+        rows = read_rows(path)
+        return series(rows) | {"alerts": msgspec.to_builtins(alerts_of(path)), "charts": charts(rows)}
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})

@@ -4,7 +4,7 @@ import { address, go, route } from "view/route.js";
 import { ask, isFile, saved } from "view/source.js";
 import * as charts from "view/run.js";
 import * as episodes from "view/episodes.js";
-import * as overview from "view/summary.js";
+import * as overview from "view/overview.js";
 import * as time from "view/time.js";
 
 const EVERY = 3000; // milliseconds between two looks at a run that goes on

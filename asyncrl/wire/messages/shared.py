@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from asyncrl.observe.alerts import Alert
 from asyncrl.weights.manifest import Probe, WeightsRef
 
 # What is not within these is not decoded: sums of such numbers stay finite, and the store can hold them.
@@ -142,7 +143,7 @@ class Status(WireMessage, frozen=True):
     gauges: dict[str, float]
     waits: tuple[str, ...]  # who waits for what
     failed: str = ""  # failed attempts and the newest cause, to be shown
-    alert: str = ""  # why nothing can be learned, likewise
+    alerts: tuple[Alert, ...] = ()
 
 
 class StepReport(WireMessage, frozen=True):

@@ -21,7 +21,7 @@ from asyncrl.config import RunConfig, composition
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import SAMPLED, HeldOut, Judged, interval, per_sample
 from asyncrl.types import EpisodeResult
-from asyncrl.viewer.results import results
+from asyncrl.viewer.overview import overview
 from tests.unit.commands.test_report import make_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -146,5 +146,5 @@ def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ["org/fix", "1.0000", "0.5000"],
         ["sum", "1.0000", "1.0000"],
     ]
-    (table,) = [table for table in results(run_dir)["tables"] if table.title == "Evaluation by task"]
-    assert table.rows["org/fix"] == "sampled/success 0.50, sampled/pass@2 1.00"
+    rows = overview(run_dir, "")["tables"]["Evaluation by task"]
+    assert rows["org/fix"] == "sampled/success 0.50, sampled/pass@2 1.00"

@@ -1,4 +1,4 @@
-"""`asyncrl report`, and what the tab Summary says, on the files that a run leaves."""
+"""`asyncrl report`, and what the tab Overview says, on the files that a run leaves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from asyncrl.observe.summary import summarize
 from asyncrl.observe.timeline import Timeline
 from asyncrl.store.launches import KEY, LaunchRecord, since
 from asyncrl.store.runstore import RunStore
-from asyncrl.viewer.results import results
+from asyncrl.viewer.overview import overview
 
 EVIL = "</script><script>alert(1)</script>"
 FLOW = {"issued": 8, "trained": 5, "filtered": 3}
 ROWS = [
-    {"training/step": 0.0, "time_s": 1.0, SAMPLED: 0.25, SAMPLED_SCORE: 0.25},
+    {"training/step": 0.0, "time_s": 1.0, SAMPLED: 0.25, SAMPLED_SCORE: 0.25, "val-aux/episodes": 12.0},
     *(
         {
             "training/step": step,
@@ -42,7 +42,7 @@ ROWS = [
         }
         for step in (1.0, 2.0)
     ),
-    {"training/step": 2.0, "time_s": 12.0, SAMPLED: 0.75, SAMPLED_SCORE: 0.75},
+    {"training/step": 2.0, "time_s": 12.0, SAMPLED: 0.75, SAMPLED_SCORE: 0.75, "val-aux/episodes": 12.0},
 ]
 
 
@@ -68,9 +68,9 @@ def make_run(parent: Path, name: str, over: bool = True, **more: object) -> Path
     return run_dir
 
 
-def tables(run_dir: Path) -> dict[str, str]:
-    """The rows of all tables by key."""
-    return {key: text for table in results(run_dir)["tables"] for key, text in table.rows.items()}
+def keys(found: dict[str, Any]) -> dict[str, str]:
+    """The keys that differ from the defaults."""
+    return {one["key"]: one["value"] for one in found["configuration"]}
 
 
 def recorded(page: Path) -> dict[str, Any]:
@@ -83,29 +83,27 @@ def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     record_machine(run_dir, {"codex": "0.1"})
     assert main(["a$b$", "--run-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(run_dir / "report.html")]
-    rows, machine = tables(run_dir), recorded_machine(run_dir)
-    assert (
-        rows
-        | {
-            "outcome": "completed",
-            "success, sampled (held out, ≥ –)": "25.0% → 75.0%",
-            "trainer.lr": "0.5",
-            "0": "60 (75.0%) " + "█" * 22,
-            "wait for data": "2.0 s (25.0%) " + "█" * 8,
-            "forward and backward of the policy": "4.0 s (50.0%) " + "█" * 15,
-            "other": "2.0 s (25.0%) " + "█" * 8,
-            "trainer-0: train": "3.0 s (75.0%) " + "█" * 22,  # what overlaps counts once
-            **(machine or {"CPU": "none"}),
-        }
-        == rows
-    )
-    page = recorded(run_dir / "report.html")["summary?run=0"]
-    assert "machine.json" not in "".join(page["notes"])
-    for part in ("8 issued = 5 trained + 3 filtered", "reasons: 3 filtered/zero", "2 deadline", EVIL):
-        assert part in "\n".join(page["notes"])
-    (episode,) = page["transcripts"]
-    assert episode["title"] == "sample 7, sampled: score 0 → score 1"
-    assert [text for _, text in episode["texts"]] == ["I guess 3.", f"4 {EVIL}"]
+    found = recorded(run_dir / "report.html")["overview?run=0"]
+    assert found["outcome"] == "Held-out success 25% → 75% in 2 steps"
+    (judged,) = found["before_after"]  # the score is the success
+    assert (judged["before"], judged["after"], judged["after_step"]) == (0.25, 0.75, 2)
+    low, high = judged["after_ci"]
+    assert low == pytest.approx(0.4677, abs=1e-4) and high == pytest.approx(0.9110, abs=1e-4)
+    (reward, step) = found["figures"]
+    assert (reward["first"], reward["last"], reward["curve"]) == (0.5, 1.0, [[1, 0.5], [2, 1.0]])
+    assert (step["label"], step["last"], step["unit"]) == ("a step", 4.0, "s")
+    (trainer,) = found["waits"]
+    assert {part["what"]: part["share"] for part in trainer["parts"]} == {
+        "wait for data": 0.25,
+        "forward and backward of the policy": 0.5,
+    }
+    assert (found["flow"]["issued"], found["flow"]["trained"], found["flow"]["ready"]) == (8, 5, 0)
+    assert "8 issued = 5 trained + 3 filtered" in found["identity"]
+    assert found["reasons"] == {"filtered/zero_variance": 3}
+    assert keys(found)["trainer.lr"] == "0.5" and "name" not in keys(found)
+    assert found["notes"] == [f"attempts failed: 2 deadline; the newest: {EVIL}"]
+    assert found["tables"]["All numbers"]["steps"] == "2"
+    assert found["tables"]["Machine of the newest launch"] == recorded_machine(run_dir)
 
 
 def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
@@ -115,10 +113,11 @@ def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     assert main([str(first), str(second), str(first), "--out", str(out)]) == 0
     found = recorded(out)
     assert [run["name"] for run in found["runs"]["runs"]] == [str(first), str(second)]  # of one name
-    rows = tables(second)
-    assert (rows["outcome"], rows["seed"]) == ("not over, or killed", "3") and "trainer.lr" not in rows
-    assert "8 issued = 5 trained + 3 filtered" in results(second)["notes"][0]  # by its last row
-    assert "machine.json is missing or cannot be read" in results(second)["notes"][-1] and "CPU" not in rows
+    one = found["overview?run=1"]
+    assert keys(one)["seed"] == "3" and "trainer.lr" not in keys(one)
+    assert "8 issued = 5 trained + 3 filtered" in one["identity"]  # by its last row
+    assert "machine.json is missing or cannot be read" in one["notes"][-1]
+    assert one["outcome"] == "Killed: held-out success 25% → 75% after 2 steps"
 
 
 def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tmp_path: Path) -> None:
@@ -132,9 +131,10 @@ def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tm
     (run_dir / "config.yaml").write_text("of no interest")
     write_summary(run_dir, summarize(ROWS, FLOW, False))
     assert main([str(run_dir)]) == 1
-    rows = tables(run_dir)
-    assert (rows["trainer.lr"], rows["seed"], rows["seed, from step 2"]) == ("0.5", "3", "0 → 3")
-    assert any("NOT CONSERVED" in note for note in results(run_dir)["notes"])
+    found = overview(run_dir, "completed")
+    assert (keys(found)["trainer.lr"], keys(found)["seed"]) == ("0.5", "3")
+    assert found["launches"] == [{"step": 2, "changes": [{"key": "seed", "before": "0", "after": "3"}]}]
+    assert not found["conserved"] and "NOT CONSERVED" in found["identity"]
 
 
 def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
     (run_dir / "config.yaml").write_text("name: a\nold_key: 1\n")
     (run_dir / "metrics.jsonl").write_text("")
     assert main([str(run_dir)]) == 0
-    assert "cannot be read by this version" in tables(run_dir)["config.yaml"]
+    assert "cannot be read by this version" in keys(overview(run_dir, ""))["config.yaml"]
     (run_dir / "summary.json").write_text("{")
     with pytest.raises(ConfigError, match=r"summary\.json: cannot be read"):
         main([str(run_dir)])

@@ -57,11 +57,13 @@ def test_before_any_step_the_score_so_far_and_why_nothing_is_learned(
 ) -> None:
     setup.turn()
     reporter = setup.coordinator.reporter
-    reporter.on_landed(EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1)))
-    reporter.state.buffer.settled[State.FILTERED] += 2 * setup.coordinator.config.buffer.groups_per_batch
+    batch = setup.coordinator.config.buffer
+    for _ in range(2 * batch.groups_per_batch * batch.episodes_per_group):
+        reporter.on_landed(EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1)))
+    reporter.state.buffer.settled[State.FILTERED] += 2 * batch.groups_per_batch
     reporter.write_status("running")
     lines = shown(setup.run_dir, capsys)
-    assert "so far: reward 0.000, filtered 100%" in lines and "groups: every episode scored 0" in lines
+    assert "so far: reward 0.000, filtered 100%" in lines and "episodes scored 0; read episodes" in lines
     assert "issued = " in lines
 
 

@@ -86,9 +86,11 @@ async def zoomed_in(tab: Tab) -> None:
 async def looked_at(tab: Tab) -> None:
     """The overview; by keys curves, alerts and differences, the list, a filter, an episode, its neighbour and
     its group, lanes."""
-    await tab.until('document.querySelectorAll("#overview table").length === 4')
-    summary = await tab.run('document.getElementById("overview").textContent')
-    assert "trainer.lrdefault0.5" in summary and MARKUP in summary and "a: 0 issued" in summary
+    await tab.until('document.querySelector("#overview h1")')
+    shown = await tab.run('document.getElementById("overview").textContent')
+    assert "No reward is known in 12 steps" in shown and "data.trainx" in shown
+    assert await tab.run('document.querySelector("[data-alert]").dataset.alert') == "skipped optimizer steps"
+    assert "trainer.lr = 1e-06" in shown
     await tab.press("3")
     await tab.until('document.querySelectorAll("canvas").length >= 2')
     legends = await tab.run('[...document.querySelectorAll(".u-legend")].map(o => o.textContent).join()')

@@ -86,12 +86,14 @@ def test_an_episode_is_shown_as_the_launch_that_trained_it_was_configured(tmp_pa
 
 def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_path: Path) -> None:
     gauges = {REWARD: 0.0, FILTERED: 0.98}
-    write_status(tmp_path, {"phase": "running", "alert": "64 groups", "gauges": gauges, "metrics": {}})
+    gauges |= {"rollout/score/min": 0.0, "rollout/score/max": 0.0, "rollout/landed": 64.0}
+    told = [{"name": "constant reward", "what": "all 64 episodes scored 0"}]
+    write_status(tmp_path, {"phase": "running", "alerts": told, "gauges": gauges, "metrics": {}})
     views = Views([tmp_path], lambda run_dir: "")
     assert views._run(tmp_path)["numbers"] == "reward 0.000, filtered 98%"
-    assert views._run(tmp_path)["alert"] == "64 groups"
+    assert views._run(tmp_path)["alert"] == "constant reward: all 64 episodes scored 0"
     (found,) = views.answer("rows", {})["alerts"]
-    assert (found["name"], found["what"]) == ("constant reward", "64 groups")
+    assert (found["name"], found["what"]) == ("constant reward", "all 64 episodes scored 0")
 
 
 def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> None:

@@ -1,0 +1,309 @@
+"""Finds what is wrong with a run in its metrics and its status; alerts.yaml says what to do about it. Pure.
+
+The coordinator writes what is found into status.json, which the console and `asyncrl status` show. The page
+finds the same in the files of a run, also of one that is over. Advice is given only where nothing is wrong: a
+trainer that is idle since all attempts fail needs no faster sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from asyncrl.buffer.records import LOSSES
+from asyncrl.observe import metrics as metric
+from asyncrl.observe.metrics import Row, clock
+from asyncrl.observe.summary import flow_of, mean, success_line
+from asyncrl.types import FailReason
+
+WINDOW = 10  # steps that a rule looks back on
+MOST, SOME = 0.9, 0.25  # shares from which on it is "nearly all", and worth an advice
+SOLVED = 0.95  # held-out success
+COLLAPSED = 0.05  # nats a token, and a tenth of what it was at the beginning
+GAP, GROWN = 0.02, 3.0  # nats a token, and times what it was at the beginning
+MASKED = 0.2
+FAILING, FEW = 0.2, 8  # share of the attempts, or of the tool calls; failed attempts that are no alert yet
+LIMITING = 0.5  # of the time
+SILENT, SLOWER = 300.0, 6.0  # seconds without a step or an episode, and times what a step takes
+LOWEST, HIGHEST = "rollout/score/min", "rollout/score/max"
+FAILED = "rollout/attempts_failed/"
+LIMITS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends
+
+Level = Literal["bad", "warn", "good", "advice"]
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """`keys`: those to change, with their values. `step`: the last one that was looked at. `link`: what to
+    change in the page's address to see the evidence."""
+
+    name: str
+    level: Level
+    what: str
+    do: str
+    step: int = 0
+    keys: dict[str, str] = {}
+    link: dict[str, str] = {}
+
+    @property
+    def line(self) -> str:
+        keys = ", ".join(f"{key}={value}" for key, value in self.keys.items())
+        return f"{self.name}: {self.what}; {self.do}{keys and f' ({keys})'}"
+
+
+class Seen(NamedTuple):
+    """What rules look at: the first and the last steps (before any is over, what has landed so far), the
+    validations, the status, and all keys of the configuration."""
+
+    first: Sequence[Row]
+    last: Sequence[Row]
+    validations: Sequence[Row]
+    status: Mapping[str, Any]
+    keys: Mapping[str, Any]
+
+    @property
+    def now(self) -> Row:
+        """The newest gauges."""
+        return self.status.get("gauges") or (self.last[-1] if self.last else {})
+
+    @property
+    def highest(self) -> float:
+        return max((row[HIGHEST] for row in self.last if HIGHEST in row), default=0.0)
+
+    @property
+    def landed(self) -> float:
+        return sum(row.get("rollout/landed", 0.0) for row in self.last)
+
+    def mean(self, name: str) -> float:
+        return mean(self.last, name) or 0.0
+
+    def grown(self, name: str) -> float:
+        """How much a counter grew in the last steps; in a young run, ever."""
+        return self.now.get(name, 0.0) - (self.last[0].get(name, 0.0) if len(self.last) == WINDOW else 0.0)
+
+    @property
+    def settled(self) -> float:
+        """Training episodes that got as far as a reward, in the last steps."""
+        names = ("trained", "filtered", "dropped", "taken", "ready")
+        return sum(self.grown(metric.FLOW + name) for name in names)
+
+
+class Found(NamedTuple):
+    """What is wrong, and the `cause` that alerts.yaml has an advice for."""
+
+    what: str
+    cause: str = ""
+    mild: bool = False  # it is history, no more than an advice
+
+
+class Advice(msgspec.Struct, frozen=True):
+    do: str
+    keys: list[str] = []
+
+
+class RuleText(msgspec.Struct, frozen=True):
+    """The entry of an alert in alerts.yaml."""
+
+    level: Level
+    do: str
+    keys: list[str] = []
+    link: dict[str, str] = {}
+    scores: bool = False
+    causes: dict[str, Advice] = {}
+
+
+@cache
+def rules() -> dict[str, RuleText]:
+    return msgspec.yaml.decode(Path(__file__).with_suffix(".yaml").read_bytes(), type=dict[str, RuleText])
+
+
+def ends(rows: Sequence[Row]) -> list[Row]:
+    """The rows that rules look at: the first and the last steps, and all validations."""
+    steps = [at for at, row in enumerate(rows) if metric.STEP_SECONDS in row]
+    kept = {*steps[:WINDOW], *steps[-WINDOW:]}
+    return [row for at, row in enumerate(rows) if at in kept or metric.SAMPLED in row]
+
+
+def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
+    """Find those of the last WINDOW steps, or of what has landed so far, the worst first. `rows`: metrics in
+    their order; `status`: the newest one; `keys`: those of the configuration, with their values."""
+    steps = [row for row in rows if metric.STEP_SECONDS in row]
+    now = status.get("gauges", {})
+    last = steps[-WINDOW:] or ([now] if HIGHEST in now else [])
+    seen = Seen(steps[:WINDOW], last, [row for row in rows if metric.SAMPLED in row], status, keys)
+    batch = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
+    supervised = any(metric.NLL in row for row in last)
+    scored = not supervised and (len(steps) >= WINDOW or seen.landed >= 2 * batch)
+    step = int(steps[-1]["training/step"]) if steps else 0
+    found: list[Alert] = []
+    for name, find in RULES.items():
+        rule = rules()[name]
+        solved = any(alert.level == "good" for alert in found)
+        if (rule.scores and (solved or not scored)) or (supervised and rule.level == "good"):
+            continue
+        if one := find(seen):
+            advice = rule.causes.get(one.cause) or Advice(rule.do, rule.keys)
+            known = {key: str(keys[key]) for key in advice.keys if key in keys}
+            level: Level = "advice" if one.mild else rule.level
+            found.append(Alert(name, level, one.what, advice.do, step, known, rule.link))
+    active = any(alert.level in ("bad", "warn") for alert in found)
+    order = ("good", "bad", "warn") if active else ("good", "advice")
+    return [alert for level in order for alert in found if alert.level == level]
+
+
+def _solved(seen: Seen) -> Found | None:
+    """A held-out success that stays high tells it. Where no validation is as new as the last steps: a mean
+    score near the highest one, which counts as a success. The highest alone may be what a form earns."""
+    modes = {metric.SAMPLED: "", metric.GREEDY: " (greedy)"}
+    best = [max((row.get(name, 0.0), name) for name in modes) for row in seen.validations]
+    if best and best[-1][0] >= SOLVED:
+        low = next((at for at in reversed(range(len(best))) if best[at][0] < SOLVED), -1)
+        since = seen.validations[low + 1]["training/step"]
+        idle = seen.mean(metric.ZERO_ADVANTAGE)
+        rest = f"; {idle:.0%} of the episodes teach nothing more" if idle >= SOME else ""
+        return Found(f"held-out success {best[-1][0]:.0%}{modes[best[-1][1]]}, since step {since:.0f}{rest}")
+    success, score = seen.keys.get("validation.success", 1.0), seen.mean(metric.REWARD)
+    if len(seen.last) < WINDOW or seen.highest < success or score < SOLVED * seen.highest:
+        return None
+    if best and seen.validations[-1]["training/step"] >= seen.last[0]["training/step"]:
+        return None
+    return Found(f"mean score {score:.3g} in training, and {success:g} is a success")
+
+
+def _failing(seen: Seen) -> Found | None:
+    counts = {str(reason): seen.grown(FAILED + reason) for reason in FailReason if reason not in LOSSES}
+    failed = sum(counts.values())
+    if failed < max(FEW, FAILING * (failed + seen.settled)):
+        return None
+    worst = max(counts, key=lambda reason: counts[reason])
+    newest = str(seen.status.get("failed", "")).partition("the newest: ")[2]
+    why = f": {newest}" if newest else ""
+    return Found(f"{failed:,.0f} of {failed + seen.settled:,.0f}, most with {worst}{why}", worst)
+
+
+def _stalled(seen: Seen) -> Found | None:
+    """Nothing for long: steps that took 20 s are missed after 300 s, those that took 100 s after 600 s. A
+    validation may keep all engines."""
+    status, waits = seen.status, seen.status.get("waits", ())
+    if status.get("phase") != "running" or any("validation" in wait for wait in waits):
+        return None
+    why = f": {'; '.join(waits[:2])}" if waits else ""
+    steps = [row for row in seen.last if metric.STEP_SECONDS in row]
+    usual = median(row[metric.STEP_SECONDS] for row in steps) if steps else 0.0
+    silent = status.get("seconds", 0.0) - (steps[-1].get("time_s", 0.0) if steps else 0.0)
+    if silent < max(SILENT, SLOWER * usual) or (not steps and seen.settled):
+        return None
+    return Found(f"no {'step' if steps else 'episode has landed'} for {clock(silent)}{why}")
+
+
+def _lost(seen: Seen) -> Found | None:
+    wanted = seen.keys.get("rollout.workers", 0)
+    there = seen.now.get("async/workers", wanted)
+    missing = seen.status.get("phase") == "running" and there < wanted
+    names = [f"{FAILED}{name}_lost" for name in ("worker", "engine")]
+    texts = [f"{there:.0f} of {wanted} workers are connected"] if missing else []
+    for name, of in zip(names, ("a worker", "a server"), strict=True):
+        if lost := seen.now.get(name, 0.0):
+            texts.append(f"{lost:,.0f} attempts were lost with {of}, and begun again")
+    recent = missing or any(seen.grown(name) for name in names)
+    return Found(", ".join(texts), mild=not recent) if texts else None
+
+
+def _account(seen: Seen) -> Found | None:
+    flow = flow_of(seen.now)
+    return None if flow.conserved else Found(f"{flow.issued:,} episodes issued are not the sum of all states")
+
+
+def _constant(seen: Seen) -> Found | None:
+    values = {row[name] for row in seen.last for name in (LOWEST, HIGHEST) if name in row}
+    count = f"{seen.landed:,.0f} " * (seen.landed > 0)
+    return Found(f"all {count}episodes scored {values.pop():g}") if len(values) == 1 else None
+
+
+def _cut_off(seen: Seen) -> Found | None:
+    for end in LIMITS:
+        if (share := seen.mean(f"rollout/end/{end}")) >= MOST:
+            return Found(f"{share:.0%} of the episodes ended with {end}", end)
+    return _often("response_length/clip_ratio", "of the episodes were cut off by a limit")(seen)
+
+
+def _often(name: str, what: str, least: float = MOST) -> Callable[[Seen], Found | None]:
+    """Finds that the mean of a share is `least` or more."""
+    return lambda seen: Found(f"{share:.0%} {what}") if (share := seen.mean(name)) >= least else None
+
+
+def _nothing_taught(seen: Seen) -> Found | None:
+    share, score = seen.mean(metric.ZERO_ADVANTAGE), seen.mean(metric.REWARD)
+    scores = f"mean score {score:.3g}, highest {seen.highest:.3g}"
+    return Found(f"{share:.0%} of the trained episodes have advantage 0; {scores}") if share >= MOST else None
+
+
+def _collapse(seen: Seen) -> Found | None:
+    before, now = (mean(rows, metric.ENTROPY) for rows in (seen.first, seen.last))
+    if before is None or now is None or now > min(COLLAPSED, before / 10):
+        return None
+    return Found(f"entropy fell from {before:.3g} to {now:.3g} nats a token")
+
+
+def _gap(seen: Seen) -> Found | None:
+    name = "rollout_corr/logprob_diff_mean"  # of tokens that one version sampled and trains
+    before, now = mean(seen.first, name), mean(seen.last, name)
+    if before is None or now is None or now < max(GAP, GROWN * before):
+        return None
+    return Found(f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning")
+
+
+def _skipped(seen: Seen) -> Found | None:
+    count = int(sum(row.get("actor/skipped_steps", 0.0) for row in seen.last))
+    return Found(f"{count} of the last {len(seen.last)} were skipped") if count else None
+
+
+def _beyond(seen: Seen) -> Found | None:
+    highest = max((row.get(metric.HIGHEST, 0.0) for row in seen.validations), default=None)
+    line = success_line(highest, seen.keys.get("validation.success"))
+    return Found(line.partition(": ")[0]) if line else None
+
+
+def _limited(seen: Seen) -> Found | None:
+    """A trainer that waits is limited by the longest part of an episode, engines that wait by the trainer.
+    For example a reward of 12 s is 80% of episodes of 15 s."""
+    trainer, rollout = seen.mean(metric.TRAINER_IDLE), seen.mean(metric.ROLLOUT_IDLE)
+    if trainer < 1 - MOST < LIMITING <= rollout:
+        return Found(f"by the trainer: it is idle {trainer:.0%} of the time, the engines {rollout:.0%}")
+    whole, reward = (mean(seen.last, f"timing_s/{name}/mean") for name in ("episode", "reward"))
+    if trainer < LIMITING or not whole or reward is None:
+        return None
+    tools = seen.mean("timing_s/tools/mean")
+    parts = {"the reward function": reward, "tools": tools, "sampling": whole - tools - reward}
+    most = max(parts, key=lambda name: parts[name])
+    if parts[most] < LIMITING * whole:
+        return None
+    share = f"{parts[most]:.3g} of an episode's {whole:.3g} s"
+    return Found(f"by {most}: it takes {share}, and the trainer is idle {trainer:.0%} of the time", most)
+
+
+RULES: dict[str, Callable[[Seen], Found | None]] = {
+    "solved": _solved,
+    "attempts fail": _failing,
+    "no progress": _stalled,
+    "account is not exact": _account,
+    "constant reward": _constant,
+    "everything truncated": _cut_off,
+    "all groups filtered": _often("rollout/discarded_group_frac", "of the groups were filtered or dropped"),
+    "nothing to learn": _nothing_taught,
+    "a process was lost": _lost,
+    "tools fail": _often("rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING),
+    "entropy collapse": _collapse,
+    "growing log-prob gap": _gap,
+    "skipped optimizer steps": _skipped,
+    "much is masked": _often(metric.MASKED, "of the tokens were too old to be trained", MASKED),
+    "success is set low": _beyond,
+    "limited": _limited,
+    "little to learn": _often(
+        metric.ZERO_ADVANTAGE, "of the trained episodes have advantage 0 and teach nothing", SOME
+    ),
+}

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.observe.alerts import RULES, WINDOW, alerts, ends, rules
+
+SUCCESS = "val-core/all/sampled/success"
+GAP, DISCARDED = "rollout_corr/logprob_diff_mean", "rollout/discarded_group_frac"
+FAILED = "rollout/attempts_failed/"
+
+HEALTHY = {
+    "timing_s/step": 1.0,
+    "rollout/landed": 64.0,
+    "rollout/score/mean": 0.4,
+    "rollout/score/min": 0.0,
+    "rollout/score/max": 1.0,
+    DISCARDED: 0.3,
+    "rollout/end/length": 0.1,
+    "rollout/tool_failed_frac": 0.05,
+    "critic/zero_advantage_frac": 0.2,
+    "actor/entropy": 0.8,
+    GAP: 1e-3,
+    "response_length/clip_ratio": 0.1,
+    "actor/skipped_steps": 0.0,
+    "staleness/masked_token_frac": 0.0,
+    "async/trainer_idle_frac": 0.2,
+    "async/rollout_idle_frac": 0.1,
+    "timing_s/episode/mean": 10.0,
+    "timing_s/tools/mean": 2.0,
+    "timing_s/reward/mean": 1.0,
+}
+KEYS = {
+    "buffer.groups_per_batch": 8, "buffer.episodes_per_group": 8, "validation.success": 1.0,
+    "rollout.workers": 2, "rollout.slots": 64, "rollout.reward": "math", "trainer.lr": 1e-5,
+    "rollout.max_turns": 4,
+}  # fmt: skip
+
+
+def run(last: dict[str, float], success: float | None = 0.5) -> list[dict[str, float]]:
+    """Healthy steps, a validation, and as many steps with other numbers."""
+    steps = [HEALTHY] * WINDOW + [HEALTHY | last] * WINDOW
+    rows = [{**row, "training/step": float(at + 1), "time_s": at + 1.0} for at, row in enumerate(steps)]
+    held_out = [] if success is None else [{"training/step": 10.0, SUCCESS: success}]
+    return [*rows[:WINDOW], *held_out, *rows[WINDOW:]]
+
+
+def status(gauges: dict[str, float] | None = None, **more: Any) -> dict[str, Any]:
+    return {"phase": "running", "seconds": 30.0, "gauges": {"async/workers": 2.0} | (gauges or {}), **more}
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "less"),
+    [
+        ("constant reward", {"rollout/score/max": 0.0}, {"rollout/score/max": 0.1}),
+        ("all groups filtered", {DISCARDED: 0.95}, {DISCARDED: 0.8}),
+        ("nothing to learn", {"critic/zero_advantage_frac": 1.0}, {"critic/zero_advantage_frac": 0.2}),
+        ("entropy collapse", {"actor/entropy": 0.01}, {"actor/entropy": 0.2}),
+        ("growing log-prob gap", {GAP: 0.05}, {GAP: 0.01}),
+        ("everything truncated", {"response_length/clip_ratio": 0.97}, {"response_length/clip_ratio": 0.5}),
+        ("everything truncated", {"rollout/end/max_turns": 1.0}, {"rollout/end/answered": 1.0}),
+        ("skipped optimizer steps", {"actor/skipped_steps": 1.0}, {"actor/skipped_steps": 0.0}),
+        ("much is masked", {"staleness/masked_token_frac": 0.4}, {"staleness/masked_token_frac": 0.1}),
+        ("tools fail", {"rollout/tool_failed_frac": 0.5}, {"rollout/tool_failed_frac": 0.1}),
+        ("little to learn", {"critic/zero_advantage_frac": 0.5}, {"critic/zero_advantage_frac": 0.2}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: dict[str, float]) -> None:
+    (found,) = alerts(run(last), status(), KEYS)
+    assert (found.name, found.step) == (name, 2 * WINDOW) and found.what and found.do and found.link
+    assert not alerts(run(less), status(), KEYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "gauges", "more", "said"),
+    [
+        (
+            "attempts fail", {FAILED + "reward_error": 37.0, "flow/issued": 3.0, "flow/trained": 3.0},
+            {"failed": "attempts failed: 37 reward_error; the newest: KeyError: 'answer' (mine.py:41)"},
+            "37 of 40, most with reward_error: KeyError: 'answer' (mine.py:41)",
+        ),
+        ("a process was lost", {"async/workers": 1.0}, {}, "1 of 2 workers are connected"),
+        ("a process was lost", {FAILED + "worker_lost": 12.0}, {}, "12 attempts were lost with a worker"),
+        ("account is not exact", {"flow/issued": 8.0, "flow/trained": 7.0}, {}, "8 episodes issued are not"),
+        (
+            "no progress", {}, {"seconds": 400.0, "waits": ("trainer 0: trajectories of step 0",)},
+            "no episode has landed for 0:06:40: trainer 0: trajectories of step 0",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_any_step(
+    name: str, gauges: dict[str, float], more: dict[str, Any], said: str
+) -> None:
+    (found,) = alerts([], status(gauges, **more), KEYS)
+    assert found.name == name and found.what.startswith(said)
+    assert not alerts([], status({}), KEYS)
+
+
+def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed() -> None:
+    same = {"rollout/score/min": 0.0, "rollout/score/max": 0.0, "rollout/landed": 128.0}
+    (found,) = alerts([], status(same), KEYS)
+    assert (found.name, found.what) == ("constant reward", "all 128 episodes scored 0")
+    assert found.keys == {"rollout.reward": "math"} and "rollout.reward=math" in found.line
+    assert not alerts([], status(same | {"rollout/landed": 127.0}), KEYS)
+
+
+def test_the_cause_has_an_advice_of_its_own() -> None:
+    (found,) = alerts(run({"rollout/end/max_turns": 1.0}), status(), KEYS)
+    assert found.what == "100% of the episodes ended with max_turns" and found.keys == {
+        "rollout.max_turns": "4"
+    }
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ({"timing_s/reward/mean": 7.0}, "by the reward function: it takes 7 of an episode's 10 s, and"),
+        ({"timing_s/tools/mean": 6.0}, "by tools: it takes 6 of"),
+        ({"timing_s/tools/mean": 1.0}, "by sampling: it takes 8 of"),
+        ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "by the trainer: it is idle 1%"),
+        ({"async/trainer_idle_frac": 0.3, "timing_s/reward/mean": 7.0}, ""),
+    ],
+)
+def test_advice_names_what_limits_the_run(last: dict[str, float], said: str) -> None:
+    found = alerts(run({"async/trainer_idle_frac": 0.9} | last), status(), KEYS)
+    assert [alert.level for alert in found] == ["advice"] * bool(said)
+    assert all(alert.what.startswith(said) for alert in found)
+
+
+def test_advice_waits_until_nothing_is_wrong() -> None:
+    slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0}
+    assert [alert.name for alert in alerts(run(slow), status(), KEYS)] == ["limited"]
+    found = alerts(run(slow | {"actor/skipped_steps": 1.0}), status(), KEYS)
+    assert [alert.name for alert in found] == ["skipped optimizer steps"]
+
+
+def test_a_run_that_stands_still_is_told_from_one_that_validates() -> None:
+    (found,) = alerts(run({}), status(seconds=400.0), KEYS)
+    assert found.name == "no progress" and found.what == "no step for 0:06:20"
+    assert not alerts(run({}), status(seconds=300.0), KEYS)
+    assert not alerts(run({}), status(seconds=400.0, waits=("the validation of step 10: 3 of 8 …",)), KEYS)
+    assert not alerts(run({}), status(seconds=400.0) | {"phase": "closed"}, KEYS)
+
+
+def test_a_loss_that_is_over_is_no_more_than_a_remark() -> None:
+    lost = {FAILED + "worker_lost": 5.0}
+    (found,) = alerts(run(lost), status(lost), KEYS)
+    assert (found.name, found.level) == ("a process was lost", "advice")
+    (found,) = alerts(run({}), status(lost), KEYS)
+    assert found.level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("success", "score", "highest", "name"),
+    [
+        (0.99, 0.97, 1.0, "solved"),
+        (None, 0.97, 1.0, "solved"),
+        (0.02, 0.01, 1.0, "nothing to learn"),
+        (None, 0.097, 0.1, "nothing to learn"),  # may be the reward of a form alone
+    ],
+)
+def test_a_solved_run_is_told_from_a_stuck_one(
+    success: float | None, score: float, highest: float, name: str
+) -> None:
+    """A solved one has the same symptoms: no advantage, little entropy."""
+    scores = {"rollout/score/mean": score, "rollout/score/max": highest, "rollout/score/min": 0.0}
+    last = {"critic/zero_advantage_frac": 0.99, "actor/entropy": 0.01 if name == "solved" else 0.5, **scores}
+    (found,) = alerts(run(last, success), status(), KEYS)
+    assert found.name == name and (found.level == "good") == (name == "solved")
+
+
+def test_since_when_a_run_is_solved() -> None:
+    rows = run({"critic/zero_advantage_frac": 0.5}, 0.97)
+    rows += [{"training/step": 20.0, SUCCESS: 0.98}]
+    found = alerts(
+        [{"training/step": 0.0, SUCCESS: 1.0}, {"training/step": 5.0, SUCCESS: 0.5}, *rows], {}, KEYS
+    )
+    assert found[0].what == "held-out success 98%, since step 10; 50% of the episodes teach nothing more"
+
+
+def test_scores_beyond_the_default_of_success_are_said() -> None:
+    rows = [{"training/step": 0.0, SUCCESS: 0.5, "val-aux/score/max": 3.5}]
+    (found,) = alerts(rows, status(), KEYS)
+    assert found.name == "success is set low" and found.what.startswith("scores go up to 3.5")
+    assert not alerts(rows, status(), KEYS | {"validation.success": 3.0})
+
+
+def test_a_supervised_run_has_no_rewards_to_miss() -> None:
+    assert not alerts(
+        run({"actor/nll": 1.0, "rollout/score/max": 0.0, "critic/zero_advantage_frac": 1.0}), {}, KEYS
+    )
+
+
+def test_a_healthy_run_and_one_without_metrics_have_none() -> None:
+    assert not alerts(run({}), status(), KEYS)
+    assert not alerts([{"training/step": float(step), "timing_s/step": 1.0} for step in range(20)], {}, {})
+    assert not alerts([], {}, {})
+
+
+def test_rows_in_the_middle_of_a_run_change_nothing() -> None:
+    rows = [*run({}), *run({"actor/entropy": 0.01})]
+    assert len(ends(rows)) == 2 * WINDOW + 2 and alerts(ends(rows), {}, KEYS) == alerts(rows, {}, KEYS) != []
+
+
+def test_every_rule_has_its_text() -> None:
+    assert rules().keys() == RULES.keys()
