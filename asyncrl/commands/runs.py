@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--of", choices=("validation", "training"), default="validation", help="which transcripts"
     )
+    parser.add_argument("--all", action="store_true", help="show diagnostics, too")
     parser.add_argument("--step", type=int, help="transcripts of this step; the last one by default")
     options = parser.parse_intermixed_args(argv)
     if options.action == "list":
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
         return transcripts(find_run(options.run_dir, options.name), options.of, options.step)
     if options.action == "restore":
         return restore(options.run_dir, options.name)
-    return show(options.run_dir, options.name)
+    return show(options.run_dir, options.name, options.all)
 
 
 def restore(directory: Path, name: str) -> int:
@@ -58,7 +59,7 @@ def list_runs(directory: Path) -> int:
     return 0
 
 
-def show(directory: Path, name: str) -> int:
+def show(directory: Path, name: str, everything: bool = False) -> int:
     """The summary of a run, by its name or path; of the newest one without."""
     path = find_run(directory, name)
     found = read_summary(path)
@@ -68,7 +69,7 @@ def show(directory: Path, name: str) -> int:
         raise ConfigError(f"{path / 'summary.json'}: is not the summary of a run")
     from asyncrl.observe.table import print_summary
 
-    print_summary(found, path)
+    print_summary(found, path, everything=everything)
     return 0 if found["conserved"] else 1
 
 

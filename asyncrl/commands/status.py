@@ -75,7 +75,7 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
     gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
     numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
     wrong = [] if ended else [alert.line for alert in msgspec.convert(status.get("alerts", []), list[Alert])]
-    known = filter(None, (numbers, *wrong, flow_line(gauges), status["failed"]))
+    known = filter(None, (*wrong, numbers, flow_line(gauges), status["failed"]))
     waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
     lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]
     return [*lines, "waits:", *waits] if waits else lines

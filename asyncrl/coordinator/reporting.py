@@ -305,6 +305,8 @@ class Reporter:
         ending["held_out"] = msgspec.structs.asdict(state.held_out.flow())
         ending |= {"attempts_failed": state.failed.counts, "newest_failure": state.failed.newest}
         ending["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
+        status = {"phase": outcome, "gauges": self.gauges(), "failed": failures_line(state.failed.counts, "")}
+        ending["alerts"] = [alert.line for alert in alerts(self._recent, status, self._keys)]
         threshold = {"success_threshold": state.config.validation.success}
         write_summary(state.run_dir, summary | threshold | ending)
 

@@ -33,7 +33,7 @@ BATCH = "async/batch_share"  # a gauge: of the step under way, 0 to 1, see `Repo
 OF_STEP = (STEP_SECONDS, REWARD, FILTERED, LAG, MASKED, TRAINER_IDLE, ROLLOUT_IDLE)  # of `asyncrl status`
 TRACED = (REWARD, NLL, LAG, ENTROPY, LENGTH)  # with a small curve in the console
 FIGURES = (  # of the console, the least important ones last
-    *(REWARD, FILTERED, NLL, NLL_HELD_OUT, SAMPLED, GREEDY, SAMPLED_SCORE, GREEDY_SCORE, ZERO_ADVANTAGE, LAG),
+    *(SAMPLED, GREEDY, SAMPLED_SCORE, GREEDY_SCORE, NLL_HELD_OUT, REWARD, FILTERED, NLL, LAG, ZERO_ADVANTAGE),
     *("tool_call_counts/mean", LENGTH, ENTROPY, "rollout/tokens_per_s", TRAINER_IDLE, ROLLOUT_IDLE),
     *("staleness/lag/p50", LAG_P95, LAG_MAX, "async/ready", "async/running", "async/credits"),
     *("weights/pushed", "weights/acked", "async/workers"),

@@ -27,6 +27,14 @@ BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
     "nll_held_out": metric.NLL_HELD_OUT,
 }
 
+JUDGED = {  # the first ones are what a run is judged by
+    "success": "success",
+    "greedy": "success (greedy)",
+    "score": "score",
+    "greedy_score": "score (greedy)",
+    "nll_held_out": "loss per token",
+}
+
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
@@ -82,6 +90,44 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "validation_episodes": int(_last(validations, "val-aux/episodes") or 0),
         "validation_score_max": _max(validations, metric.HIGHEST),
     }
+
+
+def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: int = 0) -> str:
+    """One sentence, for example "held-out success 27% → 98% in 120 steps", as much of it as is known.
+    `ended`: how, '' while the run goes on; `total`: steps that it was to have."""
+    done = summary["steps"]
+    of = "" if ended == "completed" or total <= done else f" of {total}"
+    since = f"{'in' if ended == 'completed' else 'after'} {done}{of} step{'s' * (max(done, total) != 1)}"
+    held_out = [
+        (f"held-out {name}", [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
+        for key, name in JUDGED.items()
+    ]
+    moved = [(name, both) for name, both in held_out if both[1] and both[0] != both[1]]
+    still = [(name, both) for name, both in held_out if both[1]]
+    before = [f"{name} {both[0]}" for name, both in held_out if both[0]]
+    if found := moved or still:
+        name, both = found[0]
+        text = f"{name} {' → '.join(filter(None, both))} {since}"
+    elif done:
+        key, name = (
+            ("nll", "loss per token") if summary.get("nll_first") is not None else ("reward", "reward")
+        )
+        both = [text_of(key, summary.get(f"{key}_{when}")) for when in ("first", "last")]
+        known = f"{name} {' → '.join(dict.fromkeys(both))}" if all(both) else "no reward is known"
+        text = f"{known} {since}; {f'{before[0]} before' if before else 'nothing was held out'}"
+    else:
+        text = f"{before[0]}{' before training' if total else ''}" if before else "no step is over"
+    text = text if ended in ("", "completed") else f"{ended.partition(':')[0]}: {text}"
+    return text[0].upper() + text[1:]
+
+
+def text_of(key: str, value: float | None) -> str:
+    """At most three digits: 7%, 0.4%, 99.6% of a success, else 0.0123; '' of None."""
+    if value is None:
+        return ""
+    if key not in ("success", "greedy"):
+        return f"{value:.3g}"
+    return f"{value:.0%}" if 0.01 <= value <= 0.99 else f"{100 * value:.{1 if value < 0.5 else 3}g}%"
 
 
 def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
@@ -145,9 +191,10 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _of_both(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:
-    """Return the values of the validation before training and of the last of several; None without."""
+    """Return the values of the validation before training and of the last later one; None without."""
     before = next((row[name] for row in validations if name in row and row["training/step"] == 0), None)
-    return before, validations[-1].get(name) if len(validations) > 1 else None
+    later = len(validations) > 1 or any(row["training/step"] for row in validations)
+    return before, validations[-1].get(name) if later else None
 
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:

@@ -12,22 +12,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.observe.metrics import shown
-from asyncrl.observe.summary import failures_line, held_out_line, identity_line, success_line
+from asyncrl.observe.summary import failures_line, held_out_line, identity_line, outcome_line
 
-NUMBERS = (  # label, key of the summary, format
-    ("steps", "steps", "d"),
-    ("optimizer steps skipped", "skipped_steps", "d"),
-    ("seconds", "seconds", ".1f"),
-    ("tokens trained", "tokens_trained", ",d"),
-    ("tokens of attempts that were given up", "tokens_abandoned", ",d"),
-    ("tokens/s", "tokens_per_s", ",.0f"),
-    ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
+NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
     ("lag mean", "lag_mean", ".2f"),
-    ("lag max", "lag_max", ".0f"),
     ("tokens masked", "masked_token_frac", ".2%"),
-    ("trajectories of several versions", "trajectories_multi_version", ".1%"),
+    ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
     ("trainer idle", "trainer_idle_frac", ".0%"),
     ("rollout idle", "rollout_idle_frac", ".0%"),
+    ("seconds", "seconds", ".1f"),
+    ("tokens trained", "tokens_trained", ",d"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+)
+DIAGNOSTICS = (  # `asyncrl runs show --all`
+    ("steps", "steps", "d"),
+    ("optimizer steps skipped", "skipped_steps", "d"),
+    ("tokens of attempts that were given up", "tokens_abandoned", ",d"),
+    ("lag max", "lag_max", ".0f"),
+    ("trajectories of several versions", "trajectories_multi_version", ".1%"),
     ("trainer and all workers busy at once", "busy_at_once", ".0%"),
     ("weights: the trainer's wait, mean s", "weights_stall_s_mean", ".4f"),
     ("weights: the trainer's wait, share of time", "weights_stall_frac", ".2%"),
@@ -54,19 +56,25 @@ class PipeSafeTerminal(Terminal):
             super().print(*objects, **options)
 
 
-def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
-    """The table before and after, the known numbers, the conservation identity, where model and run are."""
+def print_summary(
+    summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None, everything: bool = False
+) -> None:
+    """Print what came of a run, in the order of the page's overview: outcome, what is wrong, before and
+    after, numbers (`everything`: diagnostics, too), the conservation identity, where model and run are."""
     terminal = terminal or PipeSafeTerminal()
-    table = Table("", "before", "after", title=f"{run_dir.name}: {summary.get('outcome', '')}")
+    outcome = outcome_line(summary, str(summary.get("outcome", "completed")))
+    terminal.print(escape(f"{run_dir.name}: {outcome}"), style="bold", highlight=False, soft_wrap=True)
+    for line in summary.get("alerts", []):
+        terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+    table = Table("", "before", "after")
     for row in before_and_after(summary):
         table.add_row(*row)
     terminal.print(table)
-    for label, key, form in NUMBERS:
+    for label, key, form in (*NUMBERS, *DIAGNOSTICS * everything):
         if summary.get(key) is not None:
             note = ROUNDING * (key == "probe_logprob_diff_max" and summary[key] > 1e-3)
             terminal.print(f"  {label}: {shown(summary[key], form)}{note}", highlight=False)
     for line in (
-        success_line(summary.get("validation_score_max"), summary.get("success_threshold")),
         failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")),
         held_out_line(summary.get("held_out", {})),
     ):
@@ -78,15 +86,18 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     if export.is_dir():
         terminal.print(f"model: {export}", highlight=False, soft_wrap=True)
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
+    if not everything:
+        more = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
+        terminal.print(more, highlight=False, soft_wrap=True)
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, before, after) of the training reward and of what validations found; `≥`: the threshold that
+    """(label, before, after) of what validations found and of the training reward; `≥`: the threshold that
     makes an episode a success. The components of rewards follow."""
     supervised = summary.get("nll_first") is not None
     train = ("reward (training)", "reward_first", "reward_last", ".3f")
     held_out = f"held out, ≥ {shown(summary.get('success_threshold'), 'g')}"
-    rows = [("loss per token (training)", "nll_first", "nll_last", ".4f") if supervised else train]
+    rows = []
     for label, key, form in (
         ("loss per token (held out)", "nll_held_out", ".4f"),
         (f"success, sampled ({held_out})", "success", ".1%"),
@@ -96,6 +107,7 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ):
         if summary.get(f"{key}_before") is not None or summary.get(f"{key}_after") is not None:
             rows.append((label, f"{key}_before", f"{key}_after", form))
+    rows.append(("loss per token (training)", "nll_first", "nll_last", ".4f") if supervised else train)
     found = [
         (label, shown(summary.get(before), form), shown(summary.get(after), form))
         for label, before, after, form in rows

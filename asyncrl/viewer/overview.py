@@ -28,9 +28,10 @@ from asyncrl.observe.summary import (
     identity_line,
     latest,
     mean,
+    outcome_line,
     summarize,
 )
-from asyncrl.observe.table import NUMBERS
+from asyncrl.observe.table import DIAGNOSTICS, NUMBERS
 from asyncrl.store.launches import LaunchRecord, differences, launches_of, tree
 from asyncrl.viewer.series import wilson
 
@@ -75,7 +76,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         NO_MACHINE * (machine is None),
     ]
     return {
-        "outcome": _outcome(ended, status, steps, found),
+        "outcome": _outcome(ended, status, summary),
         "conserved": summary["conserved"],
         "before_after": found,
         "figures": list(_figures(steps)),
@@ -89,7 +90,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "configuration": configuration,
         "launches": list(_launches(launches)),
         "tables": {
-            "All numbers": {name: shown(summary[key], form) for name, key, form in NUMBERS
+            "All numbers": {name: shown(summary[key], form) for name, key, form in (*NUMBERS, *DIAGNOSTICS)
                             if summary.get(key) is not None},
             "Evaluation by task": _by_task(run_dir),
             "Machine of the newest launch": machine or {},
@@ -107,49 +108,12 @@ def _alerts(launches: Sequence[LaunchRecord], rows: Sequence[Row], status: Mappi
     return alerts(rows, status, dict(leaves(launches[-1].config)) if launches else {})
 
 
-def _outcome(
-    ended: str, status: Mapping[str, Any], steps: Sequence[Row], judged: Sequence[Mapping[str, Any]]
-) -> str:
-    """One sentence, for example "held-out success 27% → 98% in 120 steps"; as much of it as is known."""
-    done, total = int(steps[-1]["training/step"]) if steps else 0, status.get("total_steps", 0)
-    of = "" if ended == "completed" or total <= done else f" of {total}"
-    since = f"{'in' if ended == 'completed' else 'after'} {done}{of} step{'s' * (max(done, total) != 1)}"
-    moved = [one for one in judged if one["after"] is not None]
-    moved = [one for one in moved if one["before"] != one["after"]] or moved
-    first = next(iter(judged), None)
-    before = f"held-out {first['label']} {_text(first, 'before')} before training" if first else ""
-    if moved:
-        start = f"{_text(moved[0], 'before')} → " if moved[0]["before"] is not None else ""
-        text = f"held-out {moved[0]['label']} {start}{_text(moved[0], 'after')} {since}"
-    elif steps:
-        text = f"{_trained(steps)} {since}" + (f"; {before}" if before else "; nothing was held out")
-    else:
-        share = 0.0 if ended else status.get("gauges", {}).get(metric.BATCH, 0.0)
-        text = before or "no step is over" + f", {share:.0%} of the first batch is there" * (share > 0)
-        text += "" if status or ended else ": its coordinator has not reported yet"
-    text = text if ended in ("", "completed") else f"{ended.partition(':')[0]}: {text}"
-    return text[0].upper() + text[1:]
-
-
-def _trained(steps: Sequence[Row]) -> str:
-    """The loss or the reward, of the first and the last tenth of the steps."""
-    for name, named in ((metric.NLL, "loss per token"), (metric.REWARD, "reward")):
-        edge = max(1, len(steps) // 10)
-        first, last = mean(steps[:edge], name), mean(steps[-edge:], name)
-        if first is not None and last is not None:
-            return f"{named} {first:.3g} → {last:.3g}" if len(steps) > 1 else f"{named} {last:.3g}"
-    return "no reward is known"
-
-
-def _text(one: Mapping[str, Any], when: str) -> str:
-    return _figure(one[when], one["unit"])
-
-
-def _figure(value: float, unit: str) -> str:
-    """At most three digits: 7%, 0.4%, 99.6%."""
-    if unit != "share":
-        return f"{value:.3g}"
-    return f"{value:.0%}" if 0.01 <= value <= 0.99 else f"{100 * value:.{1 if value < 0.5 else 3}g}%"
+def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    if not status and not ended and not summary["steps"]:
+        return "It starts: its coordinator has not reported yet"
+    share = 0.0 if ended or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
+    line = outcome_line(summary, ended, status.get("total_steps", 0))
+    return line + f"; {share:.0%} of the first batch is there" * (share > 0)
 
 
 def _judged(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

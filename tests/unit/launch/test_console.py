@@ -25,7 +25,6 @@ from asyncrl.observe.metrics import (
     FILTERED,
     GREEDY,
     GREEDY_SCORE,
-    HIGHEST,
     REWARD,
     SAMPLED,
     SAMPLED_SCORE,
@@ -231,18 +230,6 @@ def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
     assert "step 0/10 (25% of the first batch) elapsed 0:00:26\n" in picture.getvalue()
 
 
-@pytest.mark.parametrize(("threshold", "highest", "count"), [(1.0, 3.5, 1), (1.0, 1.0, 0), (3.0, 3.5, 0)])
-def test_scores_beyond_the_default_of_success_are_said_once(
-    threshold: float, highest: float, count: int
-) -> None:
-    out = io.StringIO()
-    line = "scores go up to 3.5, and 1 is a success, the default of validation.success: set it to what a"
-    rows = [{"training/step": 0, SAMPLED: 1.0, HIGHEST: highest}]
-    summary = summarize(rows, {}, True) | {"success_threshold": threshold}
-    print_summary(summary, Path("r"), Terminal(file=out, width=200))
-    assert out.getvalue().count(line) == count
-
-
 def test_the_final_table(tmp_path: Path) -> None:
     rows = [
         {"training/step": 0, "time_s": 0.0, SAMPLED: 0.25, GREEDY: 0.0},
@@ -258,7 +245,15 @@ def test_the_final_table(tmp_path: Path) -> None:
     summary = summarize(rows, flow, True) | {"busy_at_once": 0.625, "success_threshold": 10.0}
     export = tmp_path / "checkpoints" / f"step-{summary['steps']}" / "hf"
     export.mkdir(parents=True)
+    summary["alerts"] = ["solved: held-out success [x] 75%"]
     print_summary(summary, tmp_path, Terminal(file=out, width=200))
+    short = out.getvalue()
+    assert (
+        f"{tmp_path.name}: Held-out success 25% → 75% in 1 step\n  solved: held-out success [x] 75%\n"
+        in short
+    )
+    assert "busy at once" not in short and f"runs show {tmp_path.name} --all" in short
+    print_summary(summary, tmp_path, Terminal(file=out, width=200), everything=True)
     text = out.getvalue()
     assert f"model: {export}\n" in text and ": –" not in text  # what is unknown is left out
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
@@ -269,7 +264,8 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert "rounding alone, on that probe, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
     assert "attempts failed" not in text
     more = {"probe_logprob_diff_max": 0.46, "attempts_failed": {"reward_error": 3}}
-    print_summary(summary | more | {"newest_failure": "b [x]"}, tmp_path, Terminal(file=out, width=200))
+    summary |= more | {"newest_failure": "b [x]"}
+    print_summary(summary, tmp_path, Terminal(file=out, width=200), everything=True)
     assert "\n  attempts failed: 3 reward_error; the newest: b [x]\n" in out.getvalue()
     assert "fixed probe, max: 4.6e-01 (bfloat16 rounds: 0.1 to 0.6 is usual, several times" in out.getvalue()
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.metrics import GREEDY, SAMPLED, SAMPLED_SCORE
-from asyncrl.observe.summary import identity_line, summarize
+from asyncrl.observe.summary import identity_line, outcome_line, summarize
 from asyncrl.observe.table import before_and_after
 
 STATES = ["issued", "trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight"]
@@ -128,3 +128,37 @@ def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
     assert line.startswith("12 issued = 4 trained + 3 filtered + 1 dropped + 1 failed + 1 taken + 1 ready")
     assert line.endswith("1 in flight ✓")
     assert "NOT CONSERVED" in identity_line(FLOW, False)
+
+
+NOTHING = {"steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("summary", "ended", "total", "text"),
+    [
+        ({"steps": 120, "success_before": 0.271, "success_after": 0.984}, "completed", 120,
+         "Held-out success 27% → 98% in 120 steps"),
+        ({"steps": 12, "success_before": 0.0664, "success_after": 0.0039}, "", 60,
+         "Held-out success 7% → 0.4% after 12 of 60 steps"),
+        ({"steps": 1, "greedy_before": 0.5, "greedy_after": 1.0}, "completed", 1,
+         "Held-out success (greedy) 50% → 100% in 1 step"),
+        ({"steps": 9, "success_before": 0.0, "success_after": 0.0, "score_before": 0.1, "score_after": 0.34},
+         "completed", 9, "Held-out score 0.1 → 0.34 in 9 steps"),
+        ({"steps": 9, "success_before": 0.0, "success_after": 0.0}, "completed", 9,
+         "Held-out success 0% → 0% in 9 steps"),
+        ({"steps": 9, "nll_held_out_before": 1.2345, "nll_held_out_after": 0.5}, "completed", 9,
+         "Held-out loss per token 1.23 → 0.5 in 9 steps"),
+        ({"steps": 3, "success_before": 0.3, "reward_first": 0.2, "reward_last": 0.4}, "", 9,
+         "Reward 0.2 → 0.4 after 3 of 9 steps; held-out success 30% before"),
+        ({"steps": 3, "nll_first": 2.0, "nll_last": 1.5}, "completed", 3,
+         "Loss per token 2 → 1.5 in 3 steps; nothing was held out"),
+        ({"steps": 3}, "completed", 3, "No reward is known in 3 steps; nothing was held out"),
+        ({"steps": 3, "success_after": 0.5}, "failed: KeyError", 9,
+         "Failed: held-out success 50% after 3 of 9 steps"),
+        (NOTHING | {"success_before": 0.3}, "", 9, "Held-out success 30% before training"),
+        (NOTHING | {"success_before": 0.3}, "completed", 0, "Held-out success 30%"),
+        (NOTHING, "killed: its launcher is gone", 9, "Killed: no step is over"),
+    ],
+)  # fmt: skip
+def test_the_outcome_in_one_sentence(summary: dict[str, Any], ended: str, total: int, text: str) -> None:
+    assert outcome_line(summary, ended, total) == text
