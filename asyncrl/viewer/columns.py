@@ -16,6 +16,10 @@ Key = tuple[str, str]  # process and title of a row
 Total = tuple[str, int, int, float, float]
 Shown = tuple[float, float, int, int, float, float, str]  # see LaneRow
 Step = tuple[int, float]  # and its end, in seconds since the run's start
+Pause = tuple[float, float]  # when it ended, and its seconds
+LONG = 10.0  # seconds
+APART = 60.0  # seconds: processes that begin again less than so after the coordinator were launched with it
+COORDINATOR = "coordinator"
 MOST_TOTALS = 200
 SHOWN = ("start", "end", "name", "calls", "seconds", "longest")
 MOST_TEXT = 120  # characters
@@ -100,6 +104,30 @@ def within(row: Arrays, since: float, until: float) -> Arrays:
     """The spans that reach into a window; not copied, where all do."""
     inside = (row["end"] >= since) & (row["start"] <= until)
     return row if inside.all() else {name: column[inside] for name, column in row.items()}
+
+
+def pauses(rows: Mapping[Key, Arrays], launches: list[float]) -> list[Pause]:
+    """The times before later launches in which nothing ran, where they are long."""
+    found = list[Pause]()
+    for at in launches:
+        last = max(float(row["end"].max(initial=0.0, where=row["end"] <= at)) for row in rows.values())
+        found += [(at, at - last)] * (0 < last < at - LONG)
+    return found
+
+
+def without(times: Any, paused: list[Pause]) -> Any:
+    """Times on a clock that stands still meanwhile."""
+    return times - sum(seconds * (times >= at) for at, seconds in paused) if paused else times
+
+
+def marks(begun: Mapping[str, list[float]], paused: list[Pause], start: float) -> list[tuple[float, str]]:
+    """Processes that began again, alone or all together: since the run's start."""
+    again = begun.get(COORDINATOR, [])[1:]
+    found = [(at, f"launched again, {dict(paused).get(at, 0):.0f} s later") for at in again]
+    for who, times in begun.items():
+        alone = [at for at in times[1:] if all(abs(at - other) >= APART for other in again)]
+        found += [(at, f"{who} began again") for at in alone if who != COORDINATOR]
+    return sorted((round(without(at, paused) - start, 3), text) for at, text in found)
 
 
 def steps_of(row: Arrays, name: int, start: float) -> list[Step]:

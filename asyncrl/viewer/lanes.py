@@ -5,7 +5,7 @@
 A row is a line of the picture, and belongs to a process. What a trainer rank does follows one after another
 and is one row; of other processes, where many tasks run at once, each name is a row of its own. Spans that
 say which engine they concern are in a row of that one: a push by the coordinator, the turns that a worker has
-sampled on a server. Files are read once, and then only what was added.
+sampled on a server. Pauses between two launches are left out. Files are read once, then what was added.
 """
 
 from __future__ import annotations
@@ -20,20 +20,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import BUSY, START, Line, TimelineFile, files
 from asyncrl.runtime.activity import DECODE
 from asyncrl.runtime.weight_loader import LOAD
-from asyncrl.viewer.columns import (
-    Arrays,
-    Columns,
-    Key,
-    Shown,
-    Step,
-    Total,
-    merged,
-    shares,
-    step_window,
-    steps_of,
-    totals,
-    within,
-)
+from asyncrl.viewer import columns
+from asyncrl.viewer.columns import COORDINATOR, Arrays, Columns, Key, Pause, Shown, Step, Total
 from asyncrl.viewer.meanings import MEANINGS, meaning
 
 PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
@@ -44,9 +32,7 @@ OTHER = "others"
 WORK, HELD = "work", "version"  # rows: a trainer's, and the version that an engine holds
 AT_ONCE = 20_000  # lines of a file
 MOST_STEPS = 400  # on the ruler
-APART = 60.0  # seconds: processes that begin again less than so after the coordinator were launched with it
 PROCESS = {"rollout": "worker"}  # what people call it, by the role in a file's name
-COORDINATOR = "coordinator"
 ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines follow
 
 
@@ -94,6 +80,7 @@ class LaneReader:
         self._files: dict[Path, TimelineFile] = {}
         self._rows: dict[Key, Columns] = {}
         self._begun: dict[str, list[float]] = {}  # when processes began
+        self._pauses: list[Pause] = []
 
     def window(
         self, since: float | None = None, until: float | None = None, step: int | None = None
@@ -108,21 +95,25 @@ class LaneReader:
         start = float(min((row["start"].min() for row in rows.values()), default=0.0))
         end = float(max((row["end"].max() for row in rows.values()), default=0.0))
         work = self._rows.get(("trainer 0", WORK), Columns())
-        steps = steps_of(rows["trainer 0", WORK], work.names["step"], start) if "step" in work.names else []
+        steps = (
+            columns.steps_of(rows["trainer 0", WORK], work.names["step"], start)
+            if "step" in work.names
+            else []
+        )
         if step is not None:
-            since, until = step_window(steps, step)
+            since, until = columns.step_window(steps, step)
         since = start if since is None else start + since
         until = end if until is None else start + until
-        until, pixels, share = max(until, since + 1e-6), PIXELS, shares(rows)
-        inside = {key: within(row, since, until) for key, row in rows.items()}
+        until, pixels, share = max(until, since + 1e-6), PIXELS, columns.shares(rows)
+        inside = {key: columns.within(row, since, until) for key, row in rows.items()}
         while sum(min(len(row["end"]), pixels) for row in inside.values()) > MOST_SPANS and pixels > 1:
             pixels = pixels * 9 // 10
         while True:  # spans that overlap may still be more
             pixel, names = (until - since) / pixels, dict[str, int]()
             lanes = {title: LaneProcess(title, []) for title in sorted({who for who, _ in rows}, key=_place)}
-            numbers = {key: columns.numbers(names) for key, columns in self._rows.items()}
+            numbers = {key: row.numbers(names) for key, row in self._rows.items()}
             for key, row in inside.items():
-                spans = merged(self._rows[key], row, numbers[key], since, pixel)
+                spans = columns.merged(self._rows[key], row, numbers[key], since, pixel)
                 number, title = meaning(key[1])
                 lanes[key[0]].rows.append(LaneRow(title, number, share[key], spans))
             count = sum(len(row.spans) for lane in lanes.values() for row in lane.rows)
@@ -133,26 +124,13 @@ class LaneReader:
             lane.rows.sort(key=lambda row: (row.meaning, -row.share))
         ticks = [one for one in steps if since <= one[1] + start <= until]
         known = [meaning(name) for name in names]
+        acting = {key: row for key, row in inside.items() if not key[1].startswith(HELD)}
         return LaneWindow(
             *(start, end, since, until, pixel, [name for _, name in known], [number for number, _ in known]),
-            *(list(lanes.values()), ticks[:: len(ticks) // MOST_STEPS + 1], self._marks(start)),
-            totals(
-                {key: row for key, row in inside.items() if not key[1].startswith(HELD)},
-                numbers,
-                since,
-                until,
-            ),
+            *(list(lanes.values()), ticks[:: len(ticks) // MOST_STEPS + 1]),
+            columns.marks(self._begun, self._pauses, start),
+            columns.totals(acting, numbers, since, until),
         )
-
-    def _marks(self, start: float) -> list[tuple[float, str]]:
-        """Processes that began again, alone or all together: since the run's start."""
-        begun = {who: sorted(times)[1:] for who, times in self._begun.items()}
-        again = begun.pop(COORDINATOR, [])
-        found = [(at, "launched again") for at in again]
-        for who, times in begun.items():
-            alone = [at for at in times if all(abs(at - other) >= APART for other in again)]
-            found += [(at, f"{who} began again") for at in alone]
-        return sorted((round(at - start, 3), text) for at, text in found)
 
     def _update(self) -> None:
         """Read what was added since the last call."""
@@ -169,9 +147,12 @@ class LaneReader:
                     self._add(file.role, name, some)
 
     def _arrays(self) -> dict[Key, Arrays]:
-        """The columns of all rows. A version is held until the next one; the last, to the end of what its
-        process has recorded."""
-        found = {key: columns.arrays() for key, columns in self._rows.items()}
+        """The columns of all rows, without pauses. A version is held until the next one; the last, to the end
+        of what its process has recorded."""
+        found = {key: row.arrays() for key, row in self._rows.items()}
+        self._pauses = columns.pauses(found, self._begun.get(COORDINATOR, [])[1:])
+        for row in found.values():
+            row |= {name: columns.without(row[name], self._pauses) for name in ("start", "end")}
         ends: dict[str, float] = {}
         for (process, _), row in found.items():
             ends[process] = max(ends.get(process, 0.0), float(row["end"].max()))

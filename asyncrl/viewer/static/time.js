@@ -105,8 +105,8 @@ function panel() {
   const marks = data.marks.map(([at, text]) => [clock(at), text]);
   redraw(byId("time-panel"), [told, chosen?.line.process, chosen?.span, marks], () => [
     chosen && spanCard(chosen),
-    card(told.title ?? "Selected", make("p", {}, interval(told.span), ...buttons()), ...figures(told)),
     marks.length ? card("Began again", table(null, marks)) : null,
+    card(told.title ?? "Selected", make("p", {}, interval(told.span), ...buttons()), ...figures(told)),
   ].filter(Boolean));
 }
 

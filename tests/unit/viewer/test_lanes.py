@@ -149,15 +149,25 @@ def test_a_step_is_found_the_last_time_where_it_was_made_again(tmp_path: Path) -
         LaneReader(tmp_path).window(step=7)
 
 
-def test_what_began_again_is_marked(tmp_path: Path) -> None:
-    """A worker alone; then all, by another launch."""
-    for name, times in {"coordinator": (0, 500), "rollout": (2, 100, 503), "trainer": (1, 502)}.items():
+def test_what_began_again_is_marked_and_pauses_between_launches_are_left_out(tmp_path: Path) -> None:
+    """A worker alone; then all, by another launch a day later."""
+    for name, times in {
+        "coordinator": (0, 90_000),
+        "rollout": (2, 100, 90_003),
+        "trainer": (1, 90_002),
+    }.items():
         timeline = Timeline(tmp_path / "timeline" / f"{name}-0.jsonl")
         for at in times:
             timeline.record(START, T + at, T + at)
-        timeline.record("step" if name == "trainer" else "x", T, T + 600)
+        if name == "trainer":
+            timeline.record("wait_data", T, T + 400)
+            timeline.record("step", T + 400, T + 450, step=1)
+            timeline.record("step", T + 90_010, T + 90_050, step=2)
         timeline.close()
-    assert LaneReader(tmp_path).window().marks == [(100.0, "worker 0 began again"), (500.0, "launched again")]
+    window = LaneReader(tmp_path).window()
+    assert window.marks == [(100.0, "worker 0 began again"), (450.0, "launched again, 89550 s later")]
+    assert [span[:2] for span in window.processes[0].rows[0].spans] == [(0, 400), (400, 450), (460, 500)]
+    assert window.steps == [(1, 450.0), (2, 500.0)]
 
 
 def test_every_name_that_is_recorded_has_a_meaning() -> None:
