@@ -145,6 +145,10 @@ class ToolReply(msgspec.Struct, frozen=True):
     reward: float = 0.0
     refused: bool = False
 
+    @property
+    def failed(self) -> bool:
+        return self.error is not None and not self.refused
+
 
 class Observation(msgspec.Struct, frozen=True):
     """Holds what an environment, or a simulated user, says to a turn of the model. The `reward` falls on that

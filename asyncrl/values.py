@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+LISTED = 200  # characters of a text, in a list of episodes
 MAX_RESULT = 1 << 20  # bytes of what an agent or a tool leaves for the reward, as JSON
 
 
@@ -44,6 +45,12 @@ def encodable(text: str) -> str:
     """The text with a question mark for each half of a surrogate pair: JSON can write one, UTF-8 cannot, and
     no tokenizer takes it."""
     return text.encode(errors="replace").decode()
+
+
+def in_short(text: str, most: int = LISTED) -> str:
+    """The text on one line of at most so many characters."""
+    line = " ".join(encodable(text[: 4 * most]).replace("\0", " ").split())
+    return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 1]}…"
 
 
 def printable(text: str) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
+from asyncrl.buffer.payloads import check_turn, decode_reply, decode_turn
 from asyncrl.config import parse
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.data import Samples, samples_path
@@ -190,7 +190,7 @@ def targets() -> list[Target]:
     return [
         *found,
         Target("turn", lambda data: check_turn("0.0", decode_turn(data), 1, 100), ProtocolError, Turn),
-        Target("replies", check_reply, ProtocolError, TurnReply),
+        Target("replies", decode_reply, ProtocolError, TurnReply),
         Target("recorded turns", lambda data: turns_of([data, b""]), ProtocolError, Turn),
         Target("recorded replies", lambda data: turns_of([TURN, data]), ProtocolError, TurnReply),
         Target("token", read_token, ConfigError, Endpoints, token_text),

@@ -29,10 +29,10 @@ def decode_turn(payload: bytes) -> Turn:
         raise ProtocolError(f"a turn that cannot be decoded: {error}") from None
 
 
-def check_reply(payload: bytes) -> None:
+def decode_reply(payload: bytes) -> TurnReply:
     """ProtocolError when it is not what answers a turn."""
     try:
-        _reply.decode(payload)
+        return _reply.decode(payload)
     except UNDECODABLE as error:
         raise ProtocolError(f"replies that cannot be decoded: {error}") from None
 
@@ -87,7 +87,8 @@ def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
     versions = [span.version for span in turn.spans]
     tokens = len(turn.context) + len(turn.ids), len(turn.ids)
     oldest, newest = min(versions, default=0), max(versions, default=0)
-    episode.extend(*tokens, oldest, newest, seconds=seconds, row=turn.row, untrained=turn.untrained)
+    who = turn.row, turn.untrained, turn.agent
+    episode.extend(*tokens, oldest, newest, seconds=seconds, row=who[0], untrained=who[1], agent=who[2])
 
 
 def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:

@@ -45,6 +45,7 @@ class State(enum.StrEnum):
 
 OVER = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
 IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
+MOST_NAMED = 80  # characters of a name of a tool, or of names of agents
 NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
 
 
@@ -76,6 +77,8 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
     stats: EpisodeStats = EpisodeStats(0)
     step: int = -1
     greedy: bool = False
+    agent: str = ""  # those that asked for its trained turns, by name
+    failed_tool: str = ""  # the first one that did
 
     @property
     def width(self) -> int:
@@ -117,6 +120,7 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
         seconds: float = 0.0,
         row: int = 0,
         untrained: bool = False,
+        agent: str = "",
     ) -> None:
         """A turn became durable, `seconds` after the episode began. An `untrained` one is never stale."""
         self.turns += 1
@@ -127,6 +131,8 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
             self.untrained_tokens += tokens
             return
         self.tokens += tokens
+        if agent and agent not in self.agent.split(", ") and len(self.agent) < MOST_NAMED:
+            self.agent += f", {agent}"[0 if self.agent else 2 :][:MOST_NAMED]
         if model_tokens:
             self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
             self.newest = max(self.newest, newest)
@@ -136,6 +142,7 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
         self.oldest = self.newest = -1
         self.turns = self.rows = self.tokens = self.untrained_tokens = self.sampled = 0
         self.seconds = 0.0
+        self.agent = self.failed_tool = ""
 
 
 class GroupRecord(msgspec.Struct):

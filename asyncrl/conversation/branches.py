@@ -16,6 +16,7 @@ episode's answer, end and conversation are those of the last trained turn.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -83,6 +84,17 @@ class Branches:
     def messages(self) -> tuple[Message, ...]:
         """The conversation that the last trained turn belongs to, up to that turn."""
         return self.rows[self._last.row].messages
+
+    @property
+    def main(self) -> tuple[Message, ...]:
+        """The conversation about the task, up to its last turn: that of the agent and the tools of the first
+        request with tools; without any, the one with the most turns. (A title is asked for without tools.)"""
+        turns = [(turn.row, self.rows[turn.row]) for turn in self.turns if not turn.untrained]
+        whose = {row: (one.request.agent, one.request.tools or one.messages[0].content) for row, one in turns}
+        counts = Counter(whose[row] for row, _ in turns)
+        first = next((whose[row] for row in sorted(whose) if self.rows[row].request.tools), None)
+        chosen = counts.most_common(1)[0][0] if first is None else first
+        return next(one.messages for row, one in reversed(turns) if whose[row] == chosen)
 
     @property
     def calls(self) -> int:

@@ -4,6 +4,7 @@ agent's branches (`branches.py`) alike."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from asyncrl.types import (
     Turn,
 )
 
+MARKED = re.compile(r"<(think|tool_call)>.*?(</\1>|\Z)", re.DOTALL)
 OPENING = 16  # tokens at the end of a prompt, at most, that can open a thought
 
 
@@ -81,6 +83,14 @@ def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequen
     if turn.stop is StopReason.TEXT and stops and not parsed.calls:
         parsed = replace(parsed, content=parsed.content + text[len(text.rstrip()) :])
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
+
+
+def last_words(messages: Sequence[Message], prompt: Sequence[Message] = ()) -> str:
+    """The text that the model wrote last in a conversation, without thoughts and marked calls; what the
+    prompt has of it does not count."""
+    own = messages[len(prompt) :] if tuple(messages[: len(prompt)]) == tuple(prompt) else messages
+    texts = (MARKED.sub("", one.content).strip() for one in reversed(own) if one.role == "assistant")
+    return next(filter(None, texts), "")
 
 
 def trained(turns: Sequence[Turn]) -> tuple[Turn, ...]:

@@ -1,7 +1,8 @@
 """The episodes of the validation under way. They are leased, fenced, retried and continued as those that are
 trained, but are never live, taken or filtered: they have an account of their own.
 
-The store has a record of each until the session ends, and in its place the result of each that is over.
+The store has a record of each until the session ends, and in its place the result of each that is over, which
+lists show as well.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class HeldOutFlow(msgspec.Struct, frozen=True):
 
 
 class HeldOutEpisodes:
-    """At most one session's, which `begin` issues. `keeps`: the turns of those that are over are kept."""
+    """At most one session's, which `begin` issues. `keeps`: it is an evaluation, and all turns are kept; else
+    those of episodes that are over as far as `store.keep_bytes` allows."""
 
     def __init__(self, store: RunStore, retries: int, keeps: bool) -> None:
         self._store, self._retries, self._keeps = store, retries, keeps
@@ -68,7 +70,7 @@ class HeldOutEpisodes:
         if not again:
             self.end()  # one that was cut short, and cannot go on
             self._store.forget_held_out(prefix)
-            for uid in known:
+            for uid in known.keys() & set(uids):
                 self._store.forget_frames(uid)
             self.over = {}  # else it has what ended in this turn, which the store does not show yet
         self._issued, self._prefix = len(uids), prefix
@@ -130,8 +132,14 @@ class HeldOutEpisodes:
         if isinstance(result, Finished):
             self.texts[episode.uid] = result.text
         self._store.put_held_out(episode.uid, msgspec.msgpack.encode(result))
+        if isinstance(result, Finished):
+            ended = replace(episode, reason="", result=result.result, stats=result.stats)
+        else:
+            ended = replace(episode, reason=result.reason)
+        which, kind = HeldOut.of(episode.uid), "eval" if self._keeps else "held out"
+        self._store.list_held_out(ended, which.step, kind, which.mode)
         if not self._keeps:
-            self._store.forget_frames(episode.uid)
+            self._store.release_frames(episode.uid)
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
         self._counts[episode.state] -= 1

@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from asyncrl.buffer.payloads import check_logprobs, check_reply, check_result, check_turn, decode_turn, extend
-from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.buffer.payloads import (
+    check_logprobs,
+    check_result,
+    check_turn,
+    decode_reply,
+    decode_turn,
+    extend,
+)
+from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord
 from asyncrl.buffer.replay import current
 from asyncrl.coordinator.reporting import Reporter, earned, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
@@ -64,12 +71,15 @@ class RecordHandler:
             case Generated():
                 self._generated(worker, episode, message, frames, now)
             case Replied():
-                check_reply(frame := _single_frame(frames))
+                replies = decode_reply(frame := _single_frame(frames)).replies
                 if not 0 <= message.turn < episode.turns:
                     raise ProtocolError(
                         f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
                     )
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
+                state.store.put_calls(episode.uid, message.turn, replies)
+                failed = next((reply.call.name for reply in replies if reply.failed), "")
+                episode.failed_tool = episode.failed_tool or failed[:MOST_NAMED]
             case Finished():
                 turns = message.stats.turns + message.stats.untrained_turns
                 tokens = max(message.result.tokens, message.stats.longest_row)
@@ -79,6 +89,7 @@ class RecordHandler:
                 if frames:
                     check_result(frame := _single_frame(frames))
                     state.store.put_frame(episode.uid, turns - 1, "result", frame)
+                state.store.put_answer(episode.uid, message.answer)
                 del worker.running[episode.uid]
                 if episode.uid in state.held_out.episodes:
                     state.held_out.finish(episode, message)

@@ -233,6 +233,8 @@ class WorkerHandler:
         self.assign_seq += 1
         flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, now)
         trained = flow is self.state.buffer
+        if not episode.member:
+            self.state.store.put_question(episode.group if trained else -1 - episode.group, sample)
         # A held-out episode that goes on samples what it would have: an evaluation that is killed ends alike.
         drawn = episode.attempt if trained else episode.failures
         worker.running[episode.uid] = (self.assign_seq, now)

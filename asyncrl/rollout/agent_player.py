@@ -263,7 +263,8 @@ class AgentPlayer:
         """Score the turns, limited by `rollout.reward_timeout`, not by what is left of the episode's time."""
         turns, branches = trained(self._branches.turns), self._branches
         calls = branches.calls
-        earned = await self.run.reward(turns, branches.answer, end, branches.messages, calls, result)
+        shown = branches.messages, calls, result, branches.main
+        earned = await self.run.reward(turns, branches.answer, end, *shown)
         stats = EpisodeStats(
             len(turns),
             calls,

@@ -18,14 +18,16 @@ from typing import Protocol
 import msgspec
 
 from asyncrl.conversation.commands import Done, Fail, Rules
-from asyncrl.conversation.turns import rows_of
+from asyncrl.conversation.turns import last_words, rows_of
 from asyncrl.engines.base import EngineRefused, Request, Sampling, Watch
 from asyncrl.episodes.scoring import Scorer, shaped, transcript
 from asyncrl.errors import one_line
+from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.runtime.activity import Waits
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
+from asyncrl.values import in_short
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.outbox import Outbox
@@ -95,6 +97,7 @@ class EpisodeRun:
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
     _result: object = None  # that it saw
     _reward_s: float = 0.0
+    _said: str = ""  # the model's last words
 
     @property
     def attempt(self) -> Attempt:
@@ -199,10 +202,12 @@ class EpisodeRun:
         messages: tuple[Message, ...],
         tool_calls: int,
         result: object = None,
+        main: tuple[Message, ...] | None = None,
     ) -> RewardResult:
         """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: see
-        RewardInput. Raises RewardError."""
+        RewardInput. `main`: the conversation whose last words lists show; None: `messages`. RewardError."""
         self._result = result
+        self._said = last_words(messages if main is None else main, self.assign.sample.prompt)
         reward_input = RewardInput(
             sample=self.assign.sample,
             answer=answer,
@@ -241,11 +246,12 @@ class EpisodeRun:
                 seconds=self.seconds,
                 reward_s=self._reward_s,
                 answered=len(replies),
-                failed=sum(reply.error is not None and not reply.refused for reply in replies),
+                failed=sum(reply.failed for reply in replies),
                 refused=sum(reply.refused for reply in replies),
             ),
             text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},
+            answer=in_short(answer_of(command.result, self._notes) or self._said),
         )
 
     def result_frame(self, record: Record) -> tuple[bytes, ...]:

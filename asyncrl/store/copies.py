@@ -34,7 +34,8 @@ _ROWS = {  # that a copy has of each table
     **dict.fromkeys(("meta", "retired", "commits", "checkpoints", "versions"), ""),
     "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
     "groups": "WHERE NOT over OR id IN needed OR id = (SELECT max(id) FROM run.groups)",
-    "episodes": "WHERE group_id IN (SELECT id FROM main.groups)",
+    **dict.fromkeys(("episodes", "questions"), "WHERE group_id IN (SELECT id FROM main.groups)"),
+    **dict.fromkeys(("records", "answers", "calls"), "WHERE uid IN (SELECT uid FROM main.episodes)"),
     "frames": "WHERE NOT spare AND uid IN (SELECT uid FROM main.episodes)",
 }
 

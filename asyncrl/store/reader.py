@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from asyncrl.store.segments import FramePlace, SegmentReader
 from asyncrl.types import NO_VERSION, PolicyVersion
 
 T = TypeVar("T")
+_OF = "FROM episodes JOIN records USING(uid)"
 COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result
 
@@ -56,7 +56,7 @@ class RunReader:
         self._segments.close()
 
     def meta(self, key: str, default: str = "") -> str:
-        rows = self._rows("SELECT value FROM meta WHERE key=?", key)
+        rows = self.rows("SELECT value FROM meta WHERE key=?", key)
         return rows[0][0] if rows else default
 
     def frames(
@@ -64,7 +64,7 @@ class RunReader:
     ) -> Iterator[bytes]:
         """Payloads of these kinds of the first `turns` turns; b'' where there is none. StoreError at one that
         cannot be read."""
-        rows = self._rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
+        rows = self.rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
         places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
         for turn in range(turns):
             for kind in kinds:
@@ -75,37 +75,36 @@ class RunReader:
                     yield self._segments.read(place) if place else b""
 
     def plan_hash(self, step: int) -> str | None:
-        rows = self._rows("SELECT plan_hash FROM commits WHERE step=?", step)
+        rows = self.rows("SELECT plan_hash FROM commits WHERE step=?", step)
         return rows[0][0] if rows else None
 
     def checkpoints(self) -> list[int]:
         """Steps of all checkpoints ever recorded."""
-        return [step for (step,) in self._rows("SELECT step FROM checkpoints ORDER BY step")]
+        return [step for (step,) in self.rows("SELECT step FROM checkpoints ORDER BY step")]
 
     def newest_version(self) -> tuple[PolicyVersion, str]:
         """The newest published version and where it was put; NO_VERSION and "" before there is one."""
-        rows = self._rows("SELECT * FROM versions ORDER BY epoch DESC, step DESC LIMIT 1")
+        rows = self.rows("SELECT * FROM versions ORDER BY epoch DESC, step DESC LIMIT 1")
         return (PolicyVersion(*rows[0][:2]), rows[0][2]) if rows else (NO_VERSION, "")
 
     def counts(self) -> dict[State, int]:
         """Episodes by state, counted in the index, with those that it has forgotten: the audit compares them
         with the buffer's."""
-        rows = self._rows(
-            "SELECT state, sum(n) FROM (SELECT state, count(*) AS n FROM episodes GROUP BY state "
+        rows = self.rows(
+            "SELECT state, sum(n) FROM ("
+            "SELECT state, count(*) AS n FROM episodes WHERE group_id >= 0 GROUP BY state "
             "UNION ALL SELECT state, count FROM pruned) GROUP BY state"
         )
         return {State(state): count for state, count in rows}
 
     def committed_plans(self) -> list[Batch]:
         """The plans of committed batches, oldest first, as far as no checkpoint covers them."""
-        committed = {step - 1 for (step,) in self._rows("SELECT step FROM commits")}
+        committed = {step - 1 for (step,) in self.rows("SELECT step FROM commits")}
         return [batch for batch in self.plans() if batch.step in committed]
 
     def planned_steps(self) -> set[int]:
         """Committed batches (0-based) of which plan and payloads are kept."""
-        return {
-            step for (step,) in self._rows("SELECT p.step FROM plans p JOIN commits c ON c.step=p.step+1")
-        }
+        return {step for (step,) in self.rows("SELECT p.step FROM plans p JOIN commits c ON c.step=p.step+1")}
 
     def plan(self, step: int) -> Batch:
         """Decodes the plan of one of these batches."""
@@ -128,11 +127,11 @@ class RunReader:
         return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in plans) + before
 
     def episode(self, uid: str) -> EpisodeRecord:
-        return self._one(EpisodeRecord, "episode", "SELECT record FROM episodes WHERE uid=?", uid)
+        return self._one(EpisodeRecord, "episode", "SELECT record FROM records WHERE uid=?", uid)
 
     def find_episode(self, uid: str) -> EpisodeRecord | None:
         """None where the index has no such episode, or has forgotten it."""
-        return next(iter(self._records(EpisodeRecord, "SELECT record FROM episodes WHERE uid=?", uid)), None)
+        return next(iter(self._records(EpisodeRecord, "SELECT record FROM records WHERE uid=?", uid)), None)
 
     def baseline(self, group: int) -> Baseline:
         """The baseline of a settled group, from the records of its members."""
@@ -140,52 +139,23 @@ class RunReader:
 
     def held_out(self, prefix: str) -> Iterator[tuple[str, bytes]]:
         """The validation episodes whose uid begins so, and what became of them: one at a time, with texts."""
-        for (uid,) in self._rows("SELECT uid FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix):
+        for (uid,) in self.rows("SELECT uid FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix):
             yield uid, self.became(uid)
 
     def count_held_out(self, prefix: str) -> int:
         """The number of validation episodes whose uid begins so."""
         query = "SELECT count(*) FROM held_out WHERE substr(uid, 1, ?)=?"
-        return int(self._rows(query, len(prefix), prefix)[0][0])
+        return int(self.rows(query, len(prefix), prefix)[0][0])
 
     def became(self, uid: str) -> bytes:
-        return self._rows("SELECT record FROM held_out WHERE uid=?", uid)[0][0]
+        return self.rows("SELECT record FROM held_out WHERE uid=?", uid)[0][0]
 
     def groups(self) -> list[GroupRecord]:
         """All that the index still has, oldest first."""
         return self._records(GroupRecord, "SELECT record FROM groups ORDER BY id")
 
     def members(self, group: int) -> list[EpisodeRecord]:
-        return self._records(EpisodeRecord, "SELECT record FROM episodes WHERE group_id=?", group)
-
-    def select(
-        self,
-        kind: type[T],
-        *,
-        state: str | None = None,
-        reason: str | None = None,
-        group: int | None = None,
-        steps: tuple[int, int] | None = None,
-        rewards: tuple[float, float] | None = None,
-    ) -> list[T]:
-        """Episodes, newest group first, as a struct `kind` of some fields of EpisodeRecord: what it leaves
-        out is not decoded. `steps` (0-based, of their batches) and `rewards` are inclusive."""
-        wanted = {"state": state, "reason": reason, "group_id": group, "step": steps, "reward": rewards}
-        given = {name: value for name, value in wanted.items() if value is not None}
-        tests = (
-            f"{name} {'BETWEEN ? AND ?' if isinstance(value, tuple) else '= ?'}"
-            for name, value in given.items()
-        )
-        where = f"WHERE {' AND '.join(tests)} " if given else ""
-        values = chain.from_iterable(
-            value if isinstance(value, tuple) else (value,) for value in given.values()
-        )
-        return self._records(kind, f"SELECT record FROM episodes {where}ORDER BY group_id DESC, uid", *values)
-
-    def reasons(self) -> dict[tuple[str, str], int]:
-        """Episodes that the index still has, by state and reason."""
-        rows = self._rows("SELECT state, reason, count(*) FROM episodes GROUP BY state, reason")
-        return {(state, reason): count for state, reason, count in rows}
+        return self._records(EpisodeRecord, f"SELECT record {_OF} WHERE group_id=?", group)
 
     def group(self, number: int) -> GroupRecord:
         return self._one(GroupRecord, "group", "SELECT record FROM groups WHERE id=?", number)
@@ -196,20 +166,20 @@ class RunReader:
         last = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
         batches = self.plans()
         episodes = self._records(
-            EpisodeRecord, "SELECT e.record FROM episodes e JOIN groups g ON g.id=e.group_id WHERE g.over=0"
+            EpisodeRecord, f"SELECT record {_OF} WHERE group_id IN (SELECT id FROM groups WHERE over=0)"
         )
         taken = [self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})]
         left = dict(self.counts())
         for episode in episodes:
             left[episode.state] -= 1
-        ((committed,),) = self._rows("SELECT coalesce(max(step), 0) FROM commits")
+        ((committed,),) = self.rows("SELECT coalesce(max(step), 0) FROM commits")
         return StoredRun(
             groups=groups,
             episodes=episodes,
             left=left,
             next_group=last[0].id + 1 if last else 0,
             cursor=last[0].position + 1 if last else 0,
-            retired={sample for (sample,) in self._rows("SELECT sample FROM retired")},
+            retired={sample for (sample,) in self.rows("SELECT sample FROM retired")},
             batches=batches,
             taken=taken,
             baselines={group: self.baseline(group) for group in {episode.group for episode in taken}},
@@ -224,9 +194,9 @@ class RunReader:
 
     def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
         decode = msgspec.msgpack.Decoder(kind).decode
-        return [decode(record) for (record,) in self._rows(query, *values)]
+        return [decode(record) for (record,) in self.rows(query, *values)]
 
-    def _rows(self, query: str, *values: object) -> list[Any]:
+    def rows(self, query: str, *values: object) -> list[Any]:
         try:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:

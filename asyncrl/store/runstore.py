@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.buffer.batches import Batch
-from asyncrl.buffer.records import EpisodeRecord, GroupRecord
+from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord, GroupRecord
+from asyncrl.errors import UNDECODABLE
 from asyncrl.store.copies import Copies
 from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, fsync
-from asyncrl.types import PolicyVersion
+from asyncrl.types import PolicyVersion, Sample, ToolReply
+from asyncrl.values import in_short
 
+OF_EPISODE = ("episodes", "records", "answers", "calls", "frames")  # tables with rows of one
+MEMBERS = "SELECT uid FROM episodes WHERE group_id=?"
 MOST_FORGOTTEN = 200  # episodes that one transaction forgets, so that none takes long
 log = logging.getLogger("asyncrl.store")
 
 Row = tuple[object, ...]
 # In place, and without its index: most of what a turn writes are episodes that were there.
-PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?) ON CONFLICT(uid) DO UPDATE SET
-    state=excluded.state, reason=excluded.reason, step=excluded.step, reward=excluded.reward,
-    record=excluded.record"""
+PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(uid) DO
+    UPDATE SET state=excluded.state, reason=excluded.reason, step=excluded.step, "end"=excluded."end",
+    score=excluded.score, reward=excluded.reward, components=excluded.components, turns=excluded.turns,
+    tokens=excluded.tokens, calls=excluded.calls, failed_calls=excluded.failed_calls,
+    failed_tool=excluded.failed_tool, agent=excluded.agent, seconds=excluded.seconds,
+    oldest=excluded.oldest, newest=excluded.newest"""
+PUT_RECORD = "INSERT INTO records VALUES(?,?) ON CONFLICT(uid) DO UPDATE SET record=excluded.record"
 
 COVER = """INSERT INTO meta VALUES(?,?) ON CONFLICT(key) DO UPDATE SET
     value=max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"""
@@ -68,12 +76,28 @@ class RunStore:
         self._put("groups", *((g.id, g.id not in live, msgspec.msgpack.encode(g)) for g in groups))
         self._put("retired", *((group.sample,) for group in groups if group.retires))
 
-    def put_episodes(self, episodes: Iterable[EpisodeRecord]) -> None:
+    def put_episodes(self, episodes: Collection[EpisodeRecord]) -> None:
+        self._add(PUT_RECORD, *((e.uid, msgspec.msgpack.encode(e)) for e in episodes))
+        self._add(PUT_EPISODE, *(listed(e) for e in episodes))
+
+    def put_question(self, group: int, sample: Sample) -> None:
+        """The texts of a group's sample, for lists; `group`: as in the row of an episode."""
+        asked = next((said.content for said in reversed(sample.prompt) if said.role == "user"), "")
+        texts = sample.data_source, in_short(asked), in_short(_plain(sample.ground_truth))
+        self._put("questions", (group, sample.row, *texts))
+
+    def put_answer(self, uid: str, answer: str) -> None:
+        if answer:
+            self._put("answers", (uid, answer))
+
+    def put_calls(self, uid: str, turn: int, replies: Sequence[ToolReply]) -> None:
+        """What the tools of a turn did."""
         rows = (
-            (e.uid, e.group, e.state.value, e.reason, e.step, e.result.reward, msgspec.msgpack.encode(e))
-            for e in episodes
-        )
-        self._add(PUT_EPISODE, *rows)
+            (uid, turn, number, one.call.name[:MOST_NAMED], one.seconds, one.failed, one.refused,
+             in_short(one.error or "", MOST_NAMED))
+            for number, one in enumerate(replies)
+        )  # fmt: skip
+        self._put("calls", *rows)
 
     def put_batches(self, batches: Iterable[Batch]) -> None:
         self._put("plans", *((batch.step, msgspec.msgpack.encode(batch)) for batch in batches))
@@ -91,9 +115,16 @@ class RunStore:
         """Stores the result of an episode of a validation."""
         self._put("held_out", (uid, record))
 
+    def list_held_out(self, episode: EpisodeRecord, step: int, kind: str, mode: str) -> None:
+        """Lists an episode of a validation that is over; `step`: of the validation."""
+        self._put("records", (episode.uid, msgspec.msgpack.encode(episode)))
+        self._add(PUT_EPISODE, listed(episode, -1 - episode.group, step, kind, mode))
+
     def forget_held_out(self, prefix: str) -> None:
-        """Deletes held-out episodes whose uid begins with `prefix`."""
-        self._add("DELETE FROM held_out WHERE substr(uid, 1, ?)=?", (len(prefix), prefix))
+        """Deletes all of held-out episodes whose uid begins with `prefix`."""
+        for table in ("held_out", *OF_EPISODE):
+            after = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+            self._add(f"DELETE FROM {table} WHERE uid>=? AND uid<?", (prefix, after))
 
     def put_meta(self, key: str, value: str) -> None:
         self._put("meta", (key, value))
@@ -116,7 +147,9 @@ class RunStore:
         if uid in self._fresh:
             for key in [key for key in self._frames if key[0] == uid and key[1] >= turn]:
                 del self._frames[key]
-        self._add("DELETE FROM frames WHERE uid=? AND turn>=?", (uid, turn))
+        for table in ("frames", "calls"):
+            self._add(f"DELETE FROM {table} WHERE uid=? AND turn>=?", (uid, turn))
+        self._add("DELETE FROM answers WHERE uid=?", (uid,))
 
     def release_frames(self, uid: str) -> None:
         """Nothing needs the payloads of an episode; they are kept as far as `keep_bytes` allows."""
@@ -230,6 +263,31 @@ class RunStore:
         self._segments.close()
 
 
+def listed(
+    e: EpisodeRecord, group: int | None = None, step: int | None = None, kind: str = "train", mode: str = ""
+) -> Row:
+    """The row of an episode in `episodes`."""
+    result, stats, landed = e.result, e.stats, e.stats.turns > 0
+    step = e.step + 1 if step is None and e.step >= 0 else step
+    ended = (result.end.value, result.score, result.reward) if landed else ("", None, None)
+    parts = msgspec.json.encode(result.components).decode() if result.components else None
+    size = (e.turns, result.tokens, stats.tool_calls, stats.failed) if landed else (e.turns, e.sampled, 0, 0)
+    sampled = (e.oldest, e.newest) if e.oldest >= 0 else (None, None)
+    return (
+        *(e.uid, e.group if group is None else group, e.member, kind),
+        *(mode or ("greedy" if e.greedy else "sampled"), e.state.value, e.reason, step, *ended, parts),
+        *(*size, e.failed_tool, e.agent, stats.seconds if landed else e.seconds, *sampled),
+    )
+
+
+def _plain(truth: str) -> str:
+    """A ground truth, which is JSON, for people."""
+    try:
+        return msgspec.json.decode(truth, type=str)
+    except UNDECODABLE:
+        return truth
+
+
 # -- retention ---------------------------------------------------------------------------------------------
 # Needed are payloads of episodes that are not over, and of batches that the oldest retained checkpoint does
 # not cover: a resume reads them. The newest `keep_bytes` of the others are kept for `asyncrl replay` and
@@ -240,8 +298,13 @@ class RunStore:
 _FORGOTTEN = """
 SELECT id FROM groups WHERE over AND id <= ? AND id < (SELECT max(id) FROM groups) AND NOT EXISTS (
     SELECT 1 FROM episodes e WHERE e.group_id = groups.id AND (
-        e.step >= (SELECT coalesce(min(step), 1 << 60) FROM plans)
+        e.step > (SELECT coalesce(min(step), 1 << 60) FROM plans)
         OR EXISTS (SELECT 1 FROM frames f WHERE f.uid = e.uid)))
+"""
+# Held-out episodes, of this validation and of earlier ones.
+_HELD_OUT = """
+SELECT uid FROM episodes e WHERE group_id < 0 AND step <= ?
+    AND NOT EXISTS (SELECT 1 FROM frames f WHERE f.uid = e.uid)
 """
 _COUNTED = """
 INSERT INTO pruned SELECT state, count(*) FROM episodes WHERE group_id=? GROUP BY state
@@ -262,13 +325,19 @@ def prune(
     gone = db.execute(old, (oldest, MOST_FORGOTTEN)).fetchall()
     if not gone:
         return oldest
-    found = [db.execute("SELECT group_id, step FROM episodes WHERE uid=?", uid).fetchone() for uid in gone]
-    groups, steps = zip(*filter(None, found), strict=True) if any(found) else ((-1,), (-1,))
-    last = max((step for step in steps if step < covered), default=-1)
-    db.execute("DELETE FROM plans WHERE step <= ?", (last,))
+    query = "SELECT group_id, coalesce(step, 0) FROM episodes WHERE uid=?"
+    found = [row for uid in gone if (row := db.execute(query, uid).fetchone())]
+    steps = [step for group, step in found if group >= 0 and step <= covered]
+    db.execute("DELETE FROM plans WHERE step < ?", (max(steps, default=0),))
     db.executemany("DELETE FROM frames WHERE uid=?", gone)
-    forgotten = db.execute(_FORGOTTEN, (max(groups),)).fetchall()  # newer groups have newer payloads
+    newest_group = max((group for group, _ in found), default=-1)  # newer groups have newer payloads
+    forgotten = db.execute(_FORGOTTEN, (newest_group,)).fetchall()
     db.executemany(_COUNTED, forgotten)
-    db.executemany("DELETE FROM episodes WHERE group_id=?", forgotten)
+    uids = [uid for group in forgotten for uid in db.execute(MEMBERS, group)]
+    if over := [step for group, step in found if group < 0]:
+        uids += db.execute(_HELD_OUT, (max(over),)).fetchall()
+    for table in OF_EPISODE:
+        db.executemany(f"DELETE FROM {table} WHERE uid=?", uids)
+    db.executemany("DELETE FROM questions WHERE group_id=?", forgotten)
     db.executemany("DELETE FROM groups WHERE id=?", forgotten)
     return oldest if len(gone) < MOST_FORGOTTEN else None

@@ -86,7 +86,7 @@ class ViewServer:
         if name not in self._views.names:
             return _error(404, f"no view {name!r}")
         try:
-            threads = self._lists if name == "episodes" else None
+            threads = self._lists if name in ("episodes", "tools") else None
             answer = partial(self._views.answer, name, dict(request.query))
             async with asyncio.timeout(DEADLINE):
                 found = await asyncio.get_running_loop().run_in_executor(threads, answer)

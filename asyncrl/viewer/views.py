@@ -17,10 +17,11 @@ from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_rows, read_status, size_of_rows
 from asyncrl.observe.metrics import OF_STEP, charts, figures
 from asyncrl.observe.summary import flow_line
+from asyncrl.store import listing
 from asyncrl.store.launches import at, differences, launches_of
+from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
-from asyncrl.viewer import episodes
-from asyncrl.viewer.episodes import Decode, decoder, transcript
+from asyncrl.viewer.episodes import Decode, decoder, search, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
 from asyncrl.viewer.overview import alerts_of, overview
 from asyncrl.viewer.series import series
@@ -39,6 +40,7 @@ class Views:
         known = names if len({*names}) == len(names) else map(str, self._runs)
         self._names = dict(zip(self._runs, known, strict=True))
         self._decoders: dict[str, Decode] = {}
+        self._found: tuple[Path, tuple[str, ...], list[str], dict[str, int]] | None = None  # by a search
         self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
         self._loading, self._reading = threading.Lock(), threading.Lock()
         self._views: dict[str, Callable[[Query], Any]] = {
@@ -46,6 +48,7 @@ class Views:
             "rows": self._rows,
             "episodes": self._episodes,
             "episode": self._episode,
+            "tools": self._tools,
             "lanes": self._lanes,
             "overview": lambda query: overview(path := self._path(query), self._ended(path)),
         }
@@ -104,10 +107,36 @@ class Views:
         return series(rows) | {"alerts": msgspec.to_builtins(alerts_of(path)), "charts": charts(rows)}
 
     def _episodes(self, query: Query) -> dict[str, Any]:
-        wanted = episodes.Filter.of({key: value for key, value in query.items() if key != "run"})
+        wanted = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))
+        with closing(RunReader.open(path := self._path(query))) as reader:
+            found, searched = self._searched(path, reader, wanted)
+            total, facets = listing.facets(reader, wanted, found)
+            return {
+                "episodes": listing.page(reader, wanted, found),
+                "total": total,
+                "start": wanted.start,
+                "searched": searched,
+                "facets": facets,
+            }
+
+    def _searched(
+        self, path: Path, reader: RunReader, wanted: Listing
+    ) -> tuple[list[str], dict[str, int] | None]:
+        """The episodes in whose transcripts the words are, and how many were looked at."""
+        if not wanted.search:
+            return [], None
+        if self._found is None or not wanted.start or self._found[:2] != (path, wanted.search):
+            fit, decode = listing.uids(reader, wanted), None
+            with suppress(AsyncrlError):  # else what the tools said is searched
+                decode = self._decoder(parse(at(launches_of(path), 0).config).model.path)
+            found, looked = search(reader, fit, wanted.search, decode)
+            self._found = path, wanted.search, found, {"transcripts": looked, "of": len(fit)}
+        return self._found[2:]
+
+    def _tools(self, query: Query) -> list[dict[str, Any]]:
+        """Say what the tools did, in the episodes that fit."""
         with closing(RunReader.open(self._path(query))) as reader:
-            counts = [{"state": s, "reason": r, "count": n} for (s, r), n in sorted(reader.reasons().items())]
-            return {**episodes.page(reader, wanted), "counts": counts}
+            return listing.tools(reader, Listing.of(query.get("where", ""), "", "", ""))
 
     def _episode(self, query: Query) -> dict[str, Any]:
         path = self._path(query)

@@ -29,7 +29,7 @@ def save_run(run_dir: Path, **training: float) -> Path:
     """Groups 0 and 1 are trained in step 1, an episode of group 2 runs, group 3 is dropped. The policy's
     tokens are the digits 0 to 9 of ids; tools answer with markup."""
     buffer, batches = make(max_staleness=4)
-    store = RunStore(run_dir)
+    store, samples = RunStore(run_dir), stored(rows(100))
     admit(buffer, 4)
     for number, reward in enumerate(REWARDS):
         uid = f"{number // 2}.{number % 2}"
@@ -37,6 +37,9 @@ def save_run(run_dir: Path, **training: float) -> Path:
         store.put_frame(uid, 0, "generated", turn_payload(spans=SPANS))
         reply = ToolReply(ToolCall("calculator" if number else "search", '{"a": 1}'), MARKUP)
         store.put_frame(uid, 0, "replied", msgspec.msgpack.encode(TurnReply((reply,))))
+        store.put_calls(uid, 0, [reply])
+        store.put_answer(uid, f"the answer of {uid}")
+        store.put_question(number // 2, samples[number // 2])
     train(batches, 0)
     run(buffer, "2.0")
     land(buffer, "3.0")
@@ -47,7 +50,7 @@ def save_run(run_dir: Path, **training: float) -> Path:
     store.put_commit(1, 1, batches.batches[0].plan_hash)
     store.commit()
     store.close()
-    stored(rows(100)).save(samples_path(run_dir, "train"))
+    samples.save(samples_path(run_dir, "train"))
     config = {
         "name": run_dir.name,
         "model": {"path": str(MODEL)},

@@ -418,5 +418,7 @@ class World:
         rows = [row for row in read_rows(self.run_dir) if "val-aux/episodes" in row]
         assert all(row["val-aux/episodes"] + row["val-aux/failed"] == len(last) for row in rows), rows
         assert rows and rows[-1]["training/step"] == 4
-        left = read._rows("SELECT count(*) FROM frames WHERE uid LIKE 'val%'")
-        assert left == [(0,)], "payloads of held-out episodes are forgotten"
+        needed = read.rows("SELECT count(*) FROM frames WHERE uid LIKE 'val%' AND NOT spare")
+        assert needed == [(0,)], "nothing needs payloads of held-out episodes"
+        listed = read.rows("SELECT uid FROM episodes WHERE kind='held out' AND step=4 ORDER BY uid")
+        assert listed == [(uid,) for uid in sorted(one.uid for one in last)]

@@ -73,12 +73,11 @@ def cohorts(run_dir: Path, steps: int) -> list[Rows]:
     """Those issued before step `steps`."""
     reader = RunReader.open(run_dir)
     bound = parse(msgspec.yaml.decode((run_dir / "config.yaml").read_bytes())).buffer.max_staleness
-    members, rows = defaultdict(list), defaultdict(list)
-    for episode in reader._records(EpisodeRecord, "SELECT record FROM episodes"):
-        members[episode.group].append(episode)
-    for group in reader._records(GroupRecord, "SELECT record FROM groups"):
+    rows = defaultdict(list)
+    for group in reader.groups():
         if group.issued_step < steps:
-            found = [row(reader, episode, members[group.id], group, bound) for episode in members[group.id]]
+            members = reader.members(group.id)
+            found = [row(reader, episode, members, group, bound) for episode in members]
             rows[group.issued_step] += found
     reader.close()
     return [np.array(found) for found in rows.values()]

@@ -17,7 +17,7 @@ from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Check
 from asyncrl.store.reader import RunReader
 
 ISSUED = """SELECT (SELECT max(id) + 1 FROM groups),
-    (SELECT count(*) FROM episodes) + (SELECT coalesce(sum(count), 0) FROM pruned)"""
+    (SELECT count(*) FROM episodes WHERE group_id >= 0) + (SELECT coalesce(sum(count), 0) FROM pruned)"""
 
 
 def manifests(run: Path) -> list[CheckpointManifest]:
@@ -40,7 +40,7 @@ def trained_uids(run: Path) -> Counter[str]:
 
 def running(run: Path) -> dict[str, int]:
     """Durable turns of the episodes that are in flight."""
-    rows = _read(run, "SELECT record FROM episodes WHERE state='running'")
+    rows = _read(run, "SELECT record FROM episodes JOIN records USING(uid) WHERE state='running'")
     return {e.uid: e.turns for e in (msgspec.msgpack.decode(row[0], type=EpisodeRecord) for row in rows)}
 
 

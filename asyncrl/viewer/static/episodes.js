@@ -6,10 +6,11 @@ import { COLOURS, draw } from "view/transcript.js";
 const COLUMNS = ["uid", "state", "reason", "step", "reward", "end", "tokens", "turns", "calls", "lag", "seconds"];
 const STATES = ["", "pending", "running", "landed", "ready", "taken", "trained", "filtered", "dropped", "failed"];
 const ENDS = ["", "answered", "done", "length", "max_turns", "max_calls", "max_rows", "bad_calls", "timeout"];
-const ORDERS = ["newest", "reward", "-reward", "length", "-length", "-lag"];
+const ORDERS = ["", "reward", "-reward", "tokens", "-tokens", "-lag"];
+const RANGES = { step: "step", reward: "reward", length: "tokens" };
 const PAGE = 100;
 
-const wanted = { run: 0, start: 0, order: "newest" };
+const wanted = { run: 0, start: 0 };
 let listed = [];
 let total = 0; // that fit, on all pages
 let chosen = -1;
@@ -26,7 +27,7 @@ function setup(state) {
   const runs = make("select", { title: "run", onchange: (event) => ((open = []), present(), change("run", Number(event.target.value))) }, ...state.runs.map((run, at) => make("option", { value: at }, run.name)));
   const colours = make("select", { title: "colour of tokens", id: "colour", onchange: (event) => ((colour = event.target.value), present()) }, ...Object.entries(COLOURS).map(([key, label]) => make("option", { value: key }, `colour: ${label}`)));
   place.replaceChildren(
-    make("div", { class: "bar", id: "filters" }, runs, choice("state", STATES, "state"), choice("end", ENDS, "end"), field("reason", "reason"), field("step_from", "step from"), field("step_to", "step to"), field("reward_from", "reward from"), field("reward_to", "reward to"), field("length_from", "tokens from"), field("length_to", "tokens to"), field("group", "group"), isFile ? null : field("tool", "tool"), choice("order", ORDERS, "order")),
+    make("div", { class: "bar", id: "filters" }, runs, choice("state", STATES, "state"), choice("end", ENDS, "end"), field("reason", "reason"), field("step_from", "step from"), field("step_to", "step to"), field("reward_from", "reward from"), field("reward_to", "reward to"), field("length_from", "tokens from"), field("length_to", "tokens to"), field("group", "group"), isFile ? null : field("search", "search"), choice("order", ORDERS, "order")),
     make("div", { class: "dim", id: "counts" }),
     make("div", { class: "bar" }, make("button", { onclick: () => turn(-1) }, "‹"), make("span", { id: "place" }), make("button", { onclick: () => turn(1) }, "›"), make("button", { id: "group", onclick: () => group() }, "group side by side"), colours),
     make("div", { id: "list", tabindex: 0 }),
@@ -42,10 +43,18 @@ export async function show(place, route, state) {
 
 export const keys = { j: () => next(1), k: () => next(-1), g: () => group(), "/": () => document.querySelector("#filters input")?.focus() };
 
+// The conditions of the chosen fields, as the server reads them.
+function conditions() {
+  const equal = ["state", "end", "reason", "group"].map((name) => [name, "=", name === "group" ? Number(wanted[name]) : wanted[name]]);
+  const ranges = Object.entries(RANGES).flatMap(([key, name]) => [[name, ">=", wanted[`${key}_from`]], [name, "<=", wanted[`${key}_to`]]]);
+  const numbers = ranges.filter((one) => one[2]).map(([name, operator, value]) => [name, operator, Number(value)]);
+  return JSON.stringify([...equal.filter(([name]) => wanted[name]), ...numbers]);
+}
+
 async function refresh() {
   const mine = ++asked.list;
   try {
-    const answer = await ask("episodes", wanted);
+    const answer = await ask("episodes", { run: wanted.run, start: wanted.start, order: wanted.order, search: wanted.search, where: conditions() });
     if (mine !== asked.list) return;
     fail("");
     [listed, total] = [answer.episodes, answer.total];
@@ -62,9 +71,9 @@ function list(answer) {
   );
   document.getElementById("list").replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...COLUMNS.map((name) => make("th", {}, name)))), make("tbody", {}, ...rows)));
   const last = answer.start + listed.length;
-  const searched = answer.searched === null ? "" : `, in the first ${number(answer.searched)} of the others that fit`;
+  const searched = answer.searched === null ? "" : `; transcripts of the first ${number(answer.searched.transcripts)} of ${number(answer.searched.of)} were searched`;
   document.getElementById("place").textContent = `${listed.length ? answer.start + 1 : 0} to ${last} of ${number(answer.total)}${searched}`;
-  document.getElementById("counts").textContent = answer.counts.map((one) => `${number(one.count)} ${one.state}${one.reason ? `/${one.reason}` : ""}`).join(" · ");
+  document.getElementById("counts").textContent = answer.facets.filter((facet) => ["state", "reason"].includes(facet.column)).flatMap((facet) => facet.values.map((one) => `${number(one.count)} ${one.label}`)).join(" · ");
   mark();
 }
 
@@ -84,7 +93,7 @@ export const next = (by) => choose(chosen + by);
 
 export async function group() {
   if (!open.length) return;
-  const members = await ask("episodes", { run: wanted.run, group: open[0].group }).catch((error) => fail(error.message));
+  const members = await ask("episodes", { run: wanted.run, where: JSON.stringify([["group", "=", open[0].group]]) }).catch((error) => fail(error.message));
   if (members) await load(members.episodes.sort((a, b) => a.member - b.member).map((episode) => episode.uid));
 }
 

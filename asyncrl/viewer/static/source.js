@@ -29,20 +29,21 @@ function fromFile(name, address, query) {
   return name === "episodes" && !plain.error ? filtered(plain, query) : plain;
 }
 
-// The same filters as the server's (episodes.py), over the episodes in the file; not by tool.
+// The same conditions as the server's (store/listing.py), over the episodes in the file.
 function filtered(answer, query) {
-  const between = (value, low, high) =>
-    (!low || (value !== null && value >= Number(low))) && (!high || (value !== null && value <= Number(high)));
-  const orders = { reward: ["reward", 1], "-reward": ["reward", -1], length: ["tokens", 1], "-length": ["tokens", -1], "-lag": ["lag", -1] };
+  const of = (e, name) => (name.startsWith("components.") ? (e.components[name.slice(11)] ?? null) : e[name]);
+  const within = (value, [low, high]) => value !== null && (low === null || value >= low) && (high === null || value < high);
+  const same = (value, other) => (Array.isArray(other) ? within(value, other) : value === other);
+  const where = JSON.parse(query.where || "[]");
+  const equal = Object.groupBy(where.filter((one) => one[1] === "="), (one) => one[0]);
   const found = answer.episodes.filter(
     (e) =>
-      ["state", "reason", "end"].every((key) => !query[key] || e[key] === query[key]) &&
-      (!query.group || e.group === Number(query.group)) &&
-      between(e.step, query.step_from, query.step_to) &&
-      between(e.reward, query.reward_from, query.reward_to) &&
-      between(e.tokens, query.length_from, query.length_to),
+      Object.entries(equal).every(([name, some]) => some.some((one) => same(of(e, name), one[2]))) &&
+      where.every(([name, operator, value]) => operator === "=" || (of(e, name) !== null && (operator === ">=" ? of(e, name) >= value : of(e, name) <= value))),
   );
-  const [key, sign] = orders[query.order] ?? [null, 1];
-  if (key) found.sort((a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity)));
+  const order = query.order || "";
+  const [name, sign] = order.startsWith("-") ? [order.slice(1), -1] : [order, 1];
+  const compare = (a, b) => (a === null) - (b === null) || sign * (a > b ? 1 : a < b ? -1 : 0);
+  if (name) found.sort((a, b) => compare(of(a, name), of(b, name)));
   return { ...answer, episodes: found, total: found.length, start: 0 };
 }

@@ -7,10 +7,12 @@ that they can be trained and stores them as they came; the trainer decodes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
 from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion, Sample
+from asyncrl.values import LISTED
 from asyncrl.wire.messages.shared import Attempt, Count, Finite, WireMessage
 
 
@@ -150,6 +152,7 @@ class Finished(WireMessage, frozen=True):
     stats: EpisodeStats
     text: str = ""  # the transcript, where Assign asks for it
     notes: dict[str, str] = {}  # what the reward function said beside numbers
+    answer: Annotated[str, msgspec.Meta(max_length=LISTED)] = ""  # in short, for lists
 
 
 class Failed(WireMessage, frozen=True):

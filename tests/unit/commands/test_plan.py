@@ -61,8 +61,10 @@ def make_run(parent: Path, name: str, slots: int) -> Path:
             store.put_groups([GroupRecord(group, group, 0, uids, settled=True)], {})
             stats = EpisodeStats(1, seconds=seconds + WAIT)
             store.put_episodes(
-                EpisodeRecord(uid, group, number, state=State.TRAINED, turns=1, stats=stats)
-                for number, uid in enumerate(uids)
+                [
+                    EpisodeRecord(uid, group, number, state=State.TRAINED, turns=1, stats=stats)
+                    for number, uid in enumerate(uids)
+                ]
             )
             for uid in uids:
                 store.put_frame(uid, 0, "generated", generated(Attempt(uid, 0), turn)[1])

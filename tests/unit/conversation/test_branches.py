@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.requests import CHARACTERS, AgentRequest, Placement, Refusal, same_message
-from asyncrl.conversation.turns import rows_of
+from asyncrl.conversation.turns import last_words, rows_of
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
 from tests.fakes.chat import FakeChat, call, encode, rules
@@ -552,3 +552,24 @@ def test_answers_that_were_lost_leave_no_trace(
 def test_a_message_is_itself(text: str) -> None:
     message = Message("assistant", text, (ToolCall("t", '{"x": NaN}'),))
     assert same_message(message, message)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, ()])
+def test_the_words_that_lists_show_are_those_about_the_task_and_no_title(tools: tuple[str, ...]) -> None:
+    """The conversation may go on in a new row."""
+    branches = Branches(rules(max_turns=9))
+    asked = Message("system", "Give a title."), USER
+    if tools:
+        say(branches, "Sums", *asked)
+    said = say(branches, "let me see", USER, tools=tools)
+    say(branches, "<think>hm</think> It is 42 <tool_call>{", USER, said, AGAIN, tools=tools)
+    say(branches, "Forty-two", *asked, AGAIN)
+    assert last_words(branches.main) == "It is 42"
+    say(branches, "43 after all", Message("user", "a summary"), AGAIN, tools=tools)
+    assert last_words(branches.main) == ("43 after all" if tools else "It is 42")
+
+
+def test_words_of_the_prompt_are_not_the_models_last_words() -> None:
+    prompt = (USER, SAID, AGAIN)
+    assert last_words(prompt, prompt) == ""
+    assert last_words((*prompt, Message("assistant", "43"), Message("assistant", " ")), prompt) == "43"

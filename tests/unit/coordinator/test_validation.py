@@ -14,6 +14,7 @@ from asyncrl.coordinator.held_out import HeldOutEpisodes, HeldOutFlow
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
+from asyncrl.store.listing import Listing, page
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
@@ -127,6 +128,34 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     assert not worker.running and setup.state.held_out.audit()
     assert setup.state.held_out.flow() == HeldOutFlow(issued=2, scored=1, failed=1)
     assert setup.state.failed.counts == {} and setup.state.first_attempts.landed is False, "no training"
+
+
+def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> None:
+    """As long as the store has room for it; a session that begins anew has nothing of the one before."""
+    setup, _, validation = validating(tmp_path)
+    store = setup.state.store
+    validation.tick(0.0, exclusive=True)
+    setup.state.persist()
+    for seq, (_, message) in enumerate(setup.sent.take(Assign)):
+        setup.turn(A, 2 * seq + 1, message.attempt)
+        end = Finished(2 * seq + 2, message.attempt, EpisodeResult(0.5), EpisodeStats(1), answer="so be it")
+        setup.records.record(A, end if seq else replace(BROKE, seq=2, attempt=message.attempt), [], 0.0)
+    validation.tick(validation.deadline + 1, exclusive=True)
+    setup.state.persist()
+    held_out = Listing.of('[["kind","=","held out"]]', "-mode", "", "")
+    failed, scored = page(store.read, held_out)
+    assert (scored["kind"], scored["mode"], scored["step"], scored["score"]) == ("held out", GREEDY, 1, 0.5)
+    assert (scored["answer"], scored["truth"], scored["state"]) == ("so be it", "1", "landed")
+    assert (failed["state"], failed["reason"], failed["score"]) == ("failed", FailReason.AGENT_ERROR, None)
+    assert store.read.episode(scored["uid"]).result.reward == 0.5
+    assert store.read.counts() == setup.state.buffer.counts(), "they are not counted with those of training"
+    assert store.read.rows("SELECT DISTINCT spare FROM frames") == [(1,)]
+    assert all(store.read.frames(scored["uid"], 1, ["generated"]))
+    again = session(setup)
+    again.begin(step=1, final=False, now=0.0)
+    setup.state.persist()
+    assert page(store.read, held_out) == [] and store.read.rows("SELECT * FROM frames") == []
+    assert store.read.rows("SELECT * FROM answers") == [] and setup.state.held_out.audit()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock
 from asyncrl.store import copies
 from asyncrl.store.copies import BEYOND, restore
+from asyncrl.store.listing import Listing, page
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError, check_schema
 from asyncrl.store.segments import SegmentReader
@@ -63,7 +64,7 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
                     if uid in run.sent:
                         assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
                 count = "SELECT count(*) FROM episodes"
-                smaller += reader._rows(count)[0][0] < whole._rows(count)[0][0]
+                smaller += reader.rows(count)[0][0] < whole.rows(count)[0][0]
     assert smaller and len(list((tmp_path / "copies").iterdir())) == 2
     run.store.close()
 
@@ -144,6 +145,9 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     assert len(list(run_dir.glob("damaged-*/run.db"))) == 1
     again = Coordinator(run_dir, 1 << 30, Random(0))
     assert again.buffer.flow() == at_copy and again.store.epoch == epoch + BEYOND + 1
+    listed = page(again.store.read, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", ""))
+    assert listed and all(one["answer"] == f"answer {one['uid']}" for one in listed)
+    assert {(one["question"], one["truth"], one["sample"]) for one in listed} == {("how many?", "a lot", 7)}
     assert again.store.read.meta("trainer_epoch") == str(7 + BEYOND)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
     named = said.partition("lost: payloads of ")[2].splitlines()[0].split()

@@ -19,11 +19,13 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store import runstore, segments
 from asyncrl.store.reader import RunReader
-from asyncrl.store.runstore import RunStore
+from asyncrl.store.runstore import OF_EPISODE, RunStore
+from asyncrl.types import Message, Sample, ToolCall, ToolReply
 from asyncrl.wire.messages.trainer import Checkpointed
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, land, make, train
 
+SAMPLE = Sample(7, "math", (Message("user", "how  many?"),), '"a lot"')
 KEEP = (1, 2, 4)  # checkpoints: a resume may change it
 
 
@@ -50,6 +52,9 @@ class Coordinator:
                 self.sent[uid] = self.random.randbytes(self.random.randrange(1, 900))
                 self.store.put_frame(uid, 0, "generated", self.sent[uid])
                 land(self.buffer, uid, float(self.random.randrange(2)))
+                self.store.put_answer(uid, f"answer {uid}")
+                self.store.put_calls(uid, 0, [ToolReply(ToolCall("search", "{}"), "", "broke", 0.5)] * 2)
+                self.store.put_question(int(uid.partition(".")[0]), SAMPLE)
         if len(self.buffer.tally.groups[State.READY]) >= 2:
             train(self.batches, self.buffer.committed)
             plan = self.batches.batches[self.buffer.committed - 1]
@@ -113,11 +118,15 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             assert {reader.episode(uid).state for uid in plans} <= {State.TRAINED}
         run.forget()
         sizes = {int(path.stem): path.stat().st_size for path in (tmp_path / "segments").iterdir()}
-        rows = reader._rows("SELECT segment FROM frames WHERE NOT spare")
+        rows = reader.rows("SELECT segment FROM frames WHERE NOT spare")
         first = min((segment for (segment,) in rows), default=max(sizes))
         spare = sum(size for segment, size in sizes.items() if segment < first)
         issued = run.buffer.flow().issued
-        ((kept,),) = reader._rows("SELECT count(*) FROM episodes")
+        ((kept,),) = reader.rows("SELECT count(*) FROM episodes")
+        of = {table: {uid for (uid,) in reader.rows(f"SELECT uid FROM {table}")} for table in OF_EPISODE}
+        assert of["episodes"] == of["records"]
+        assert of["answers"] == of["calls"] == of["episodes"] & run.sent.keys()
+        assert reader.rows("SELECT group_id FROM questions EXCEPT SELECT group_id FROM episodes") == []
         if keep_bytes < 1 << 30:
             assert spare <= keep_bytes and kept < issued
             assert spare > keep_bytes - 3000, "what fits is kept"
@@ -155,7 +164,7 @@ def test_a_turn_forgets_payloads_of_few_episodes(tmp_path: Path) -> None:
     while run.store.pruning:
         assert len(found) < 20, "it never ends"
         run.turn()
-        ((frames,),) = run.store.read._rows("SELECT count(*) FROM frames")
+        ((frames,),) = run.store.read.rows("SELECT count(*) FROM frames")
         found.append((frames, len([*(tmp_path / "segments").iterdir()])))
     payloads = [(left, 6) for left in (18, 15, 12, 9, 6, 3)]
     assert found == [*payloads, (1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (1, 1)]

@@ -40,11 +40,11 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
         assert page.status == 200 and "view/main.js" in await page.text()
         assert "default-src 'none'" in page.headers["Content-Security-Policy"]
         assert page.headers["Referrer-Policy"] == "no-referrer"  # the address has the token
-        found = await (await client.get(f"{url}api/episodes?state=trained")).json()
+        found = await (await client.get(f'{url}api/episodes?where=[["state","=","trained"]]')).json()
         assert found["total"] == 4
         assert (await (await client.get(f"{url}api/rows")).json())["step"][-1] == 12
         for address, status, why in (
-            ("api/episodes?order=x", 400, "order is one of"),
+            ("api/episodes?order=x", 400, "no column 'x'"),
             ("api/lanes?from=-1e308&to=1e308", 400, "seconds since the start"),
             ("api/lanes?from=-1e308", 400, "seconds since the start"),
             ("api/lanes?to=nan", 400, "seconds since the start"),

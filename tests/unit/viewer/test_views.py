@@ -13,16 +13,20 @@ import pytest
 from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import read_config
+from asyncrl.data import samples_path
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import write_status
 from asyncrl.observe.metrics import FILTERED, REWARD
 from asyncrl.store.launches import KEY, since
+from asyncrl.store.listing import Listing, page
+from asyncrl.store.listing import facets as facets_of
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
-from asyncrl.viewer import episodes
 from asyncrl.viewer.views import Views
+from tests.fakes.data import rows, stored
 from tests.fakes.viewed import MARKUP, ended, save_run
+from tests.unit.buffer.machine import turn_payload
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +39,61 @@ def views(run_dir: Path) -> Views:
     return Views([run_dir], ended)
 
 
-def uids(views: Views, **query: Any) -> list[str]:
-    found = views.answer("episodes", {key: str(value) for key, value in query.items()})
-    return [episode["uid"] for episode in found["episodes"]]
+def uids(views: Views, *where: Any, order: str = "", search: str = "") -> list[str]:
+    found = views.answer("episodes", {"where": json.dumps(where), "order": order, "search": search})
+    listed = [episode["uid"] for episode in found["episodes"]]
+    assert found["total"] == len(listed)
+    return listed
+
+
+def facets(views: Views, *where: Any) -> dict[str, dict[Any, int]]:
+    found = views.answer("episodes", {"where": json.dumps(where)})["facets"]
+    return {one["column"]: {str(v["value"]): v["count"] for v in one["values"]} for one in found}
 
 
 def test_filters_and_orders(views: Views) -> None:
     assert uids(views) == ["3.0", "3.1", "2.0", "2.1", "1.0", "1.1", "0.0", "0.1"]
-    assert uids(views, state="trained", order="-reward") == ["0.0", "1.0", "1.1", "0.1"]
-    assert uids(views, state="trained", reward_from=0.5, reward_to=0.9) == ["1.0", "1.1"]
-    assert uids(views, step_from=1, step_to=1, order="reward")[0] == "0.1" and not uids(views, step_from=2)
-    assert uids(views, group=0) == ["0.0", "0.1"] and uids(views, end="length") == []
-    assert uids(views, end="answered", length_from=10, group=1) == ["1.0", "1.1"]
-    assert uids(views, tool="search") == ["0.0"] and len(uids(views, tool="calculator")) == 3
-    assert uids(views, reason="group_short") == ["3.0", "3.1"]
+    trained = ["state", "=", "trained"]
+    assert uids(views, trained, order="-reward") == ["0.0", "1.0", "1.1", "0.1"]
+    assert uids(views, trained, ["reward", ">=", 0.5], ["reward", "<=", 0.9]) == ["1.0", "1.1"]
+    assert uids(views, ["step", "=", 1], order="reward")[0] == "0.1" and not uids(views, ["step", ">=", 2])
+    assert uids(views, ["group", "=", 0]) == ["0.0", "0.1"] and uids(views, ["end", "=", "length"]) == []
+    assert uids(views, ["end", "=", "answered"], ["tokens", ">=", 10], ["group", "=", 1]) == ["1.0", "1.1"]
+    assert uids(views, ["reason", "=", "group_short"]) == ["3.0", "3.1"]
+    assert uids(views, ["uid", "=", "0.0"], ["uid", "=", "2.0"]) == ["2.0", "0.0"]  # one or the other
+    assert uids(views, ["components.acc", "=", [0.5, 1]]) == ["1.0", "1.1"]
+    assert uids(views, trained, order="-components.acc")[0] == "0.0"
+    assert uids(views, ["step", "=", None], ["lag", "=", None], order="lag") == ["3.0", "3.1", "2.0", "2.1"]
 
 
-def test_what_was_dropped_is_counted_by_reason(views: Views) -> None:
-    counts = {(one["state"], one["reason"]): one["count"] for one in views.answer("episodes", {})["counts"]}
-    assert counts[("dropped", "group_short")] == 2 and counts[("trained", "")] == 4
+def test_words_are_found_in_questions_answers_and_transcripts(views: Views) -> None:
+    assert uids(views, search="ANSWER 1.0") == ["1.0"] and uids(views, search="answer%") == []
+    assert len(uids(views, search="onerror=alert")) == 4, "in what a tool replied"
+    found = views.answer("episodes", {"search": "nowhere", "where": '[["state","=","trained"]]'})
+    assert found["searched"] == {"transcripts": 4, "of": 4} and not found["episodes"]
+
+
+def test_an_episode_of_the_list_has_its_texts(views: Views) -> None:
+    (one,) = views.answer("episodes", {"where": '[["uid","=","0.0"]]'})["episodes"]
+    assert (one["question"], one["answer"], one["truth"]) == ("0?", "the answer of 0.0", "1"), one
+    assert (one["kind"], one["step"], one["components"], one["lag"]) == ("train", 1, {"acc": 1.0}, 0)
+
+
+def test_a_facet_counts_what_fits_all_conditions_but_its_own(views: Views) -> None:
+    found = facets(views)
+    assert found["state"] == {"trained": 4, "dropped": 2, "running": 1, "pending": 1}
+    assert found["score"] == {"0.0": 1, "0.5": 2, "1.0": 2}, found
+    assert found["components.acc"] == {"0.0": 1, "0.5": 2, "1.0": 1} and "agent" not in found
+    found = facets(views, ["state", "=", "trained"], ["score", "=", 0.5])
+    assert found["state"] == {"trained": 2} and found["score"] == {"0.0": 1, "0.5": 2, "1.0": 1}
+    assert found["components.acc"] == {"0.5": 2}
+    assert facets(views, ["group", ">=", 1], ["state", "=", "dropped"])["state"]["trained"] == 2
+
+
+def test_tools_are_added_up(views: Views) -> None:
+    found = views.answer("tools", {})
+    assert [(one["tool"], one["calls"]) for one in found] == [("calculator", 3), ("search", 1)]
+    assert views.answer("tools", {"where": '[["group","=",0]]'})[0]["calls"] == 1
 
 
 def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views) -> None:
@@ -105,10 +145,11 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
 @pytest.mark.parametrize(
     ("name", "query", "why"),
     [
-        ("episodes", {"reward_from": "x"}, "reward_from"),
-        ("episodes", {"colour": "x"}, "colour"),
-        ("episodes", {"order": "x"}, "order is one of newest"),
-        ("episodes", {"group": "9" * 30}, "group"),
+        ("episodes", {"where": '[["reward", "=", NaN]]'}, "where"),
+        ("episodes", {"where": '[["colour", "=", "x"]]'}, "no column 'colour'"),
+        ("episodes", {"where": '[["reward", "<", 1]]'}, "where"),
+        ("episodes", {"order": "x; --"}, "no column 'x; --'; there are uid, "),
+        ("episodes", {"where": f'[["group", "=", {"9" * 30}]]'}, "where"),
         ("episodes", {"start": "-1"}, "start"),
         ("lanes", {"from": "nan"}, "within"),
         ("lanes", {"to": "x"}, "seconds since the start"),
@@ -119,6 +160,28 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
 def test_bad_questions_are_named(views: Views, name: str, query: dict[str, str], why: str) -> None:
     with pytest.raises(AsyncrlError, match=why):
         views.answer(name, query)
+
+
+def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
+    run_dir, uid = save_run(tmp_path / "a"), "val4/greedy/3"
+    store = RunStore(run_dir)
+    store.put_frame(uid, 0, "generated", turn_payload())
+    store.put_question(-4, stored(rows(5))[3])
+    ended_at = EpisodeRecord(uid, 3, 0, state=State.LANDED, turns=1, stats=EpisodeStats(1))
+    store.list_held_out(ended_at, 4, "held out", "greedy")
+    store.commit()
+    store.close()
+    stored(rows(5)).save(samples_path(run_dir, "test"))
+    views = Views([run_dir], ended)
+    assert uids(views, ["kind", "=", "held out"]) == [uid] and facets(views)["kind"] == {
+        "train": 8,
+        "held out": 1,
+    }
+    found = views.answer("episode", {"uid": uid})
+    assert found["step"] == 4 and found["sample"]["prompt"][0]["content"] == "3?"
+    assert found["turns"][0]["texts"] and found["no_advantage"] == "it is held out: it is not trained"
+    (one,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
+    assert (one["step"], one["lag"], one["group"], one["question"]) == (4, None, None, "3?")
 
 
 def test_a_function_of_the_users_is_not_run(run_dir: Path, tmp_path: Path) -> None:
@@ -147,28 +210,27 @@ def test_a_page_in_a_file_has_all_inside_and_no_text_ends_its_script(
 
 
 def test_a_hundred_thousand_episodes_are_paged_in_time(tmp_path: Path) -> None:
-    """Under two seconds a page on a quiet machine; four here, where tests share two cores."""
+    """In less than half a second on a quiet machine; more here, where tests share two cores."""
     store = RunStore(tmp_path)
     ends = list(EpisodeEnd)
-    store.put_episodes(
+    found = [
         EpisodeRecord(
             f"{group}.{member}", group, member, state=State.TRAINED, turns=1, tokens=50, oldest=1, step=2,
             result=EpisodeResult(member / 8, group % 500, end=ends[group % len(ends)]), stats=EpisodeStats(3),
         )
         for group in range(12_500) for member in range(8)
-    )  # fmt: skip
+    ]  # fmt: skip
+    store.put_episodes(found)
     store.commit()
     store.close()
     with closing(RunReader.open(tmp_path)) as reader:
         began = time.process_time()
-        found = episodes.page(
-            reader, episodes.Filter(end="length", length_from=200, order="-reward", start=200)
-        )
-        assert time.process_time() - began < 4.0
-    assert found["total"] == 8 * sum(
-        g % 500 >= 200 and ends[g % len(ends)] == "length" for g in range(12_500)
-    )
-    assert [one["reward"] for one in found["episodes"]] == [7 / 8] * 100
+        wanted = Listing.of('[["end","=","length"],["tokens",">=",200]]', "-reward", "200", "")
+        total, _ = facets_of(reader, wanted)
+        found = page(reader, wanted)
+        assert time.process_time() - began < 1.5
+    assert total == 8 * sum(g % 500 >= 200 and ends[g % len(ends)] == "length" for g in range(12_500))
+    assert [one["reward"] for one in found] == [7 / 8] * 100
 
 
 def test_lanes_of_a_window_and_of_another_run_in_the_same_directory(tmp_path: Path) -> None:
