@@ -16,7 +16,7 @@ SIGKILL, SIGSTOP = 9, 19
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
-STOP_SECONDS = 2.0
+STOP_SECONDS, STOP_LOOKS = 2.0, 10
 SOCKET = 1 << 19  # bytes that it may hold: two buffers as below, and its options (optmem_max: 128 KiB)
 BUFFER = 212_992  # bytes of a socket's buffer, unless the machine's administrator has set another default
 
@@ -63,10 +63,12 @@ def signal_all(number: int, alone: bool) -> None:
 
 
 def stop_all(alone: bool) -> bool:
-    """Stop every process below this one. False if after STOP_SECONDS one still runs: they may continue each
-    other. Between two looks in which each thread is still and has not run, none does, or can run again."""
-    until = time.monotonic() + STOP_SECONDS
-    while time.monotonic() < until:
+    """Stop every process below this one. False if after STOP_SECONDS and STOP_LOOKS (the machine may stand
+    still) one runs: they may continue each other. Between two looks in which each thread is still and has
+    not run, none does, or can run again."""
+    looks, until = 0, time.monotonic() + STOP_SECONDS
+    while looks < STOP_LOOKS or time.monotonic() < until:
+        looks += 1
         signal_all(SIGSTOP, alone)
         found = _threads()
         if all(map(_is_still, found.values())) and found == _threads():
