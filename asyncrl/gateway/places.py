@@ -124,7 +124,8 @@ class SandboxPlace:
                 f"it took more than {most} MiB with its files, and was killed; raise memory_mb"
             )
         if result.ending is RunEnding.DIED:
-            raise CommandError("its sandbox ended")
+            why = "its sandbox ended"  # which no code inside can do
+            raise SetupError(f"task {self.task.task.name}: {why}") if self.task else CommandError(why)
         return result.status
 
 

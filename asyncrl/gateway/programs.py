@@ -326,7 +326,8 @@ def _written(sample: Sample, names: Sequence[str]) -> bytes:
 def _joined(result: Any, changed: Mapping[str, str]) -> dict[str, Any]:
     """Join what a program said, perhaps a score, with what changed, of which it can say nothing."""
     said = {} if result is None else result if isinstance(result, dict) else {"score": result}
-    return {name: value for name, value in said.items() if name not in ("changes", "failed")} | dict(changed)
+    ours = ("changes", "failed", "ended")
+    return {name: value for name, value in said.items() if name not in ours} | dict(changed)
 
 
 def _names(text: str) -> list[str]:

@@ -154,9 +154,12 @@ class JudgedByTests:
         environment = {"HOME": box.home, **sandbox.environment, **tests.environment}
         program = Program(["/bin/sh", "-c", SCRIPT], environment, sandbox.directory)
         ran = await box.execute(program, (null, null, null), tests.seconds)
+        late = f"the tests did not end within {tests.seconds:g} s"
+        if ran.ending is RunEnding.DIED and ran.seconds < tests.seconds:  # which no code inside can do
+            raise SandboxError("the sandbox of the tests ended")
         endings = {
-            RunEnding.LATE: f"the tests did not end within {tests.seconds:g} s",
-            RunEnding.DIED: "the sandbox of the tests ended",
+            RunEnding.LATE: late,
+            RunEnding.DIED: late,
             RunEnding.OVER: f"the tests took more than {box.limits.resident} MiB with their files",
         }
         if ran.ending in endings:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -21,8 +23,9 @@ from asyncrl import cli
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import TASK, Task, TaskTests
 from asyncrl.isolation.images import Image
-from asyncrl.isolation.sandbox.base import ISOLATION, SandboxLimits
+from asyncrl.isolation.sandbox.base import ISOLATION, RunResult, SandboxLimits
 from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, packed
+from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.rewards import RewardError, RewardInput
 from asyncrl.rewards.tests import EMPTY_LOGS, JudgedByTests, NoVerdict, pack
 from asyncrl.types import FailReason, Sample
@@ -347,7 +350,6 @@ async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) 
     [
         full("sleep 60 > /dev/null &\nsleep 60", {"seconds": 0.4}, "did not end within 0.4 s"),
         full("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "took more than 64 MiB"),
-        ("kill -INT 1; sleep 60", {}, "the sandbox of the tests ended"),
         ("exit 0", {}, "no verdict"),
     ],
 )
@@ -358,6 +360,23 @@ async def test_tests_that_end_only_without_the_changes_score_nothing(
     scripted = script_bench(bench, test, **options)
     found = await scripted.judged(await scripted.changes(written("go.sh", script)), memory_mb=64)
     assert found["score"] == 0.0 and why in found["tests"]
+
+
+async def test_a_sandbox_that_ends_while_tests_run_is_no_fault_of_the_agent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, execute = await bench.changes(FIX), Jail.execute
+
+    async def killed(self: Jail, *given: Any) -> RunResult:
+        running = asyncio.ensure_future(execute(self, *given))
+        assert self.pid is not None
+        os.kill(self.pid, signal.SIGKILL)
+        return await running
+
+    monkeypatch.setattr(Jail, "execute", killed)
+    with pytest.raises(RewardError, match="SandboxError: the sandbox of the tests ended") as caught:
+        await bench.judged(changes)
+    assert caught.value.reason is FailReason.SETUP_FAILED
 
 
 @pytest.mark.parametrize(

@@ -379,13 +379,19 @@ for name, attempt in attempts.items():
     except PermissionError: continue
     print("could:", name)
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
-os.setpriority(os.PRIO_PROCESS, 0, 3)
+os.setpriority(os.PRIO_PROCESS, 0, 19)
 print(resource.getrlimit(resource.RLIMIT_NOFILE), os.nice(0))
 """
 
 
 async def test_limits_and_priority_can_be_lowered_but_not_those_of_the_warden() -> None:
-    assert (await program(OF_THE_WARDEN, needs="files")).output == "(20, 20) 3\n"
+    assert (await program(OF_THE_WARDEN, needs="files")).output == "(20, 20) 19\n"
+
+
+async def test_no_signal_from_inside_ends_the_warden() -> None:
+    async with sandbox("orphans") as box:
+        done = await box.run("shell", "for n in $(seq 64); do kill -$n 1; done 2> /dev/null; echo there", 5)
+        assert (done.ending, done.output) == (RunEnding.DONE, "there\n")
 
 
 async def test_programs_handle_signals_as_by_default_whatever_the_owner_ignores() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway import Command, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.isolation.sandbox.changes import read_entries
+from asyncrl.isolation.wrapper import descendants
 from asyncrl.rewards import RewardInput
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import EpisodeEnd, FailReason, Message, Sample, ToolCall
@@ -137,6 +140,21 @@ def test_a_program_that_the_model_can_have_ended_is_judged_by_what_it_changed(
     assert bench.finished().result.end is EpisodeEnd.DONE
     assert changed(seen[0].result)["root/repo/b.txt"] == b"asked"
     assert why in seen[0].result["ended"]
+
+
+def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_model(tmp_path: Path, task: Task) -> None:
+    (tmp_path / "agent.py").write_text(ASKS + SLEEPS)
+
+    def script(_: str) -> str:
+        for pid in descendants(os.getpid()):
+            if b"sandbox.guard" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        return "42"
+
+    bench = AgentBench(Command(line=f"python {tmp_path}/agent.py", sandbox="jail"), script)
+    bench.sample = sample_of(task)
+    found = bench.failed()
+    assert found.reason is FailReason.SETUP_FAILED and "task fizz: its sandbox ended" in found.detail
 
 
 async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task: Task) -> None:

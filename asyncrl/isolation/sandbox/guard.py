@@ -32,6 +32,7 @@ def main(limits: tuple[int, ...], packages: str, *rest: Any) -> None:
 
 def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str], packages: str) -> None:
     """Be the warden's process. When it ends, the kernel kills every process of its process namespace."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else the code could send it
     try:
         with open(interpreter.__file__) as file:
             source = file.read()
