@@ -17,16 +17,17 @@ import msgspec
 
 from asyncrl.buffer.records import LOSSES
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.metrics import Row, clock
+from asyncrl.observe.metrics import Row, clock, matching
 from asyncrl.observe.summary import flow_of, mean, success_line
 from asyncrl.types import FailReason
 
-WINDOW = 10  # steps that a rule looks back on
+WINDOW, SETTLED = 10, 5  # steps that a rule looks back on, and before which no advice is given
 MOST, SOME = 0.9, 0.25  # shares from which on it is "nearly all", and worth an advice
-SOLVED = 0.95  # held-out success
+SOLVED, MOSTLY = 0.95, 0.8  # success from which on a run is solved, and nothing to learn is no fault
 COLLAPSED = 0.05  # nats a token, and a tenth of what it was at the beginning
 GAP, GROWN = 0.02, 3.0  # nats a token, and times what it was at the beginning
-MASKED = 0.2
+MASKED, TAIL = 0.2, 0.5  # of all tokens, and of those of a length
+BY_LENGTH = "staleness/by_length/*/masked_frac"
 FAILING, FEW = 0.2, 8  # share of the attempts, or of the tool calls; failed attempts that are no alert yet
 LIMITING = 0.5  # of the time
 SILENT, SLOWER = 300.0, 6.0  # seconds without a step or an episode, and times what a step takes
@@ -77,6 +78,24 @@ class Seen(NamedTuple):
     @property
     def landed(self) -> float:
         return sum(row.get("rollout/landed", 0.0) for row in self.last)
+
+    @property
+    def judged(self) -> list[tuple[float, float]]:
+        """(step, success) of the validations, sampled where they did; none before one of a trained model."""
+        found = [
+            (row["training/step"], row.get(metric.SAMPLED, row.get(metric.GREEDY, 0.0)))
+            for row in self.validations
+        ]
+        return found if found and (found[-1][0] or not self.last) else []
+
+    @property
+    def success(self) -> float:
+        """How much is solved: the newest held-out success. Without: the mean score as a share of the highest,
+        if that counts as a success; it may be what a form alone earns."""
+        if self.judged:
+            return self.judged[-1][1]
+        counts = len(self.last) == WINDOW and self.highest >= self.keys.get("validation.success", 1.0)
+        return self.mean(metric.REWARD) / self.highest if counts else 0.0
 
     def mean(self, name: str) -> float:
         return mean(self.last, name) or 0.0
@@ -143,12 +162,15 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     for name, find in RULES.items():
         rule = rules()[name]
         solved = any(alert.level == "good" for alert in found)
+        if rule.level == "advice" and len(steps) < SETTLED:
+            continue
         if (rule.scores and (solved or not scored)) or (supervised and rule.level == "good"):
             continue
         if one := find(seen):
             advice = rule.causes.get(one.cause) or Advice(rule.do, rule.keys)
             known = {key: str(keys[key]) for key in advice.keys if key in keys}
-            level: Level = "advice" if one.mild else rule.level
+            mild = one.mild or (rule.scores and seen.success >= MOSTLY)
+            level: Level = "advice" if mild else rule.level
             found.append(Alert(name, level, one.what, advice.do, step, known, rule.link))
     active = any(alert.level in ("bad", "warn") for alert in found)
     order = ("good", "bad", "warn") if active else ("good", "advice")
@@ -156,22 +178,15 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
 
 
 def _solved(seen: Seen) -> Found | None:
-    """A held-out success that stays high tells it. Where no validation is as new as the last steps: a mean
-    score near the highest one, which counts as a success. The highest alone may be what a form earns."""
-    modes = {metric.SAMPLED: "", metric.GREEDY: " (greedy)"}
-    best = [max((row.get(name, 0.0), name) for name in modes) for row in seen.validations]
-    if best and best[-1][0] >= SOLVED:
-        low = next((at for at in reversed(range(len(best))) if best[at][0] < SOLVED), -1)
-        since = seen.validations[low + 1]["training/step"]
-        idle = seen.mean(metric.ZERO_ADVANTAGE)
-        rest = f"; {idle:.0%} of the episodes teach nothing more" if idle >= SOME else ""
-        return Found(f"held-out success {best[-1][0]:.0%}{modes[best[-1][1]]}, since step {since:.0f}{rest}")
-    success, score = seen.keys.get("validation.success", 1.0), seen.mean(metric.REWARD)
-    if len(seen.last) < WINDOW or seen.highest < success or score < SOLVED * seen.highest:
+    """A held-out success that stays high tells it, or without validations the score in training."""
+    if seen.success < SOLVED:
         return None
-    if best and seen.validations[-1]["training/step"] >= seen.last[0]["training/step"]:
-        return None
-    return Found(f"mean score {score:.3g} in training, and {success:g} is a success")
+    if not seen.judged:
+        return Found(f"mean score {seen.mean(metric.REWARD):.3g} in training, which counts as a success")
+    low = next((at for at in reversed(range(len(seen.judged))) if seen.judged[at][1] < SOLVED), -1)
+    idle = seen.mean(metric.ZERO_ADVANTAGE)
+    rest = f"; {idle:.0%} of the episodes teach nothing more" if idle >= SOME else ""
+    return Found(f"held-out success {seen.success:.0%}, since step {seen.judged[low + 1][0]:.0f}{rest}")
 
 
 def _failing(seen: Seen) -> Found | None:
@@ -242,6 +257,12 @@ def _nothing_taught(seen: Seen) -> Found | None:
     return Found(f"{share:.0%} of the trained episodes have advantage 0; {scores}") if share >= MOST else None
 
 
+def _little_taught(seen: Seen) -> Found | None:
+    share = seen.mean(metric.ZERO_ADVANTAGE)
+    what = f"{share:.0%} of the trained episodes have advantage 0 and teach nothing"
+    return Found(what) if SOME <= share < MOST else None
+
+
 def _collapse(seen: Seen) -> Found | None:
     before, now = (mean(rows, metric.ENTROPY) for rows in (seen.first, seen.last))
     if before is None or now is None or now > min(COLLAPSED, before / 10):
@@ -260,6 +281,17 @@ def _gap(seen: Seen) -> Found | None:
 def _skipped(seen: Seen) -> Found | None:
     count = int(sum(row.get("actor/skipped_steps", 0.0) for row in seen.last))
     return Found(f"{count} of the last {len(seen.last)} were skipped") if count else None
+
+
+def _masked(seen: Seen) -> Found | None:
+    """Of all tokens, or of those of long episodes: they are what the policy learns less from."""
+    every = seen.mean(metric.MASKED)
+    if every >= MASKED:
+        return Found(f"{every:.0%} of the tokens were too old to be trained")
+    lengths = matching(BY_LENGTH, set[str]().union(*seen.last))
+    share, length = max(((seen.mean(name), length) for length, name in lengths.items()), default=(0.0, ""))
+    what = f"{share:.0%} of the tokens of episodes of {length} tokens and more were too old to be trained"
+    return Found(f"{what}, {every:.1%} of all tokens") if share >= TAIL else None
 
 
 def _beyond(seen: Seen) -> Found | None:
@@ -300,10 +332,8 @@ RULES: dict[str, Callable[[Seen], Found | None]] = {
     "entropy collapse": _collapse,
     "growing log-prob gap": _gap,
     "skipped optimizer steps": _skipped,
-    "much is masked": _often(metric.MASKED, "of the tokens were too old to be trained", MASKED),
+    "much is masked": _masked,
     "success is set low": _beyond,
     "limited": _limited,
-    "little to learn": _often(
-        metric.ZERO_ADVANTAGE, "of the trained episodes have advantage 0 and teach nothing", SOME
-    ),
+    "little to learn": _little_taught,
 }

@@ -62,6 +62,11 @@ def status(gauges: dict[str, float] | None = None, **more: Any) -> dict[str, Any
         ("everything truncated", {"rollout/end/max_turns": 1.0}, {"rollout/end/answered": 1.0}),
         ("skipped optimizer steps", {"actor/skipped_steps": 1.0}, {"actor/skipped_steps": 0.0}),
         ("much is masked", {"staleness/masked_token_frac": 0.4}, {"staleness/masked_token_frac": 0.1}),
+        (
+            "much is masked",
+            {"staleness/by_length/512/masked_frac": 0.8, "staleness/masked_token_frac": 0.03},
+            {"staleness/by_length/512/masked_frac": 0.2},
+        ),
         ("tools fail", {"rollout/tool_failed_frac": 0.5}, {"rollout/tool_failed_frac": 0.1}),
         ("little to learn", {"critic/zero_advantage_frac": 0.5}, {"critic/zero_advantage_frac": 0.2}),
     ],
@@ -131,6 +136,7 @@ def test_advice_names_what_limits_the_run(last: dict[str, float], said: str) -> 
 def test_advice_waits_until_nothing_is_wrong() -> None:
     slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0}
     assert [alert.name for alert in alerts(run(slow), status(), KEYS)] == ["limited"]
+    assert not alerts(run(slow)[-4:], status(), KEYS), "a start is no measure"
     found = alerts(run(slow | {"actor/skipped_steps": 1.0}), status(), KEYS)
     assert [alert.name for alert in found] == ["skipped optimizer steps"]
 
@@ -168,6 +174,11 @@ def test_a_solved_run_is_told_from_a_stuck_one(
     last = {"critic/zero_advantage_frac": 0.99, "actor/entropy": 0.01 if name == "solved" else 0.5, **scores}
     (found,) = alerts(run(last, success), status(), KEYS)
     assert found.name == name and (found.level == "good") == (name == "solved")
+
+
+def test_where_most_is_solved_nothing_to_learn_is_no_more_than_an_advice() -> None:
+    (found,) = alerts(run({"critic/zero_advantage_frac": 0.95}, 0.85), status(), KEYS)
+    assert (found.name, found.level) == ("nothing to learn", "advice")
 
 
 def test_since_when_a_run_is_solved() -> None:

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import parse
+from asyncrl.observe.files import write_status
+from asyncrl.observe.metrics import BATCH
+from asyncrl.store.launches import KEY, LaunchRecord, tree
+from asyncrl.store.runstore import RunStore
+from asyncrl.viewer.overview import overview
+from asyncrl.viewer.server import ViewServer
+from asyncrl.viewer.views import Views
+from tests.fakes.browser import Tab, browser
+from tests.unit.observe.test_alerts import FAILED, run
+from tests.unit.viewer.test_browser import pytestmark as needs_chromium
+
+COUNTS = {"issued": 12.0, "trained": 6.0, "filtered": 1.0, "ready": 2.0, "in_flight": 3.0}
+FLOW = {f"flow/{name}": count for name, count in COUNTS.items()}
+
+
+def save(run_dir: Path, rows: list[dict[str, float]], *rates: float, **status: Any) -> Path:
+    """A run with these metrics and this status, launched at step 0, 4, … with these learning rates."""
+    run_dir.mkdir()
+    basis: dict[str, Any] = {"name": run_dir.name, "model": {"path": "m"}, "data": {"train": "t"}}
+    configs = [parse(basis | {"trainer": {"lr": lr}}) for lr in rates or (0.5,)]
+    (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(configs[-1]))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = RunStore(run_dir)
+    launches = [LaunchRecord(4 * at, tree(config)) for at, config in enumerate(configs)]
+    store.put_meta(KEY, msgspec.json.encode(launches).decode())
+    store.commit()
+    store.close()
+    if status:
+        known: dict[str, Any] = {"phase": "running", "step": 0, "total_steps": 20, "seconds": 30.0}
+        write_status(run_dir, known | {"failed": "", "waits": [], "metrics": {}} | status)
+    return run_dir
+
+
+WAITS = [
+    "trainer 0: trajectories of step 3 (5 s)",
+    "worker 0 and 2 more: the reward function (12 s, 50 episodes)",
+    "server 1: a version (2 s)",
+    "the validation of step 2: 3 of 8 episodes are over",
+]
+
+
+def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
+    """While a run goes on these are shares of its last step, afterwards of all."""
+    rows = run({"timing_s/reward/mean": 7.0, "timing_s/wait_data": 0.75})
+    gauges = FLOW | {"async/workers": 3.0, "async/running": 3.0}
+    run_dir = save(tmp_path / "a", rows, gauges=gauges, waits=WAITS)
+    roles = {role["role"]: role for role in overview(run_dir, "")["waits"]}
+    assert [*roles] == ["trainer", "engines", "workers", "coordinator"]
+    assert roles["trainer"]["now"] == ["trajectories of step 3 (5 s)"]
+    assert roles["workers"]["now"] == ["the reward function (12 s, 50 episodes)"]
+    assert roles["coordinator"]["now"] == [WAITS[3]] and roles["engines"]["now"] == ["a version (2 s)"]
+    assert roles["workers"]["note"] == "3 connected, 3 episodes run"
+
+    def parts(role: dict[str, Any]) -> dict[str, float]:
+        return {part["what"]: round(part["share"], 3) for part in role["parts"]}
+
+    assert parts(roles["workers"]) == {"sampling": 0.1, "tools": 0.2, "the reward function": 0.7}
+    assert parts(roles["engines"]) == {"sampling": 0.9} and parts(roles["trainer"]) == {"wait for data": 0.75}
+    over = {role["role"]: role for role in overview(run_dir, "completed")["waits"]}
+    assert parts(over["workers"])["the reward function"] == 0.4 and not over["workers"]["now"]
+
+
+def test_a_run_of_a_moment_says_what_is_known(tmp_path: Path) -> None:
+    empty = overview(save(tmp_path / "a", []), "")
+    assert empty["outcome"] == "It starts: its coordinator has not reported yet" and empty["alerts"] == []
+    begun = overview(save(tmp_path / "b", [], gauges={BATCH: 0.12}), "")
+    assert begun["outcome"] == "No step is over; 12% of the first batch is there"
+    one = overview(save(tmp_path / "c", run({})[:1], step=1), "")
+    assert one["outcome"] == "Reward 0.4 after 1 of 20 steps; nothing was held out"
+    killed = overview(save(tmp_path / "d", []), "killed: its launcher is gone")
+    assert killed["outcome"] == "Killed: no step is over"
+
+
+def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
+    step = {"timing_s/step": 1.0}
+    rows = [step | {"training/step": float(at), "rollout/score/mean": float(at % 2)} for at in range(480)]
+    (reward, _) = overview(save(tmp_path / "a", rows), "completed")["figures"]
+    assert len(reward["curve"]) == 120 and {value for _, value in reward["curve"]} == {0.5}
+
+
+@needs_chromium
+def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -> None:
+    told = "attempts failed: 37 reward_error; the newest: KeyError: '<b>' (mine.py:41)"
+    failing = save(tmp_path / "failing", [], gauges={FAILED + "reward_error": 37.0}, failed=told)
+    solved = save(
+        tmp_path / "solved", [{"training/step": 0.0, "val-core/all/sampled/success": 0.27}, *run({}, 0.98)],
+        0.5, 0.25, gauges=FLOW,
+    )  # fmt: skip
+    slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0}
+    limited = save(tmp_path / "limited", run(slow), step=20, gauges=FLOW, waits=WAITS)
+    views = Views([failing, solved, limited], lambda run_dir: "" if run_dir != solved else "completed")
+
+    async def shown(tab: Tab, number: int, name: str) -> str:
+        await tab.run(f'location.hash = "tab=overview&run={number}"')
+        await tab.until(f'document.querySelector(".headline b").textContent === "{name}"')
+        return str(await tab.run('document.getElementById("overview").innerText'))
+
+    async def test() -> None:
+        server = ViewServer(views)
+        await server.start()
+        try:
+            async with browser(tmp_path / "profile") as tab:
+                await tab.open(server.url)
+                text = await shown(tab, 0, "failing")
+                assert "No step is over" in text and "KeyError: '<b>' (mine.py:41)" in text
+                assert "rollout.reward = final_number" in text and "No validation is over" in text
+                await tab.run('document.querySelector("[data-alert] a").click()')
+                await tab.until('location.hash.includes("tab=episodes") && location.hash.includes("failed")')
+                text = await shown(tab, 1, "solved")
+                assert "Held-out success 27% → 98% in 20 steps" in text and "since step 10" in text
+                assert "resumed with other keys, from step 5" in text and "trainer.lr 0.5 → 0.25" in text
+                assert await tab.run('document.querySelector("[data-alert]").className') == "alert good"
+                text = await shown(tab, 2, "limited")
+                assert "by the reward function: it takes 7 of an episode's 10 s" in text
+                assert "the reward function 70%" in text and "now: the reward function (12 s" in text
+                href = "document.querySelector('a.box[href*=\"filtered\"]').href"
+                assert "tab=episodes" in await tab.run(href)
+                await tab.run("window.kept = document.querySelector('.headline')")
+                again = 'delete document.body.dataset.ready; dispatchEvent(new HashChangeEvent("hashchange"))'
+                await tab.run(again)
+                await tab.until("document.body.dataset.ready")
+                assert await tab.run("window.kept.isConnected"), "drawn anew, though nothing has changed"
+                write_status(limited, json.loads((limited / "status.json").read_text()) | {"waits": []})
+                await tab.run(again)
+                await tab.until("!window.kept.isConnected")
+                assert tab.complaints == []
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(test(), 280))
