@@ -224,7 +224,8 @@ def _configuration(run_dir: Path) -> tuple[list[LaunchRecord], list[dict[str, st
 def _launches(launches: Sequence[LaunchRecord]) -> Iterator[dict[str, Any]]:
     """The keys that later launches changed."""
     for before, launch in pairwise(launches):
-        changes = differences([before.config, launch.config]).items()
+        if not (changes := differences([before.config, launch.config]).items()):
+            continue
         yield {
             "step": launch.step + 1,
             "changes": [{"key": key, "before": _cell(a), "after": _cell(b)} for key, (a, b) in changes],

@@ -12,7 +12,9 @@ const STATES = ["ready", "taken", "trained"];
 const EXITS = ["filtered", "dropped", "failed"];
 const IN_FLIGHT = ["pending", "running", "landed"];
 const WAIT = "wait for data"; // of the trainer: it has no colour
+const ORDER = [2, 4, 1, 3, 0, 5]; // of colours in a bar
 const MOST_KEYS = 24; // that are not folded
+const MOST_LAUNCHES = 3; // that changed keys
 const [WIDE, HIGH] = [160, 36]; // of a small curve
 
 export async function show(place, route, state, current) {
@@ -27,11 +29,9 @@ export async function show(place, route, state, current) {
 function draw(run, number, answer) {
   return [
     headline(run, number, answer),
-    ...answer.alerts.map(warning),
+    ...answer.alerts.map(warning), ...answer.launches.slice(-MOST_LAUNCHES).map(resumed),
     make("div", { class: "overview" },
-      make("div", {}, beforeAndAfter(answer), waits(answer), flow(answer)),
-      make("div", {}, figures(answer))),
-    configuration(answer),
+      beforeAndAfter(answer), figures(answer), waits(answer), flow(answer), configuration(answer)),
     ...more(answer),
   ];
 }
@@ -167,7 +167,8 @@ function waits({ waits: roles }) {
 function bar(parts) {
   const shown = parts.filter((part) => part.share >= 0.005);
   const used = shown.reduce((sum, part) => sum + part.share, 0);
-  const hues = shown.map((part, at) => (part.what !== WAIT ? PALETTE[[2, 4, 1, 3, 0, 5][at % 6]] : "var(--line)"));
+  const own = (at) => PALETTE[ORDER[at % ORDER.length]];
+  const hues = shown.map((part, at) => (part.what === WAIT ? "var(--line)" : own(at)));
   const fill = shown.map((part, at) => {
     const width = percent(part.share);
     return make("span", { style: { width, background: hues[at] } });
@@ -206,18 +207,23 @@ function flow({ flow: counts, running, reasons, identity, conserved }) {
       make("span", { class: "dim" }, identity)));
 }
 
-function configuration({ configuration: keys, launches }) {
-  const code = (text) => make("code", {}, text);
-  const change = (one) => make("div", {},
-    code(one.key), " ", code(one.before), " → ", make("b", {}, code(one.after)));
-  const resumed = launches.filter((one) => one.changes.length).map((one) =>
-    make("div", { class: "alert advice", "data-launch": one.step },
-      make("b", {}, `resumed with other keys, from step ${one.step}`), ...one.changes.map(change)));
+const code = (text) => make("code", {}, text);
+
+/** A launch that went on with other keys. */
+function resumed({ step, changes }) {
+  const change = (one) => make("span", { class: "setting" }, `${one.key} ${one.before} → ${one.after}`);
+  return make("div", { class: "alert advice", "data-launch": step },
+    make("span", { class: "mark advice", "aria-hidden": "true" }, "↻"),
+    make("div", {}, make("b", {}, "resumed with other keys"), `, from step ${step}: `, ...changes.map(change),
+      link({ tab: "charts" }, "see the curves →")));
+}
+
+function configuration({ configuration: keys }) {
   const faint = (text) => make("span", { class: "dim" }, code(text));
   const rows = keys.map((one) => [code(one.key), code(one.value), faint(one.default)]);
   const title = `${rows.length} keys differ from their defaults`;
   const found = table(["key", "value", "default"], rows, { class: "keys" });
-  return card("Configuration", ...resumed, fold(title, rows.length <= MOST_KEYS, found));
+  return card("Configuration", fold(title, rows.length <= MOST_KEYS, found));
 }
 
 function more({ notes, tables }) {

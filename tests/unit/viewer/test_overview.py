@@ -118,7 +118,7 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
                 await tab.until('location.hash.includes("tab=episodes") && location.hash.includes("failed")')
                 text = await shown(tab, 1, "solved")
                 assert "Held-out success 27% → 98% in 20 steps" in text and "since step 10" in text
-                assert "resumed with other keys, from step 5" in text and "trainer.lr 0.5 → 0.25" in text
+                assert "resumed with other keys, from step 5: trainer.lr 0.5 → 0.25" in text
                 assert await tab.run('document.querySelector("[data-alert]").className') == "alert good"
                 text = await shown(tab, 2, "limited")
                 assert "by the reward function: it takes 7 of an episode's 10 s" in text
