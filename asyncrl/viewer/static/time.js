@@ -134,9 +134,9 @@ function figures({ span, sums, note }) {
   const parts = view.whole.kinds.map((name, kind) => {
     const took = trained.reduce((all, one) => all + (one.kind === kind ? one.took : 0), 0);
     return { name, kind, share: took / time("trainer") };
-  }).filter(({ share }) => share >= 0.005).sort((a, b) => b.share - a.share);
+  }).filter(({ share }) => share >= 0.02).sort((a, b) => b.share - a.share);
   const told = parts.map(({ name, kind, share }, at) =>
-    make("span", {}, at ? ", " : "", sign(kind), `${percent(share)} ${name}`));
+    make("span", {}, sign(kind), `${percent(share)} ${name}${at < parts.length - 1 ? "," : ""}`));
   const rows = sums.slice(0, MOST).map(({ of, name, kind, calls, took, longest }) => {
     const what = make("span", {}, sign(kind), name, make("span", { class: "dim" }, ` ${of}`));
     return [what, number(calls), seconds(took), busy(took, time(of)), seconds(longest)];
