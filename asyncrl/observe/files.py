@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
 LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
+VALIDATION = b'"val-'  # in a row
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 
@@ -31,6 +33,30 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_rows(run_dir: Path) -> list[dict[str, float]]:
     """The metrics rows of a run so far."""
     return list(read_lines(run_dir / "metrics.jsonl"))
+
+
+def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
+    """Read the first and the last `edge` rows, all of validations, and evenly chosen others: of a long run
+    `most` rows to twice as many, since 50,000 of them are 150 MB or more."""
+    path, kept, every = run_dir / "metrics.jsonl", dict[int, bytes](), 1
+    last = deque[tuple[int, bytes]](maxlen=edge)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for at, line in enumerate(file):
+            last.append((at, line))
+            if at < edge or at % every == 0 or VALIDATION in line:
+                kept[at] = line
+            if len(kept) > 2 * most + edge:
+                every *= 2
+                kept = {
+                    at: line
+                    for at, line in kept.items()
+                    if at < edge or at % every == 0 or VALIDATION in line
+                }
+    found = list[dict[str, float]]()
+    for _, line in sorted((kept | dict(last)).items()):
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def size_of_rows(run_dir: Path) -> int:

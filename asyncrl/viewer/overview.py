@@ -17,8 +17,8 @@ from asyncrl.buffer.records import Flow
 from asyncrl.config import leaves, parse, without_defaults
 from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.alerts import Alert, alerts
-from asyncrl.observe.files import read_rows, read_status, read_summary
+from asyncrl.observe.alerts import WINDOW, Alert, alerts
+from asyncrl.observe.files import read_status, read_summary, some_rows
 from asyncrl.observe.machine import recorded_machine
 from asyncrl.observe.metrics import Row, label, shown
 from asyncrl.observe.summary import (
@@ -38,6 +38,7 @@ from asyncrl.viewer.series import wilson
 TASK = "val-task/"  # in evaluation.json
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 CELL = 300  # characters of a value of the configuration; a chat template is longer
+MOST_ROWS = 400  # of a longer run they are chosen
 POINTS = 120  # of a small curve
 JUDGED = {"success": metric.SAMPLED, "success, greedy": metric.GREEDY, "score": metric.SAMPLED_SCORE,
           "score, greedy": metric.GREEDY_SCORE, "loss per token": metric.NLL_HELD_OUT}  # fmt: skip
@@ -58,14 +59,16 @@ ROLES = {"trainer": "trainer", "worker": "workers", "server": "engines", "engine
 
 def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     """Read a run that is over (`ended` says how) or goes on. ConfigError for a file that cannot be read."""
-    rows, status = read_rows(run_dir), read_status(run_dir)
+    rows, status = some_rows(run_dir, WINDOW, MOST_ROWS), read_status(run_dir)
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     judged = [row for row in rows if any(name in row for name in JUDGED.values())]
     gauges = status.get("gauges") or next(
         (row for row in reversed(rows) if metric.FLOW + "issued" in row), {}
     )
     flow = flow_of(gauges)
-    summary = read_summary(run_dir) or summarize(rows, asdict(flow), flow.conserved)
+    saved = read_summary(run_dir)
+    summary = saved or summarize(rows, asdict(flow), flow.conserved)
+    known = (*NUMBERS, *DIAGNOSTICS) if saved or summary["steps"] == len(steps) else ()  # they are sums
     launches, configuration = _configuration(run_dir)
     found = list(_judged(judged))
     machine = recorded_machine(run_dir)
@@ -90,7 +93,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "configuration": configuration,
         "launches": list(_launches(launches)),
         "tables": {
-            "All numbers": {name: shown(summary[key], form) for name, key, form in (*NUMBERS, *DIAGNOSTICS)
+            "All numbers": {name: shown(summary[key], form) for name, key, form in known
                             if summary.get(key) is not None},
             "Evaluation by task": _by_task(run_dir),
             "Machine of the newest launch": machine or {},
@@ -101,7 +104,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
 
 def alerts_of(run_dir: Path) -> list[Alert]:
     """Find what is wrong with a run as far as its files tell."""
-    return _alerts(launches_of(run_dir), read_rows(run_dir), read_status(run_dir))
+    return _alerts(launches_of(run_dir), some_rows(run_dir, WINDOW, WINDOW), read_status(run_dir))
 
 
 def _alerts(launches: Sequence[LaunchRecord], rows: Sequence[Row], status: Mapping[str, Any]) -> list[Alert]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import parse
-from asyncrl.observe.files import write_status
+from asyncrl.observe.files import some_rows, write_status
 from asyncrl.observe.metrics import BATCH
 from asyncrl.store.launches import KEY, LaunchRecord, tree
 from asyncrl.store.runstore import RunStore
@@ -16,7 +16,7 @@ from asyncrl.viewer.overview import overview
 from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import Tab, browser
-from tests.unit.observe.test_alerts import FAILED, run
+from tests.unit.observe.test_alerts import FAILED, HEALTHY, run
 from tests.unit.viewer.test_browser import pytestmark as needs_chromium
 
 COUNTS = {"issued": 12.0, "trained": 6.0, "filtered": 1.0, "ready": 2.0, "in_flight": 3.0}
@@ -86,6 +86,22 @@ def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
     rows = [step | {"training/step": float(at), "rollout/score/mean": float(at % 2)} for at in range(480)]
     (reward, _) = overview(save(tmp_path / "a", rows), "completed")["figures"]
     assert len(reward["curve"]) == 120 and {value for _, value in reward["curve"]} == {0.5}
+
+
+def test_of_a_long_run_some_rows_are_read_its_ends_and_all_validations(tmp_path: Path) -> None:
+    rows = [HEALTHY | {"training/step": float(at)} for at in range(1, 5001)]
+    for at in range(107, 5000, 100):
+        rows.insert(at, {"training/step": float(at), "val-core/all/sampled/success": at / 5000})
+    rows[-1] |= {"actor/skipped_steps": 3.0}
+    run_dir = save(tmp_path / "a", rows)
+    read = some_rows(run_dir, 10, 100)
+    steps = [row["training/step"] for row in read if "timing_s/step" in row]
+    assert [*steps[:10], *steps[-10:]] == [*range(1, 11), *range(4991, 5001)] and 60 < len(steps) < 220
+    assert sum("val-core/all/sampled/success" in row for row in read) == 49
+    found = overview(run_dir, "")
+    assert found["outcome"] == "Held-out success 98% after 5000 steps"
+    assert "skipped optimizer steps" in [alert.name for alert in found["alerts"]]
+    assert found["tables"]["All numbers"] == {}
 
 
 @needs_chromium
