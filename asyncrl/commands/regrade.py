@@ -145,7 +145,7 @@ def _rows(
     """Yield a row for each member that was scored. A group is compared if all of its baseline were."""
     from asyncrl.buffer.batches import Baseline
     from asyncrl.buffer.prompts import ComparedParts, all_equal
-    from asyncrl.trainer.retrain import advantage
+    from asyncrl.trainer.credit import advantage
 
     scored = {uid for uid in turns if after[uid] is not before[uid]}
     needed = {group.members[number] for number in group.baseline}

@@ -15,10 +15,15 @@ import torch
 from asyncrl.algorithms.credit import CreditInput, Trace
 from asyncrl.algorithms.kl import kl_tokens
 from asyncrl.algorithms.recipe import Recipe
+from asyncrl.buffer.batches import Baseline
+from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.config import RunConfig
+from asyncrl.conversation.turns import trained
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.batch import Example
+from asyncrl.trainer.batch import Example, example
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult
+from asyncrl.types import EpisodeResult, Turn
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, place among the siblings) → β·KL by turn
 
@@ -138,3 +143,24 @@ def share_traces(
         Trace(packed.uid, packed.group, packed.own, **{name: packed.array(name) for name in packed.arrays})
         for packed in share(world, examples, arrays)
     ]
+
+
+def credited(
+    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
+) -> Example:
+    """Its trained tokens as training saw them: lags, rewards, what is over the bound; and advantages before
+    the batch scales them, unless they also read what models compute."""
+    planned = PlannedTrajectory.of(episode, baseline, config.rollout.temperature)
+    given = example(
+        planned, trained(turns), max(0, episode.step), config.buffer.max_staleness, recipe.aggregate
+    )
+    return given if recipe.critic or recipe.advantage.whole_group else credit(given, recipe)
+
+
+def advantage(
+    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
+) -> float | None:
+    """The mean of its tokens' advantages, before the batch scales them. None where the advantage also reads
+    what models compute, or the episode has no token of the model's."""
+    found = credited(config, recipe, episode, baseline, turns).advantage
+    return float(found.mean()) if found is not None and len(found) else None

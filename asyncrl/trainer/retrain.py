@@ -10,20 +10,15 @@ from itertools import chain, count
 
 import torch
 
-from asyncrl.algorithms.recipe import Recipe
-from asyncrl.buffer.batches import Baseline, Batch
-from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.buffer.batches import Batch
 from asyncrl.config import RunConfig
-from asyncrl.conversation.turns import trained
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
 from asyncrl.trainer import checkpoint, world
-from asyncrl.trainer.batch import Example, example, with_turns
-from asyncrl.trainer.credit import credit
+from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.learner import Learner, Work
-from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 Deal = Callable[[Sequence[PlannedTrajectory], int], list[list[list[PlannedTrajectory]]]]  # by rank
@@ -85,24 +80,3 @@ def recorded(config: RunConfig, reader: RunReader, plan: Batch, deal: Deal) -> I
             if not all(frames):
                 raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
             yield with_turns(ordered, frames)
-
-
-def credited(
-    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
-) -> Example:
-    """Its trained tokens as training saw them: lags, rewards, what is over the bound; and advantages before
-    the batch scales them, unless they also read what models compute."""
-    planned = PlannedTrajectory.of(episode, baseline, config.rollout.temperature)
-    given = example(
-        planned, trained(turns), max(0, episode.step), config.buffer.max_staleness, recipe.aggregate
-    )
-    return given if recipe.critic or recipe.advantage.whole_group else credit(given, recipe)
-
-
-def advantage(
-    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
-) -> float | None:
-    """The mean of its tokens' advantages, before the batch scales them. None where the advantage also reads
-    what models compute, or the episode has no token of the model's."""
-    found = credited(config, recipe, episode, baseline, turns).advantage
-    return float(found.mean()) if found is not None and len(found) else None

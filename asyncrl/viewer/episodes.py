@@ -8,23 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.records import EpisodeRecord
-from asyncrl.config import RunConfig, texts
+from asyncrl.buffer.staleness import stale_mask, token_lags
+from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.data import Samples, samples_path
 from asyncrl.episodes.recorded import kept_turns
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.observe.files import read_lines
 from asyncrl.observe.held_out import EVAL, HeldOut
 from asyncrl.observe.transcripts import TokenRatios, read_ratios
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Observation, Sample, Turn, TurnReply
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.batch import Example
+from asyncrl.viewer.credit import refused
 
 LARGEST = 20.0  # nats
 SEARCH_SECONDS = 1.0  # that one search reads transcripts
@@ -92,16 +91,16 @@ def transcript(
     run_dir: Path, config: RunConfig, reader: RunReader, uid: str, decode: Decode
 ) -> dict[str, Any]:
     """Return an episode as JSON. `turns` are those that are kept; `missing` says why there are fewer than the
-    episode had, `no_advantage` why there are none. StoreError, ConfigError."""
+    episode had, `text` is what was kept then; `no_advantage` why there are none. StoreError, ConfigError."""
     episode, held_out = reader.episode(uid), uid.startswith(EVAL)
     samples = Samples.open(samples_path(run_dir, "test" if held_out else "train"))
     sample: Sample = samples[episode.group if held_out else reader.group(episode.group).sample]
     turns, missing = kept_turns(reader, episode)
-    seen, why = (None, missing) if missing else _as_trained(config, reader, episode, turns)
+    step = HeldOut.of(uid).step if held_out else episode.step + 1 if episode.step >= 0 else None
     known = read_ratios(run_dir, episode.step + 1, uid) if episode.step >= 0 else None
     return {
         **msgspec.to_builtins(episode),
-        "step": HeldOut.of(uid).step if held_out else episode.step + 1 if episode.step >= 0 else None,
+        "step": step,
         "landed": episode.stats.turns > 0,
         "bound": config.buffer.max_staleness,
         "sample": {
@@ -110,40 +109,25 @@ def transcript(
             "prompt": [message.openai() for message in sample.prompt],
             "truth": sample.ground_truth,
         },
-        "turns": list(_turns(turns, decode, seen, known, episode.step >= 0)),
+        "turns": list(_turns(turns, decode, known, episode.step, config.buffer.max_staleness)),
         "missing": missing,
-        "no_advantage": why,
+        "text": _kept_text(run_dir, uid, step) if missing and step is not None else "",
+        "no_advantage": missing or refused(config, reader, episode),
     }
 
 
-def _as_trained(
-    config: RunConfig, reader: RunReader, episode: EpisodeRecord, turns: Sequence[Turn]
-) -> tuple[Example | None, str]:
-    """Compute the advantages of an episode that landed, by the trainer's own code; or say why it has none.
-    Functions that the configuration names are code of the run's: it is not run here."""
-    if not turns or not episode.stats.turns:
-        return None, "it has not landed"
-    if any(":" in text for text in texts(msgspec.to_builtins(config.algorithm))):
-        return None, "algorithm names a function of the user's, which a viewer does not run"
-    from asyncrl.algorithms.recipe import compose
-    from asyncrl.trainer.retrain import credited
-
-    if episode.uid.startswith(EVAL):
-        return None, "it is held out: it is not trained"
-    try:
-        baseline = reader.baseline(episode.group)
-        if episode.greedy or not baseline.results:
-            return None, "it is compared with nothing: " + (
-                "it is the greedy one" if episode.greedy else "its group is not settled"
-            )
-        found = credited(config, compose(config), episode, baseline, turns)
-    except (AsyncrlError, ValueError) as error:
-        return None, one_line(error)
-    return found, "" if found.advantage is not None else "the advantage reads what models compute"
+def _kept_text(run_dir: Path, uid: str, step: int) -> str:
+    """The text of an episode whose turns are gone, where one was kept; '' else."""
+    kind = "validation" if uid.startswith(EVAL) else "training"
+    with suppress(OSError):
+        for entry in read_lines(run_dir / "transcripts" / kind / f"step-{step}.jsonl"):
+            if entry.get("uid") == uid:
+                return str(entry.get("text", ""))
+    return ""
 
 
 def _turns(
-    turns: Sequence[Turn], decode: Decode, seen: Example | None, known: TokenRatios | None, taken: bool
+    turns: Sequence[Turn], decode: Decode, known: TokenRatios | None, step: int, bound: int
 ) -> Iterator[dict[str, Any]]:
     """Per-token lists are aligned with `ids`, or empty where a turn is not trained; None: not known. `ratios`
     are pi/mu; they and `dropped` may be shorter."""
@@ -151,24 +135,23 @@ def _turns(
     for turn in turns:
         own = slice(start, start := start + (0 if turn.untrained else len(turn.ids)))
         spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
+        lags = None if step < 0 else [] if turn.untrained else token_lags(turn.spans, step)
         yield {
             "index": turn.index,
             "row": turn.row,
             "agent": f"{turn.agent} (not trained)" if turn.untrained else turn.agent,
             "stop": turn.stop,
             "seconds": turn.seconds,
-            "context": {"ids": turn.context, "texts": token_texts(decode, turn.context)},
+            "context": {"ids": turn.context, "text": decode(turn.context)},
             "ids": turn.ids,
             "texts": token_texts(decode, turn.ids),
             "logprobs": turn.logprobs,
             "versions": [version for version, _ in spans],
             "kv_versions": [version for _, version in spans],
-            "lags": seen.lag[own].tolist() if seen is not None and taken else None,
-            "stale": seen.stale[own].tolist() if seen is not None and taken else None,
+            "lags": lags,
+            "stale": lags and stale_mask(lags, bound),
             "ratios": known and [None if x is None else exp(min(x, LARGEST)) for x in known.log_ratio[own]],
             "dropped": known and known.dropped[own],
-            "rewards": seen.rewards[own].tolist() if seen is not None else None,
-            "advantages": None if seen is None or seen.advantage is None else seen.advantage[own].tolist(),
             "replies": msgspec.to_builtins(turn.replies),
             "observation": msgspec.to_builtins(turn.observation),
         }

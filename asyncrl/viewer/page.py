@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.viewer.views import Views
 
 STATIC = files("asyncrl.viewer") / "static"
-SHOWN = 40  # episodes of each run that a page in a file can open
+SHOWN, HELD_OUT = 30, 10  # episodes of each run that a page in a file can open
 
 # Nothing is fetched but the answers of the page's own server; text of models and tools is never run.
 POLICY = (
@@ -59,12 +59,24 @@ def write(path: Path, views: Views) -> bool:
         "saved": time.strftime("%Y-%m-%d %H:%M"),
     }
     for number in range(len(found["runs"]["runs"])):
-        for name in ("rows", "episodes", "lanes", "overview"):
+        for name in ("rows", "episodes", "tools", "lanes", "overview"):
             found[address(name, run=number)] = _answer(views, name, run=number)
-        listed = found[address("episodes", run=number)].get("episodes", [])
-        landed = [episode["uid"] for episode in listed if episode["end"]]
-        for uid in landed[:SHOWN]:
+        where = msgspec.json.encode([("kind", "=", kind) for kind in ("held out", "eval")]).decode()
+        held_out = _answer(views, "episodes", run=number, where=where, order="-step").get("episodes", [])
+        known = found[address("episodes", run=number)].get("episodes", [])
+        train = [one for one in known if one["kind"] == "train"]
+        known[:] = train + held_out
+        landed = [
+            one["uid"]
+            for some, most in ((train, SHOWN), (held_out, HELD_OUT))
+            for one in some[:most]
+            if one["end"]
+        ]
+        for uid in landed:
             found[address("episode", run=number, uid=uid)] = _answer(views, "episode", run=number, uid=uid)
+        credited = _answer(views, "credit", run=number, uid=",".join(landed)) if landed else {}
+        for uid in credited.keys() & {*landed}:
+            found[address("credit", run=number, uid=uid)] = {uid: credited[uid]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(found), "utf-8")
     return all(answer.get("conserved", True) for answer in found.values() if isinstance(answer, dict))

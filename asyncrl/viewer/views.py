@@ -3,7 +3,6 @@ kept in memory are tokenizers, and the spans of timelines."""
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -21,6 +20,7 @@ from asyncrl.store import listing
 from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
+from asyncrl.viewer.credit import Credit, credits
 from asyncrl.viewer.episodes import Decode, decoder, search, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
 from asyncrl.viewer.overview import alerts_of, overview
@@ -28,6 +28,7 @@ from asyncrl.viewer.series import series
 
 Query = Mapping[str, str]
 MOST_LANES = 2  # runs whose timelines are in memory
+MOST_CREDITED, KEPT_CREDITS = 64, 256  # episodes
 
 
 class Views:
@@ -42,12 +43,14 @@ class Views:
         self._decoders: dict[str, Decode] = {}
         self._found: tuple[Path, tuple[str, ...], list[str], dict[str, int]] | None = None  # by a search
         self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
-        self._loading, self._reading = threading.Lock(), threading.Lock()
+        self._credits: dict[tuple[Path, str], Credit] = {}
+        self._loading, self._reading, self._crediting = (threading.Lock() for _ in range(3))
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
             "episodes": self._episodes,
             "episode": self._episode,
+            "credit": self._credit,
             "tools": self._tools,
             "lanes": self._lanes,
             "overview": lambda query: overview(path := self._path(query), self._ended(path)),
@@ -65,13 +68,9 @@ class Views:
             raise ConfigError(f"{name}: {one_line(error)}") from None
 
     def warm_up(self) -> None:
-        """Load what the first transcript needs, beforehand: torch and a tokenizer take seconds."""
-        importlib.import_module("asyncrl.trainer.retrain")  # what computes advantages
-        for path in self._runs:
-            with suppress(AsyncrlError):  # said where a transcript is asked for
-                self._decoder(parse(at(launches_of(path), 0).config).model.path)
+        """Read beforehand what takes seconds: a timeline of a million spans."""
         with suppress(AsyncrlError):
-            self.answer("lanes", {})  # a timeline of a million spans takes seconds, too
+            self.answer("lanes", {})
 
     def _list(self, query: Query) -> dict[str, Any]:
         """Say what the runs are doing, and how their configurations differ."""
@@ -139,11 +138,26 @@ class Views:
             return listing.tools(reader, Listing.of(query.get("where", ""), "", "", ""))
 
     def _episode(self, query: Query) -> dict[str, Any]:
-        path = self._path(query)
+        path, uid = self._path(query), query.get("uid", "")
         with closing(RunReader.open(path)) as reader:
-            step = reader.episode(query.get("uid", "")).step + 1
+            step = reader.episode(uid).step + 1
             config = parse(at(launches_of(path), step).config)  # of the launch that trained it
-            return transcript(path, config, reader, query.get("uid", ""), self._decoder(config.model.path))
+            which = msgspec.json.encode([("uid", "=", uid)]).decode()
+            if not (listed := listing.page(reader, Listing.of(which, "", "", ""))):
+                raise ConfigError(f"episode {uid}: its validation is under way; it is listed once it is over")
+            found = transcript(path, config, reader, uid, self._decoder(config.model.path))
+            return found | {"listed": listed[0]}
+
+    def _credit(self, query: Query) -> dict[str, Credit]:
+        """Return rewards and advantages of episodes, `uid=1.0,1.1`, by uid; they stay in memory."""
+        path, uids = self._path(query), query.get("uid", "").split(",")[:MOST_CREDITED]
+        with self._crediting:
+            known = self._credits
+            if missing := [uid for uid in uids if (path, uid) not in known]:
+                if len(known) > KEPT_CREDITS:
+                    known.clear()
+                known |= {(path, uid): one for uid, one in credits(path, missing).items()}
+            return {uid: known[path, uid] for uid in uids}
 
     def _lanes(self, query: Query) -> LaneWindow:
         """Return the lanes of a window, in seconds since the start of the run."""

@@ -1,117 +1,312 @@
-// The tab of episodes: a filtered list, page by page, and the chosen one, or its whole group side by side.
-import { fail, make, number } from "view/dom.js";
+// The tab of episodes: facets, a list, and beside it the reader of the chosen one; or what the tools did.
+// Everything that is chosen is in the address: where, order, search, start, uid, colour, side, sub.
+import { fail, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
+import { address, go, route } from "view/route.js";
 import { ask, isFile } from "view/source.js";
-import { COLOURS, draw } from "view/transcript.js";
+import { asText, copied } from "view/copy.js";
+import { sideBySide } from "view/group.js";
+import { draw, line } from "view/reader.js";
 
-const COLUMNS = ["uid", "state", "reason", "step", "reward", "end", "tokens", "turns", "calls", "lag", "seconds"];
-const STATES = ["", "pending", "running", "landed", "ready", "taken", "trained", "filtered", "dropped", "failed"];
-const ENDS = ["", "answered", "done", "length", "max_turns", "max_calls", "max_rows", "bad_calls", "timeout"];
-const ORDERS = ["", "reward", "-reward", "tokens", "-tokens", "-lag"];
-const RANGES = { step: "step", reward: "reward", length: "tokens" };
 const PAGE = 100;
+const FRESH = 2500; // milliseconds for which a list is not asked for again
+const KEPT = 40; // episodes in memory
+const SIDE = 16, CREDITED = 64; // members side by side, and episodes of one question for advantages, at most
+const INLINE = 5; // values of a facet that are always shown
+const WAIT = 400; // milliseconds without a key, after which a search begins
+const OVER = ["trained", "filtered", "dropped", "failed"];
+const ALL = { where: null, search: null, start: null, uid: null, side: null };
+const COLUMNS = [
+  ["question", "answer", "truth"], ["score"], ["turns", "tokens"], ["lag", "newest"], ["end", "step"],
+];
 
-const wanted = { run: 0, start: 0 };
-let listed = [];
-let total = 0; // that fit, on all pages
-let chosen = -1;
-let colour = "logprobs";
-let open = []; // episodes that are shown
-const asked = { list: 0, open: 0 }; // answers of earlier questions are not shown
+const answers = new Map(); // of a question: [when, answer]
+const loaded = new Map(), credits = new Map(); // episodes, and their advantages, by run and uid
+let listed = { episodes: [], total: 0, start: 0 };
+let names = {}; // facets' labels by column
+let members = []; // uids of the group of the episode that is open
 
-function setup(state) {
-  const place = document.getElementById("episodes");
-  const change = (key, value) => ((wanted[key] = value), (wanted.start = key === "start" ? value : 0), refresh());
-  const field = (key, label) => make("input", { placeholder: label, title: label, "data-key": key, onchange: (event) => change(key, event.target.value) });
-  const choice = (key, values, label) =>
-    make("select", { title: label, "data-key": key, onchange: (event) => change(key, event.target.value) }, ...values.map((value) => make("option", { value }, value || `${label}: all`)));
-  const runs = make("select", { title: "run", onchange: (event) => ((open = []), present(), change("run", Number(event.target.value))) }, ...state.runs.map((run, at) => make("option", { value: at }, run.name)));
-  const colours = make("select", { title: "colour of tokens", id: "colour", onchange: (event) => ((colour = event.target.value), present()) }, ...Object.entries(COLOURS).map(([key, label]) => make("option", { value: key }, `colour: ${label}`)));
-  place.replaceChildren(
-    make("div", { class: "bar", id: "filters" }, runs, choice("state", STATES, "state"), choice("end", ENDS, "end"), field("reason", "reason"), field("step_from", "step from"), field("step_to", "step to"), field("reward_from", "reward from"), field("reward_to", "reward to"), field("length_from", "tokens from"), field("length_to", "tokens to"), field("group", "group"), isFile ? null : field("search", "search"), choice("order", ORDERS, "order")),
-    make("div", { class: "dim", id: "counts" }),
-    make("div", { class: "bar" }, make("button", { onclick: () => turn(-1) }, "‹"), make("span", { id: "place" }), make("button", { onclick: () => turn(1) }, "›"), make("button", { id: "group", onclick: () => group() }, "group side by side"), colours),
-    make("div", { id: "list", tabindex: 0 }),
-    make("div", { id: "transcript" }),
-  );
-  const turn = (by) => wanted.start + by * PAGE < total && change("start", Math.max(0, wanted.start + by * PAGE));
+async function asked(name, query) {
+  const key = JSON.stringify([name, query]), known = answers.get(key);
+  if (known && (isFile || Date.now() - known[0] < FRESH)) return known[1];
+  const answer = await ask(name, query);
+  if (answers.size > 8) answers.clear();
+  answers.set(key, [Date.now(), answer]);
+  return answer;
 }
 
-export async function show(place, route, state) {
-  if (!document.getElementById("filters")) setup(state);
-  await refresh();
-}
-
-export const keys = { j: () => next(1), k: () => next(-1), g: () => group(), "/": () => document.querySelector("#filters input")?.focus() };
-
-// The conditions of the chosen fields, as the server reads them.
-function conditions() {
-  const equal = ["state", "end", "reason", "group"].map((name) => [name, "=", name === "group" ? Number(wanted[name]) : wanted[name]]);
-  const ranges = Object.entries(RANGES).flatMap(([key, name]) => [[name, ">=", wanted[`${key}_from`]], [name, "<=", wanted[`${key}_to`]]]);
-  const numbers = ranges.filter((one) => one[2]).map(([name, operator, value]) => [name, operator, Number(value)]);
-  return JSON.stringify([...equal.filter(([name]) => wanted[name]), ...numbers]);
-}
-
-async function refresh() {
-  const mine = ++asked.list;
-  try {
-    const answer = await ask("episodes", { run: wanted.run, start: wanted.start, order: wanted.order, search: wanted.search, where: conditions() });
-    if (mine !== asked.list) return;
-    fail("");
-    [listed, total] = [answer.episodes, answer.total];
-    chosen = listed.findIndex((episode) => episode.uid === open[0]?.uid);
-    list(answer);
-  } catch (error) {
-    fail(error.message);
+export async function show(place, now, state, current) {
+  if (!place.firstChild) place.append(...skeleton());
+  const parts = {};
+  place.querySelectorAll("[data-part]").forEach((one) => (parts[one.dataset.part] = one));
+  const search = document.getElementById("search");
+  if (document.activeElement !== search) search.value = now.search ?? "";
+  const { run, where, order, start } = now;
+  const answer = await asked("episodes", { run, where, order, start, search: now.search });
+  if (!current()) return;
+  listed = answer;
+  names = Object.fromEntries(answer.facets.map((facet) => [facet.column, facet.label]));
+  const tools = now.sub === "tools";
+  redraw(parts.facets, [answer.facets, now], () => facets(answer.facets, conditions(now)));
+  redraw(parts.active, [now, answer.total, answer.searched], () => active(answer, now));
+  [parts.panes.hidden, parts.tools.hidden] = [tools, !tools];
+  if (tools) {
+    const found = await ask("tools", { run, where });
+    if (current()) redraw(parts.tools, [found, now], () => toolTable(found));
+  } else if (!now.uid && answer.episodes.length) {
+    if (alike(route(), now)) go({ uid: answer.episodes[0].uid }, true); // unless somebody has gone elsewhere
+  } else {
+    redraw(parts.list, [answer, now], () => list(answer, now));
+    const moved = parts.list.dataset.uid !== now.uid;
+    if (moved) parts.list.querySelector('[aria-selected="true"]')?.scrollIntoView({ block: "nearest" });
+    parts.list.dataset.uid = now.uid;
+    await read(parts.reader, now, current);
   }
 }
 
-function list(answer) {
-  const rows = listed.map((episode, at) =>
-    make("tr", { onclick: () => choose(at), "data-uid": episode.uid }, ...COLUMNS.map((name) => make("td", {}, typeof episode[name] === "number" ? number(episode[name]) : (episode[name] ?? "–")))),
-  );
-  document.getElementById("list").replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...COLUMNS.map((name) => make("th", {}, name)))), make("tbody", {}, ...rows)));
-  const last = answer.start + listed.length;
-  const searched = answer.searched === null ? "" : `; transcripts of the first ${number(answer.searched.transcripts)} of ${number(answer.searched.of)} were searched`;
-  document.getElementById("place").textContent = `${listed.length ? answer.start + 1 : 0} to ${last} of ${number(answer.total)}${searched}`;
-  document.getElementById("counts").textContent = answer.facets.filter((facet) => ["state", "reason"].includes(facet.column)).flatMap((facet) => facet.values.map((one) => `${number(one.count)} ${one.label}`)).join(" · ");
-  mark();
+function skeleton() {
+  let waiting;
+  const searched = (event) => {
+    clearTimeout(waiting);
+    const here = location.hash, changes = { search: event.target.value, start: null, uid: null };
+    waiting = setTimeout(() => location.hash === here && go(changes, true), WAIT);
+  };
+  const part = (name, attributes, ...inside) => make("div", { "data-part": name, ...attributes }, ...inside);
+  const pane = (name, label) => part(name, { id: name, tabindex: 0, role: "region", "aria-label": label });
+  return [
+    make("div", { class: "bar" },
+      make("input", { type: "search", id: "search", oninput: searched, "aria-label": "search",
+        placeholder: "words in question, answer, transcript  ( / )" }),
+      part("active", { class: "bar", id: "active" })),
+    part("facets", { class: "facets" }),
+    part("panes", { class: "panes" }, pane("list", "Episodes"), pane("reader", "Episode")),
+    part("tools", { id: "tools", class: "card" }),
+  ];
 }
 
-function mark() {
-  document.querySelectorAll("#list tbody tr").forEach((row, at) => row.setAttribute("aria-selected", String(at === chosen)));
-  document.querySelector('#list tr[aria-selected="true"]')?.scrollIntoView({ block: "nearest" });
-}
+// -- what is chosen -----------------------------------------------------------------------------------------
 
-export async function choose(at) {
-  if (at < 0 || at >= listed.length) return;
-  chosen = at;
-  mark();
-  await load([listed[at].uid]);
-}
-
-export const next = (by) => choose(chosen + by);
-
-export async function group() {
-  if (!open.length) return;
-  const members = await ask("episodes", { run: wanted.run, where: JSON.stringify([["group", "=", open[0].group]]) }).catch((error) => fail(error.message));
-  if (members) await load(members.episodes.sort((a, b) => a.member - b.member).map((episode) => episode.uid));
-}
-
-async function load(uids) {
-  const mine = ++asked.open;
+function conditions(now) {
   try {
-    const found = await Promise.all(uids.map((uid) => ask("episode", { run: wanted.run, uid })));
-    if (mine !== asked.open) return;
-    fail("");
-    open = found;
+    return JSON.parse(now.where || "[]");
+  } catch {
+    return [];
+  }
+}
+
+const alike = (one, other) => JSON.stringify(one) === JSON.stringify(other);
+
+/** The address with a condition put in, or taken out where it is in. */
+function toggled(where, condition) {
+  const without = where.filter((one) => !alike(one, condition));
+  const next = without.length < where.length ? without : [...where, condition];
+  return address({ start: null, uid: null, side: null, where: next.length ? JSON.stringify(next) : null });
+}
+
+const chip = (href, on, attributes, ...children) =>
+  make("a", { class: "chip", href, "aria-current": on ? "true" : null, ...attributes }, ...children);
+
+function facets(some, where) {
+  return some.map(({ column, label, values }) => {
+    const chosen = (value) => where.some((one) => alike(one, [column, "=", value]));
+    const known = values.filter((one) => one.count || chosen(one.value));
+    if (known.length < 2 && !known.some((one) => chosen(one.value))) return null; // it tells nothing apart
+    const chips = known.map((one) => {
+      const shown = { id: `facet-${column}-${one.label}`, "data-facet": column, "data-value": one.value };
+      return chip(toggled(where, [column, "=", one.value]), chosen(one.value), shown,
+        `${line(String(one.label), 40)} `, make("b", {}, number(one.count)));
+    });
+    const rest = chips.slice(INLINE);
+    const more = fold(`${rest.length} more`, false, ...rest);
+    return make("div", { class: "facet", role: "group", "aria-label": label },
+      make("span", { class: "dim" }, label), ...chips.slice(0, INLINE), rest.length ? more : null);
+  });
+}
+
+/** How many fit, and what they have to fit, each to be taken out again. */
+function active({ total, searched }, now) {
+  const where = conditions(now), remove = { title: "remove" };
+  const chips = where.map((one) => chip(toggled(where, one), true, remove, `${said(one)} ✕`));
+  const words = chip(address({ search: null, uid: null }), true, remove, `“${line(now.search ?? "", 40)}” ✕`);
+  if (now.search) chips.push(words);
+  const sub = (name, label) => chip(address({ sub: name }), (now.sub ?? "") === name, {}, label);
+  const far = searched && `searched: questions and answers of all, transcripts of `
+    + `${number(searched.transcripts)} of ${number(searched.of)}`;
+  return [
+    make("b", { id: "count" }, `${number(total)} episode${total === 1 ? "" : "s"}`),
+    far ? make("span", { class: "dim", id: "searched" }, far) : null, ...chips,
+    chips.length > 1 ? make("a", { href: address(ALL) }, "clear all") : null,
+    make("span", { class: "push" }, sub("", "list"), sub("tools", "tools")),
+  ];
+}
+
+function said([column, operator, value]) {
+  const name = names[column] ?? column, sign = operator === "=" ? "" : `${operator} `;
+  if (!Array.isArray(value)) return `${name} ${sign}${value === "" || value === null ? "none" : value}`;
+  const [low, high] = value;
+  return `${name} ${low === null ? `< ${high}` : high === null ? `≥ ${low}` : `${low} to ${high}`}`;
+}
+
+// -- the list -----------------------------------------------------------------------------------------------
+
+function list(answer, now) {
+  const { episodes, start, total } = answer, order = now.order ?? "";
+  if (!episodes.length) {
+    return make("p", { class: "empty" }, now.where || now.search ? "No episode fits." : "No episode yet.");
+  }
+  const sort = (column) => {
+    const down = order === `-${column}`, up = order === column;
+    const [next, arrow] = down ? [column, " ▾"] : up ? [null, " ▴"] : [`-${column}`, ""];
+    const attributes = { href: address({ order: next, start: null }), id: `sort-${column}` };
+    return make("a", attributes, `${column === "newest" ? "version" : column}${arrow}`);
+  };
+  const head = COLUMNS.map((some) => {
+    const sorted = some.includes(order.replace("-", ""));
+    const by = order.startsWith("-") ? "descending" : "ascending";
+    const links = some.flatMap((one, at) => (at ? [" · ", sort(one)] : [sort(one)]));
+    return make("th", { "aria-sort": sorted ? by : null }, ...links);
+  });
+  const largest = {};
+  episodes.flatMap((one) => Object.entries(one.components))
+    .forEach(([name, value]) => (largest[name] = Math.max(largest[name] ?? 1, Math.abs(value))));
+  const page = (by, label) => (start + by < 0 || start + by >= total ? null
+    : make("a", { href: address({ start: start + by || null, uid: null }), id: label }, label));
+  return [
+    table(head, episodes.map((one) => row(one, now, largest))),
+    total <= PAGE ? null : make("p", { class: "bar pager" }, page(-PAGE, "‹ before"),
+      `${start + 1} to ${start + episodes.length} of ${number(total)}`, page(PAGE, "next ›")),
+  ];
+}
+
+function row(one, now, largest) {
+  const { oldest, newest, components, kind, step, calls, failed_calls: failed } = one;
+  const versions = newest === null ? "" : oldest === newest ? `v${newest}` : `v${oldest}–${newest}`;
+  const under = (...texts) => make("div", { class: "dim" }, ...texts);
+  const code = (text) => make("code", {}, line(text, 200));
+  const bars = Object.entries(components).slice(0, 6).map(([name, value]) => {
+    const hue = value < 0 ? "var(--bad)" : undefined;
+    const bar = meter(Math.abs(value) / largest[name], `${name} ${number(value)}`, hue);
+    return Object.assign(bar, { ariaLabel: bar.title, role: "img" });
+  });
+  const why = { class: "bad", title: `${failed} of ${calls} calls failed: ${one.failed_tool}` };
+  const wrong = failed ? make("span", why, ` ✗${failed}`) : "";
+  const when = step === null ? one.state : `${kind === "train" ? "step" : kind} ${step}`;
+  const choose = { "aria-selected": String(one.uid === now.uid), onclick: () => go({ uid: one.uid }) };
+  return make("tr", { "data-uid": one.uid, ...choose }, ...[
+    [make("a", { href: address({ uid: one.uid }) }, line(one.question, 200) || one.uid),
+      under(code(one.answer || "–"), ...(one.truth ? [" · truth ", code(one.truth)] : []))],
+    [make("b", {}, number(one.score)), make("div", { class: "parts" }, ...bars)],
+    [number(one.turns), wrong, under(number(one.tokens))],
+    [number(one.lag), under(versions)],
+    [one.end || one.state, under(when)],
+  ].map((cell) => make("td", {}, ...cell)));
+}
+
+// -- tools --------------------------------------------------------------------------------------------------
+
+function toolTable(found) {
+  if (!found.length) return make("p", { class: "empty" }, "No tool was called.");
+  const rows = found.map((one) => {
+    const share = one.failed / one.calls;
+    const [which, title] = one.failed
+      ? [{ where: JSON.stringify([["failed_tool", "=", one.tool]]) }, "episodes in which it failed first"]
+      : [{ search: one.tool }, "episodes in whose text its name is"];
+    return [
+      make("a", { href: address({ ...ALL, sub: null, ...which }), title }, one.tool),
+      `${number(one.calls)}${one.refused ? `, ${number(one.refused)} refused` : ""}`,
+      make("span", { class: share ? "bad" : "dim" }, percent(share)),
+      meter(share, percent(share), "var(--bad)"), seconds(one.p50), seconds(one.p95),
+      one.error ? `${line(one.error, 200)} (×${number(one.errors)})` : "–",
+    ];
+  });
+  const heading = make("h2", {}, `Tools, of ${isFile ? "the whole run" : "the episodes that fit"}`);
+  return [heading, table(["tool", "calls", "failed", "", "p50", "p95", "most frequent error"], rows)];
+}
+
+// -- the reader ---------------------------------------------------------------------------------------------
+
+async function load(run, uid) {
+  const key = `${run} ${uid}`, known = loaded.get(key);
+  const row = listed.episodes.find((one) => one.uid === uid);
+  const stamp = JSON.stringify(row && [row.state, row.turns, row.step]);
+  const over = known && (uid.startsWith("val") || OVER.includes(known.state));
+  if (over || (row && known?.stamp === stamp)) return known;
+  const episode = Object.assign(await ask("episode", { run, uid }), { stamp });
+  loaded.set(key, episode);
+  if (loaded.size > KEPT) loaded.delete(loaded.keys().next().value);
+  return episode;
+}
+
+/** Advantages, which a process of its own computes in seconds: asked for when they are to be seen, and of the
+    whole group at once. */
+async function credit(run, episodes) {
+  const wanted = episodes.filter((one) => !one.credited && !one.no_advantage);
+  const unknown = ({ uid }) => !credits.has(`${run} ${uid}`);
+  if (wanted.some(unknown)) {
+    const uids = [...new Set([...wanted.map((one) => one.uid), ...members])].slice(0, CREDITED);
+    const asks = isFile ? wanted.map((one) => one.uid) : [uids.join()];
+    const found = await Promise.all(asks.map((uid) => ask("credit", { run, uid })));
+    found.flatMap(Object.entries).forEach(([uid, one]) => credits.set(`${run} ${uid}`, one));
+  }
+  for (const one of wanted) {
+    const { turns, no_advantage: none } = credits.get(`${run} ${one.uid}`);
+    one.turns.forEach((turn, at) => Object.assign(turn, turns[at]));
+    Object.assign(one, { no_advantage: none, credited: true });
+  }
+}
+
+/** Members of its group; of a held-out episode those of the same question, at all validations. */
+async function group(run, { kind, group: number, sample, mode }) {
+  const same = [["sample", "=", sample], ["kind", "=", kind], ["mode", "=", mode]];
+  const where = JSON.stringify(kind === "train" ? [["group", "=", number]] : same);
+  const found = await asked("episodes", { run, where, order: kind === "train" ? "member" : "step" });
+  return found.episodes.map((one) => one.uid);
+}
+
+async function read(place, now, current) {
+  const { run, uid, colour, side } = now;
+  const empty = (text, kind) => redraw(place, text, () => make("p", { class: kind }, text));
+  if (!uid) return empty("Nothing to read.", "empty");
+  try {
+    const first = await load(run, uid);
+    members = await group(run, first.listed);
+    const uids = side ? [uid, ...members.filter((one) => one !== uid)].slice(0, SIDE) : [uid];
+    const some = await Promise.all(uids.map((one) => load(run, one)));
+    const present = () => current() && redraw(place, [now, some.map((one) => [one.stamp, one.credited])],
+      () => (side ? sideBySide(some, colour) : draw(first, colour, buttons(first))));
+    present();
+    place.parentElement.classList.toggle("side", Boolean(side));
+    if (place.dataset.uid !== uid) place.scrollTop = 0;
+    place.dataset.uid = uid;
+    if (colour === "advantages") await credit(run, some);
     present();
   } catch (error) {
-    fail(error.message);
+    if (current()) empty(error.message, "alert");
   }
 }
 
-function present() {
-  const place = document.getElementById("transcript");
-  place.className = open.length > 1 ? "side" : "";
-  place.replaceChildren(...open.map((episode) => draw(episode, colour)));
+function buttons(episode) {
+  const button = (label, title, act) => make("button", { title, onclick: act, "data-act": label }, label);
+  const copy = (label, text) => button(label, `copy the episode as ${label}`, ({ target }) => {
+    copied(text()).then(() => (target.textContent = `✓ ${label}`), (error) => fail(error.message));
+  });
+  return [
+    button("‹", "previous: key k", () => next(-1)), button("›", "next: key j", () => next(1)),
+    members.length > 1 ? button(`group of ${members.length}`, "side by side: key g", side) : null,
+    copy("text", () => asText(episode)), copy("JSON", () => JSON.stringify(episode, null, 1)),
+  ];
 }
+
+// -- keys ---------------------------------------------------------------------------------------------------
+
+function next(by) {
+  const at = listed.episodes.findIndex((one) => one.uid === route().uid) + by;
+  if (listed.episodes[at]) return go({ uid: listed.episodes[at].uid });
+  const start = listed.start + by * PAGE;
+  if (start >= 0 && start < listed.total) go({ start: start || null, uid: null });
+}
+
+const side = () => go({ side: route().side ? null : "1" });
+const sibling = () => go({ uid: members[(members.indexOf(route().uid) + 1) % members.length] });
+const search = () => document.getElementById("search")?.select();
+
+export const keys = { j: () => next(1), k: () => next(-1), n: sibling, g: side, "/": search };

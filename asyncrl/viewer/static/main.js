@@ -18,7 +18,7 @@ let drawing = 0; // only the newest drawing goes on after it has waited for an a
 
 async function refresh() {
   const mine = ++drawing;
-  const now = route();
+  const now = route(), here = location.hash; // links are made of it, and it changes before anybody hears of it
   const tab = TABS[now.tab] ? now.tab : "overview";
   document.querySelectorAll("main > section").forEach((one) => (one.hidden = one.id !== tab));
   try {
@@ -26,7 +26,7 @@ async function refresh() {
     heard = Date.now();
     fail("");
     header(tab, now);
-    await TABS[tab].show(element(tab), now, state, () => mine === drawing);
+    await TABS[tab].show(element(tab), now, state, () => mine === drawing && here === location.hash);
     if (mine === drawing) document.body.dataset.ready = tab;
   } catch (error) {
     if (mine === drawing) fail(error.message);

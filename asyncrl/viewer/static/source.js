@@ -7,7 +7,7 @@ export const isFile = recorded !== null;
 export const saved = recorded?.saved ?? ""; // when a page in a file was written
 
 export async function ask(name, query = {}) {
-  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const given = Object.entries(query).filter(([, value]) => !["", null, undefined].includes(value));
   const parameters = new URLSearchParams(given).toString();
   const address = parameters ? `${name}?${parameters}` : name;
   const answer = isFile ? fromFile(name, address, query) : await fromServer(address);
@@ -23,27 +23,60 @@ async function fromServer(address) {
   }
 }
 
+// Lists and tools are in the file once for a run, whatever is asked of them.
+const ONCE = { episodes: found, tools: (answer) => answer };
+
 function fromFile(name, address, query) {
-  const plain = recorded[name === "episodes" ? `episodes?run=${query.run}` : address];
-  if (!plain) return { error: "this is not in the file: asyncrl view, without --html, shows all" };
-  return name === "episodes" && !plain.error ? filtered(plain, query) : plain;
+  const answer = recorded[ONCE[name] ? `${name}?run=${query.run ?? 0}` : address];
+  if (!answer) return { error: "this is not in the file: asyncrl view, without --html, shows all" };
+  return answer.error || !ONCE[name] ? answer : ONCE[name](answer, query);
 }
 
-// The same conditions as the server's (store/listing.py), over the episodes in the file.
-function filtered(answer, query) {
-  const of = (e, name) => (name.startsWith("components.") ? (e.components[name.slice(11)] ?? null) : e[name]);
-  const within = (value, [low, high]) => value !== null && (low === null || value >= low) && (high === null || value < high);
-  const same = (value, other) => (Array.isArray(other) ? within(value, other) : value === other);
-  const where = JSON.parse(query.where || "[]");
-  const equal = Object.groupBy(where.filter((one) => one[1] === "="), (one) => one[0]);
-  const found = answer.episodes.filter(
-    (e) =>
-      Object.entries(equal).every(([name, some]) => some.some((one) => same(of(e, name), one[2]))) &&
-      where.every(([name, operator, value]) => operator === "=" || (of(e, name) !== null && (operator === ">=" ? of(e, name) >= value : of(e, name) <= value))),
-  );
-  const order = query.order || "";
-  const [name, sign] = order.startsWith("-") ? [order.slice(1), -1] : [order, 1];
-  const compare = (a, b) => (a === null) - (b === null) || sign * (a > b ? 1 : a < b ? -1 : 0);
-  if (name) found.sort((a, b) => compare(of(a, name), of(b, name)));
-  return { ...answer, episodes: found, total: found.length, start: 0 };
+// -- episodes in the file, as the server lists those of the run (store/listing.py) --------------------------
+
+function value(one, column) {
+  return (column.startsWith("components.") ? one.components[column.slice(11)] : one[column]) ?? null;
+}
+
+/** "=": a value, or [low, high], where null is open and high is not in. */
+function meets(one, [column, operator, wanted]) {
+  const has = value(one, column);
+  if (operator === "=" && !Array.isArray(wanted)) return has === wanted;
+  if (has === null) return false;
+  if (operator === ">=") return has >= wanted;
+  if (operator === "<=") return has <= wanted;
+  const [low, high] = wanted;
+  return (low === null || has >= low) && (high === null || has < high);
+}
+
+/** Conditions "=" on one column are alternatives. `but`: a column that may be as it likes. */
+function fits(one, where, but = "") {
+  const equal = where.filter(([column, operator]) => operator === "=" && column !== but);
+  return where.every((each) => each[1] === "=" || meets(one, each))
+    && equal.every(([column]) => equal.some((each) => each[0] === column && meets(one, each)));
+}
+
+function said(one, run) {
+  const turns = recorded[`episode?${new URLSearchParams({ run, uid: one.uid })}`]?.turns ?? [];
+  const told = turns.flatMap((turn) => [turn.texts.join(""), ...turn.replies.map((each) => each.content)]);
+  return [one.question, one.answer, one.truth, ...told].join("\n").toLowerCase();
+}
+
+function found(answer, { run = 0, where, order, search }) {
+  const conditions = JSON.parse(where || "[]");
+  const words = (search ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+  const known = answer.episodes.filter((one) => words.every((word) => said(one, run).includes(word)));
+  const count = (column, wanted) =>
+    known.filter((one) => fits(one, conditions, column) && meets(one, [column, "=", wanted])).length;
+  const facets = answer.facets.map((facet) => {
+    const values = facet.values.map((each) => ({ ...each, count: count(facet.column, each.value) }));
+    return { ...facet, values };
+  });
+  const episodes = known.filter((one) => fits(one, conditions)), column = (order ?? "").replace("-", "");
+  const sign = order?.startsWith("-") ? -1 : 1;
+  const compared = (a, b) => (a === null) - (b === null) || sign * ((a > b) - (a < b));
+  if (column) episodes.sort((one, other) => compared(value(one, column), value(other, column)));
+  const transcripts = Object.keys(recorded).filter((name) => name.startsWith(`episode?run=${run}&`)).length;
+  const searched = words.length ? { transcripts, of: answer.episodes.length } : null;
+  return { episodes, facets, total: episodes.length, start: 0, searched };
 }

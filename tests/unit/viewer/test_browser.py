@@ -100,18 +100,18 @@ async def looked_at(tab: Tab) -> None:
     assert "trainer.lr" in await tab.run('document.getElementById("differences").innerText')
     await tab.press("2")
     await tab.until(f"{ROWS} === 8")
-    change = 's.value = "trained"; s.dispatchEvent(new Event("change"))'
-    await tab.run(f"""(s => {{ {change} }})(document.querySelector('[data-key="state"]'))""")
+    await tab.run("""document.querySelector('[data-facet="state"][data-value="trained"]').click()""")
     await tab.until(f"{ROWS} === 4")
-    for key, uid in (("j", "1.0"), ("j", "1.1"), ("k", "1.0")):
+    for key, uid in (("j", "1.1"), ("k", "1.0"), ("n", "1.1")):
         await tab.press(key)
         await tab.until(f'document.querySelector("article").dataset.uid === "{uid}"')
-    assert await tab.run('document.querySelectorAll(".model span").length') == 10
+    await tab.run("""document.querySelector('[data-colour="versions"]').click()""")
+    await tab.until('document.querySelectorAll(".model [data-at]").length === 10')
     assert MARKUP in await tab.run('document.querySelector("article").textContent')
     await tab.press("g")
     await tab.until('document.querySelectorAll("article").length === 2')
     await tab.press("/")
-    assert await tab.run('document.activeElement.tagName === "INPUT"')
+    assert await tab.run('document.activeElement.id === "search"')
     await tab.run("document.activeElement.blur()")
     await tab.press("4")
     await tab.until('document.querySelector("#time-panel table")')

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -104,10 +106,33 @@ def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views)
     assert turn["lags"] == [0] * 4 + [1] * 6 and not any(turn["stale"])
     assert turn["ratios"] == [pytest.approx(2.0), None] + [1.0] * 8
     assert turn["dropped"] == [True] + [False] * 9
-    assert turn["rewards"] == [0.0] * 9 + [1.0]
     assert turn["replies"][0]["content"] == MARKUP
-    assert turn["advantages"][0] > 0 > views.answer("episode", {"uid": "0.1"})["turns"][0]["advantages"][0]
+    assert found["listed"]["answer"] == "the answer of 0.0" and found["no_advantage"] == ""
     assert found["sample"]["truth"] == "1" and found["result"]["components"] == {"acc": 1.0}
+
+
+def test_advantages_are_computed_in_a_process_that_ends_and_are_kept(
+    views: Views, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = views.answer("credit", {"uid": "0.0,0.1,2.0"})
+    (first,), (second,) = found["0.0"]["turns"], found["0.1"]["turns"]
+    assert first["rewards"] == [0.0] * 9 + [1.0] and first["advantages"][0] > 0 > second["advantages"][0]
+    assert found["2.0"] == {"turns": [], "no_advantage": "it has not landed"}
+    monkeypatch.setattr("asyncrl.viewer.credit.SECONDS", 0.01)
+    assert views.answer("credit", {"uid": "0.1"}) == {"0.1": found["0.1"]}
+    with pytest.raises(ConfigError, match="advantages: not computed within"):
+        views.answer("credit", {"uid": "1.0"})
+
+
+def test_a_viewer_loads_no_torch(run_dir: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from asyncrl.viewer.views import Views\n"
+        "views = Views([Path(sys.argv[1])], lambda path: 'completed')\n"
+        "for name in ('runs', 'rows', 'episodes', 'tools', 'lanes'): views.answer(name, {})\n"
+        "assert views.answer('episode', {'uid': '0.0'})['turns']\n"
+        "assert not {'torch', 'transformers', 'pyarrow'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True)
 
 
 def test_an_episode_is_shown_as_the_launch_that_trained_it_was_configured(tmp_path: Path) -> None:
@@ -190,7 +215,7 @@ def test_a_function_of_the_users_is_not_run(run_dir: Path, tmp_path: Path) -> No
     text = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(text.replace("advantage: ", f"advantage: {tmp_path}/mine.py:", 1))
     found = Views([other], ended).answer("episode", {"uid": "0.0"})
-    assert "does not run" in found["no_advantage"] and found["turns"][0]["advantages"] is None
+    assert "does not run" in found["no_advantage"]
     (differing,) = Views([run_dir, other], ended).answer("runs", {})["differences"]
     assert differing == "algorithm.advantage"
 
