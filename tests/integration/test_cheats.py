@@ -242,9 +242,13 @@ class Bench:
 @pytest.fixture(scope="module")
 def image(images: Path) -> Image:
     small_image(images, "small-python", python=True, packages=("pytest",))
-    made = bare_image(images, "calc", "app/calc", "app/tests", over="small-python", directory="/app")
-    for name, text in APP.items():
-        Path(made.root, "app", name).write_text(text)
+    return image_of(images, "calc", "app")
+
+
+def image_of(images: Path, name: str, top: str) -> Image:
+    made = bare_image(images, name, f"{top}/calc", f"{top}/tests", over="small-python", directory="/app")
+    for file, text in APP.items():
+        Path(made.root, top, file).write_text(text)
     return made
 
 
@@ -280,6 +284,17 @@ async def test_all_honest_solutions_score(bench: Bench) -> None:
 async def test_all_cheats_score_nothing(bench: Bench) -> None:
     found = await bench.all(CHEATS)
     assert scores(found) == dict.fromkeys(CHEATS, 0.0), found
+
+
+@pytest.mark.full
+async def test_tests_whose_root_is_further_down_cannot_be_edited(
+    image: Image, images: Path, tmp_path: Path
+) -> None:
+    below = {name: text.replace("/app", "/app/src") for name, text in CAREFUL.items()}
+    down = bench_of(image_of(images, "down", "app/src"), tmp_path, below)
+    cheats = {name: CHEATS[name] for name in ("edited test", "edited helper", "tests behind a link")}
+    found = await down.all({name: f"cd src; {script}" for name, script in ({"a fix": FIX} | cheats).items()})
+    assert scores(found) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), found
 
 
 @pytest.mark.full
