@@ -25,7 +25,7 @@ from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untr
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.data.tasks import task_of
-from asyncrl.errors import EngineError, ProtocolError, SetupError, describe
+from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe
 from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread
@@ -79,25 +79,27 @@ class AgentHost:
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None
     ) -> Sequence[AgentReply] | Refusal:
-        with self._ending(AgentError):
+        with self._ending(ConfigError):
             await self._render(request)
             found = self._branches.find(request, count)
         if isinstance(found, Refusal):
             return found
-        with self._ending(Exception), self._idle.paused():
+        with self._ending(), self._idle.paused():
             return await self._together(found, listener)
 
     async def count(self, request: AgentRequest) -> int:
-        with self._ending(AgentError):
+        with self._ending(ConfigError):
             await self._render(request)
             return self._branches.count(request)
 
     @contextmanager
-    def _ending(self, kind: type[Exception]) -> Iterator[None]:
-        """End the episode if the body raises an error of this kind."""
+    def _ending(self, *others: type[Exception]) -> Iterator[None]:
+        """End the episode if the body raises an error, unless it is one of these: see `Host`."""
         try:
             yield
-        except kind as error:
+        except others:
+            raise
+        except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise

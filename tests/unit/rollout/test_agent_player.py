@@ -401,6 +401,21 @@ def test_an_engine_error_fails_the_episode_whatever_the_agent_makes_of_it() -> N
     assert reason_of(AgentBench(patient, broken)) == (FailReason.ENGINE_ERROR, "out of memory")
 
 
+def test_a_request_that_the_worker_cannot_read_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no fault of the agent, which might end by it and be scored."""
+
+    def rendering(self: Branches, request: AgentRequest) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q")
+        monkeypatch.setattr(Branches, "rendering", rendering)
+        await ask(endpoint, "q", {"role": "assistant", "content": "42"}, "more")
+
+    reason, why = reason_of(AgentBench(agent))
+    assert reason is FailReason.EPISODE_ERROR and "can't start new thread" in why
+
+
 def test_an_agent_that_hangs_is_scored_by_what_it_did() -> None:
     cancelled = threading.Event()
 
