@@ -12,6 +12,7 @@ import base64
 import sys
 import tempfile
 from pathlib import Path
+from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
 
@@ -19,8 +20,13 @@ from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import Tab, browser
 
-CHOOSE = '(s => {{ s.value = "{}"; s.dispatchEvent(new Event("change")) }})(document.querySelector("{}"))'
-FIRST = 'document.querySelector("#list tbody td").textContent'
+GROUP = "where=" + quote('[["group","=",16]]')
+PICTURES = {
+    "run": ("tab=charts", 'document.querySelectorAll("canvas").length >= 10'),
+    "episode": ("tab=episodes&order=-lag&colour=versions", 'document.querySelector("article [data-at]")'),
+    "group": (f"tab=episodes&{GROUP}&side=1", 'document.querySelectorAll(".column").length > 1'),
+    "time": ("tab=time", 'document.querySelector("#time canvas")'),
+}  # of each: its address, and when it is there
 
 
 async def save(tab: Tab, path: Path) -> None:
@@ -36,34 +42,14 @@ async def pictures(run: Path, out: Path, light: bool) -> None:
     with tempfile.TemporaryDirectory() as profile:
         try:
             async with browser(Path(profile)) as tab:
-                await tab.open(server.url)
+                await tab.open("about:blank")
                 scheme = [{"name": "prefers-color-scheme", "value": "light" if light else "dark"}]
                 await tab.call("Emulation.setEmulatedMedia", features=scheme)
-                await tab.call("Page.reload")
-                await tab.until('document.querySelectorAll("canvas").length >= 10')
-                await save(tab, out / "viewer_run.png")
-                await tab.press("2")
-                await tab.until('document.querySelectorAll("#list tbody tr").length > 10')
-                newest = await tab.run(FIRST)
-                await tab.run(CHOOSE.format("-lag", "[data-key=order]"))
-                await tab.until(f'{FIRST} !== "{newest}"')
-                await tab.run(CHOOSE.format("versions", "#colour"))
-                await tab.press("j")
-                await tab.until('document.querySelector("article")')
-                await tab.run('document.querySelector("article").scrollIntoView()')
-                await save(tab, out / "viewer_episode.png")
-                await tab.run(CHOOSE.format("16", "[data-key=group]"))
-                await tab.until(f'{FIRST}.startsWith("16.")')
-                await tab.run('document.querySelector("#list tbody tr").click()')
-                await tab.until('document.querySelector("article").dataset.uid.startsWith("16.")')
-                await tab.run(CHOOSE.format("ratios", "#colour"))
-                await tab.press("g")
-                await tab.until('document.querySelectorAll("article").length > 1')
-                await tab.run('document.querySelector("article").scrollIntoView()')
-                await save(tab, out / "viewer_group.png")
-                await tab.press("3")
-                await tab.until('document.querySelector("#lanes canvas")')
-                await save(tab, out / "viewer_time.png")
+                for name, (address, there) in PICTURES.items():
+                    await tab.call("Page.navigate", url="about:blank")
+                    await tab.call("Page.navigate", url=f"{server.url}#{address}")
+                    await tab.until(there)
+                    await save(tab, out / f"viewer_{name}.png")
                 print(*tab.complaints, sep="\n")
         finally:
             await server.close()

@@ -271,13 +271,15 @@ async function read(place, now, current) {
     members = await group(run, first.listed);
     const uids = side ? [uid, ...members.filter((one) => one !== uid)].slice(0, SIDE) : [uid];
     const some = await Promise.all(uids.map((one) => load(run, one)));
-    const present = () => current() && redraw(place, [now, some.map((one) => [one.stamp, one.credited])],
+    const stamps = () => some.map((one) => [one.stamp, one.credited, one.no_advantage]);
+    const present = () => current() && redraw(place, [now, stamps()],
       () => (side ? sideBySide(some, colour) : draw(first, colour, buttons(first))));
     present();
     place.parentElement.classList.toggle("side", Boolean(side));
     if (place.dataset.uid !== uid) place.scrollTop = 0;
     place.dataset.uid = uid;
-    if (colour === "advantages") await credit(run, some);
+    const failed = (error) => some.forEach((one) => (one.no_advantage ||= error.message));
+    if (colour === "advantages") await credit(run, some).catch(failed);
     present();
   } catch (error) {
     if (current()) empty(error.message, "alert");

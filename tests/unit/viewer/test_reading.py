@@ -40,6 +40,10 @@ def test_episodes_are_found_read_and_compared(tmp_path: Path) -> None:
                 await tab.call("Page.navigate", url=(tmp_path / "page.html").as_uri() + "#tab=episodes")
                 await found(tab)
                 await compared(tab)
+                await goes(tab, "uid=0.0&colour=advantages")
+                await tab.until(
+                    'document.querySelector(".model [data-at]").style.background.includes("color-mix")'
+                )
                 assert tab.complaints == []
                 assert await tab.run('document.querySelectorAll("img").length') == 0, (
                     "a text was read as HTML"
