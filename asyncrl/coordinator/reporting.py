@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import msgspec
@@ -227,6 +228,9 @@ class Reporter:
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
         row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
         row |= {f"{name}/min": float(min(values)) for name, values in columns.items()}
+        for name in SINGLE if landed > 1 else ():
+            cuts = quantiles(columns[name], n=20, method="inclusive")
+            row |= {f"{name}/p{5 * at + 5:02}": cuts[at] for at in (0, 4, 9, 14, 18)}
         sums = {name: tuple(map(sum, zip(*pairs, strict=True))) for name, pairs in self.landed.shares.items()}
         row |= {name: part / whole for name, (part, whole) in sums.items() if whole}
         row |= {f"rollout/end/{end}": self.landed.ends[end] / landed for end in EpisodeEnd}

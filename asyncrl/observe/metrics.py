@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -43,32 +43,55 @@ PHASES = (  # of the trainer, in the order in which they happen; they do not ove
     *("timing_s/wait_data", "timing_s/ref", "timing_s/values", "timing_s/adv", "timing_s/update_actor"),
     *("timing_s/update_critic", UPDATE, "timing_s/save_checkpoint"),
 )
-CHARTS: dict[str, Sequence[str]] = {  # by title; the text for which a `*` stands is in the label
-    "Reward, before shaping": (REWARD, "critic/score/mean"),
-    "Success, held out": (SAMPLED, GREEDY),
-    "Score, held out": (SAMPLED_SCORE, GREEDY_SCORE),
-    "Components of the reward": (COMPONENT, COMPONENT_HELD_OUT),
-    "Loss per token (supervised)": (NLL, NLL_HELD_OUT),
-    "Lag, in steps": (LAG, LAG_P95, LAG_MAX),
-    "Masked tokens, share": (MASKED, "rollout_corr/rollout_rs_masked_fraction"),
-    "Idle, share of time": (TRAINER_IDLE, ROLLOUT_IDLE),
-    "Flow, episodes": ("flow/issued", "flow/trained", "flow/filtered", "flow/dropped", "flow/failed"),
-    "Not over, episodes": ("flow/in_flight", "flow/ready", "flow/taken"),
-    "Attempts that failed": ("rollout/attempts_failed/*",),
-    "Tokens per second": ("rollout/tokens_per_s", "perf/throughput"),
-    "Seconds per step": (STEP_SECONDS, "timing_s/wait_data", "timing_s/update_actor", UPDATE),
-    "Policy loss": ("actor/pg_loss",),
-    "Gradient norm": ("actor/grad_norm",),
-    "Entropy, nats per token": (ENTROPY,),
-    "KL, nats per token": ("rollout_corr/kl", "actor/ppo_kl", "actor/kl_loss"),
-    "Effective sample size, share": (
-        "rollout_corr/rho_eff_sample_size",
-        "rollout_corr/rho_seq_eff_sample_size",
-    ),
-    "Log-prob gap of one version": ("rollout_corr/logprob_diff_mean", "rollout_corr/logprob_diff_max"),
-    "Response, tokens": (LENGTH, "rollout/response_length/max"),
-    "Ends, share": ("rollout/end/*",),
+CHARTS: dict[str, dict[str, Sequence[str]]] = {  # by group, by title; what a `*` stands for is in the label
+    "learning": {
+        "Reward, before shaping": (REWARD,),
+        "Success, held out": (SAMPLED, GREEDY),
+        "Loss per token (supervised)": (NLL, NLL_HELD_OUT),
+        "Score, held out": (SAMPLED_SCORE, GREEDY_SCORE),
+        "Components of the reward": (COMPONENT,),
+        "Components, held out": (COMPONENT_HELD_OUT,),
+        "Reward of the trained": ("critic/score/mean",),
+        "Nothing to learn from, share": (ZERO_ADVANTAGE, FILTERED),
+        "Entropy, nats per token": (ENTROPY,),
+        "Policy loss": ("actor/pg_loss",),
+        "Gradient norm": ("actor/grad_norm",),
+        "KL, nats per token": ("rollout_corr/kl", "actor/ppo_kl", "actor/kl_loss"),
+    },
+    "staleness": {
+        "Lag, in steps": (LAG,),
+        "Masked tokens, share": (MASKED, "rollout_corr/rollout_rs_masked_fraction"),
+        "Effective sample size, share": (
+            "rollout_corr/rho_eff_sample_size",
+            "rollout_corr/rho_seq_eff_sample_size",
+        ),
+        "Log-prob gap of one version": ("rollout_corr/logprob_diff_mean", "rollout_corr/logprob_diff_max"),
+    },
+    "speed": {
+        "Tokens per second": ("rollout/tokens_per_s", "perf/throughput"),
+        "Seconds per step": (STEP_SECONDS, "timing_s/wait_data", "timing_s/update_actor", UPDATE),
+        "Idle, share of time": (TRAINER_IDLE, ROLLOUT_IDLE),
+        "Seconds per episode": ("timing_s/episode/mean", "timing_s/tools/mean"),
+    },
+    "memory": {
+        "Memory, GB": ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb"),
+    },
+    "data": {
+        "Response, tokens": (LENGTH,),
+        "Ends, share": ("rollout/end/*",),
+        "Flow, episodes": ("flow/issued", "flow/trained", "flow/filtered", "flow/dropped", "flow/failed"),
+        "Not over, episodes": ("flow/in_flight", "flow/ready", "flow/taken"),
+        "Calls of an episode": ("tool_call_counts/mean",),
+        "Attempts that failed": ("rollout/attempts_failed/*",),
+    },
 }
+LARGE = frozenset(
+    {
+        *("Reward, before shaping", "Success, held out", "Loss per token (supervised)", "Lag, in steps"),
+        *("Masked tokens, share", "Tokens per second", "Seconds per step", "Response, tokens", "Ends, share"),
+    }
+)
+QUANTILES = (("min", "max"), ("p05", "p95"), ("p25", "p75"))  # around a mean, the widest first
 COUNTED = ("rollout/attempts_failed/", "rollout/end/")  # of which a chart leaves out what did not happen
 
 
@@ -123,21 +146,31 @@ def figures(names: Iterable[str], metrics: Row) -> Iterator[str]:
     return (f"{label(name)} {value_of(name, metrics[name])}" for name in names if name in metrics)
 
 
-def charts(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
-    """The charts of which something is known: title → metric → label."""
-    names = sorted(set[str]().union(*rows))
-    happened = {name for row in rows for name in row if name.startswith(COUNTED) and row[name]}
-    found: dict[str, dict[str, str]] = {}
-    for title, patterns in CHARTS.items():
-        lines = found.setdefault(title, {})
-        for pattern in patterns:
-            if "*" not in pattern:
-                lines |= {pattern: label(pattern)} if pattern in names else {}
-                continue
-            more = ", held out" * (pattern == COMPONENT_HELD_OUT)
-            for text, name in matching(pattern, names).items():
-                lines |= {name: text + more} if name in happened or not name.startswith(COUNTED) else {}
-    return {title: lines for title, lines in found.items() if lines}
+class Chart(msgspec.Struct):
+    """`metrics`: name → label. `percent`: they are shares."""
+
+    group: str
+    title: str
+    metrics: dict[str, str]
+    large: bool
+    percent: bool
+
+
+def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]:
+    """The charts of which something is known. `happened`: names that are not always 0."""
+    for group, own in CHARTS.items():
+        for title, patterns in own.items():
+            lines = dict[str, str]()
+            for pattern in patterns:
+                if "*" in pattern:
+                    lines |= {name: text for text, name in matching(pattern, names).items()}
+                elif pattern in names:
+                    named = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
+                    lines[pattern] = label(pattern) or named
+            lines = {a: b for a, b in lines.items() if a in happened or not a.startswith(COUNTED)}
+            if lines:
+                percent = "share" in title or all(one in (SAMPLED, GREEDY) for one in lines)
+                yield Chart(group, title, lines, title in LARGE, percent)
 
 
 def matching(pattern: str, names: Iterable[str]) -> dict[str, str]:

@@ -31,7 +31,8 @@ def figure(name: str, rows: Sequence[Row]) -> Any:
     validation is at the step whose weights it judged. The upper axis says when steps were committed."""
     from matplotlib.figure import Figure
 
-    found = charts(rows)
+    names, happened = set[str]().union(*rows), {name for row in rows for name in row if row[name]}
+    found = {chart.title: chart.metrics for chart in charts(names, happened)}
     height = max(1, (len(found) + 1) // 2)
     drawn = Figure(figsize=(12, 2.5 * height), layout="constrained")
     drawn.suptitle(name, fontsize=13, wrap=True)

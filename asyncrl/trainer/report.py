@@ -246,8 +246,8 @@ def _lags(kept: LagHistogram, taken: LagHistogram) -> dict[str, float]:
     """`staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all."""
     return {
         "staleness/lag/mean": kept.mean,
-        "staleness/lag/p50": kept.quantile(0.5),
-        "staleness/lag/p95": kept.quantile(0.95),
+        **{f"staleness/lag/p{q:02}": kept.quantile(q / 100) for q in (5, 25, 50, 75, 95)},
+        "staleness/lag/min": kept.quantile(0.0),
         "staleness/lag/max": kept.max,
         "staleness/lag_taken/max": taken.max,
     }

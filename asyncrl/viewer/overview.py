@@ -102,11 +102,6 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def alerts_of(run_dir: Path) -> list[Alert]:
-    """Find what is wrong with a run as far as its files tell."""
-    return _alerts(launches_of(run_dir), some_rows(run_dir, WINDOW, WINDOW), read_status(run_dir))
-
-
 def _alerts(launches: Sequence[LaunchRecord], rows: Sequence[Row], status: Mapping[str, Any]) -> list[Alert]:
     return alerts(rows, status, dict(leaves(launches[-1].config)) if launches else {})
 

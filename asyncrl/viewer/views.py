@@ -3,6 +3,7 @@ kept in memory are tokenizers, and the spans of timelines."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -13,7 +14,7 @@ import msgspec
 
 from asyncrl.config import parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
-from asyncrl.observe.files import read_rows, read_status, size_of_rows
+from asyncrl.observe.files import read_status, size_of_rows
 from asyncrl.observe.metrics import OF_STEP, charts, figures
 from asyncrl.observe.summary import flow_line
 from asyncrl.store import listing
@@ -23,12 +24,13 @@ from asyncrl.store.reader import RunReader
 from asyncrl.viewer.credit import Credit, credits
 from asyncrl.viewer.episodes import Decode, decoder, search, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
-from asyncrl.viewer.overview import alerts_of, overview
-from asyncrl.viewer.series import series
+from asyncrl.viewer.overview import overview
+from asyncrl.viewer.series import Measured, marks, series
 
 Query = Mapping[str, str]
 MOST_LANES = 2  # runs whose timelines are in memory
 MOST_CREDITED, KEPT_CREDITS = 64, 256  # episodes
+KEPT = 64 << 20  # bytes of metrics in memory; of other runs they are read again
 
 
 class Views:
@@ -44,7 +46,8 @@ class Views:
         self._found: tuple[Path, tuple[str, ...], list[str], dict[str, int]] | None = None  # by a search
         self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
         self._credits: dict[tuple[Path, str], Credit] = {}
-        self._loading, self._reading, self._crediting = (threading.Lock() for _ in range(3))
+        self._columns: dict[tuple[Path, bytes], Measured] = {}
+        self._loading, self._reading, self._crediting, self._measuring = (threading.Lock() for _ in range(4))
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
@@ -101,9 +104,18 @@ class Views:
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
+        """Return the curves of a run, from a step to another."""
         path = self._path(query)
-        rows = read_rows(path)
-        return series(rows) | {"alerts": msgspec.to_builtins(alerts_of(path)), "charts": charts(rows)}
+        since, until = (_number("rows", query, key) for key in ("from", "to"))
+        with self._measuring:
+            key = path, _began(path)
+            columns = self._columns.pop(key, None) or Measured(path / "metrics.jsonl")
+            columns.update()
+            self._columns[key] = columns  # the newest one, which stays
+            while sum(one.bytes for one in self._columns.values()) > KEPT and len(self._columns) > 1:
+                del self._columns[next(iter(self._columns))]
+            drawn = msgspec.to_builtins(list(charts(*columns.known())))
+            return series(columns, since, until) | {"charts": drawn, "marks": marks(path, columns)}
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))
@@ -162,21 +174,14 @@ class Views:
     def _lanes(self, query: Query) -> LaneWindow:
         """Return the lanes of a window, in seconds since the start of the run."""
         path = self._path(query)
-        try:
-            since, until = (float(query[key]) if key in query else None for key in ("from", "to"))
-            step = int(query["step"]) if "step" in query else None
-        except ValueError as error:
-            raise ConfigError(
-                f"lanes: {error}; give from and to in seconds since the start, or a step"
-            ) from None
+        since, until, step = (_number("lanes", query, key) for key in ("from", "to", "step"))
         with self._reading:
-            mark = path / "started"  # another one, once another run was begun in this directory
-            began = mark.read_bytes() if mark.exists() else b""
+            began = _began(path)
             if path not in self._lanes_of or self._lanes_of[path][0] != began:
                 self._lanes_of[path] = began, LaneReader(path)
             for other in list(self._lanes_of)[:-MOST_LANES]:
                 del self._lanes_of[other]  # 100 MB for a million spans
-            return self._lanes_of[path][1].window(since, until, step)
+            return self._lanes_of[path][1].window(since, until, None if step is None else int(step))
 
     def _decoder(self, model: str) -> Decode:
         with self._loading:
@@ -189,3 +194,16 @@ class Views:
         if not number.isdecimal() or int(number) >= len(self._runs):
             raise ConfigError(f"run={number}: there are {len(self._runs)} runs, counted from 0")
         return self._runs[int(number)]
+
+
+def _number(view: str, query: Query, key: str) -> float | None:
+    with suppress(ValueError):
+        if key not in query or math.isfinite(float(query[key])):
+            return float(query[key]) if key in query else None
+    raise ConfigError(f"{view}: {key}={query[key]}: give a number")
+
+
+def _began(run_dir: Path) -> bytes:
+    """Return another mark once another run was begun in this directory."""
+    path = run_dir / "started"
+    return path.read_bytes() if path.exists() else b""

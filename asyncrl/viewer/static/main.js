@@ -2,7 +2,7 @@
 import { clock, fail, make, redraw, swatch, hue } from "view/dom.js";
 import { address, go, route } from "view/route.js";
 import { ask, isFile, saved } from "view/source.js";
-import * as charts from "view/run.js";
+import * as charts from "view/curves.js";
 import * as episodes from "view/episodes.js";
 import * as overview from "view/overview.js";
 import * as time from "view/time.js";

@@ -1,40 +1,102 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
 import pytest
 
+from asyncrl.observe.alerts import WINDOW
 from asyncrl.store.launches import differences
-from asyncrl.viewer.series import POINTS, series, wilson
+from asyncrl.viewer.series import POINTS, Measured, marks, series, wilson
 
 
 def row(step: float, time_s: float, **more: float) -> dict[str, float]:
     return {"training/step": step, "time_s": time_s, **more}
 
 
-def test_a_step_counts_as_it_was_last_with_its_validation() -> None:
+def written(run_dir: Path, rows: Iterable[Mapping[str, float]]) -> Measured:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    columns = Measured(run_dir / "metrics.jsonl")
+    columns.update()
+    return columns
+
+
+def test_a_step_counts_as_it_was_last_with_its_validation(tmp_path: Path) -> None:
     step, held_out = {"timing_s/step": 1.0, "trainer/model_tokens": 100.0}, {"val-aux/episodes": 10.0}
     success, entropy, lag = "val-core/all/sampled/success", "actor/entropy", "staleness/lag_tokens/"
-    found = series(
-        [
-            row(1.0, 5.0, **step, **{entropy: 0.9, f"{lag}0": 70.0}),
-            row(0.0, 6.0, **held_out, **{success: 0.5}),
-            row(2.0, 7.0, **step, **{entropy: 0.8, f"{lag}1": 30.0}),
-            row(2.0, 9.0, **step, **{entropy: 0.7, f"{lag}0": 10.0}),
-            row(2.0, 11.0, **held_out, **{success: 1.0}),
-            row(1.0, 13.0, **held_out, **{success: 0.75}),  # it was over after the last step
-        ]
-    )
+    rows = [
+        row(1.0, 5.0, **step, **{entropy: 0.9, f"{lag}0": 70.0}),
+        row(0.0, 6.0, **held_out, **{success: 0.5}),
+        row(2.0, 7.0, **step, **{entropy: 0.8, f"{lag}1": 30.0}),
+        row(2.0, 9.0, **step, **{entropy: 0.7, f"{lag}0": 10.0}),
+        row(2.0, 11.0, **held_out, **{success: 1.0}),
+        row(1.0, 13.0, **held_out, **{success: 0.75}),  # it was over after the last step
+    ]
+    found = series(written(tmp_path, rows))
     assert found["step"] == [0, 1, 2] and found["tokens"] == [0, 100, 200] and found["seconds"] == [6, 5, 9]
     assert found["columns"]["actor/entropy"] == [None, 0.9, 0.7]
     assert found["columns"]["val-core/all/sampled/success"] == [0.5, 0.75, 1.0]
     assert found["columns"]["val-core/all/sampled/success/low"][0] == pytest.approx(0.2366, abs=1e-4)
+    assert found["bands"][success] == [(f"{success}/low", f"{success}/high")]
     assert found["lags"] == {0: 80.0, 1: 30.0}
 
 
-def test_a_long_run_is_thinned_and_keeps_its_end_and_its_validations() -> None:
-    rows = [{"training/step": float(step), "timing_s/step": 1.0} for step in range(3 * POINTS + 2)]
-    found = series([*rows, {"training/step": 1001.0, "val-core/all/sampled/success": 0.5}])
-    assert len(found["step"]) <= POINTS + 2
-    assert found["step"][-1] == 3 * POINTS + 1 and 1001.0 in found["step"]
+def test_columns_grow_with_their_file_and_begin_anew_with_another(tmp_path: Path) -> None:
+    columns, file = Measured(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    columns.update()
+    assert series(columns)["step"] == []
+    file.write_text('{"training/step": 1.0, "a": NaN}\n{"training/step": 2.0, "a"')
+    columns.update()
+    assert series(columns)["columns"] == {"a": [None]}
+    with file.open("a") as more:
+        more.write(': 5.0, "b": 6.0}\n{broken}\n')
+    columns.update()
+    assert series(columns)["columns"] == {"a": [None, 5.0], "b": [None, 6.0]}
+    file.write_text('{"training/step": 7.0, "b": 1.0}\n')
+    columns.update()
+    assert series(columns)["step"] == [7.0] and series(columns)["columns"] == {"b": [1.0]}
+
+
+def test_a_long_run_is_thinned_and_keeps_extremes_its_end_and_its_validations(tmp_path: Path) -> None:
+    last, success, loss = 6 * POINTS + 2, "val-core/all/sampled/success", "actor/pg_loss"
+    rows = [{"training/step": float(step), "timing_s/step": 1.0, loss: 0.0} for step in range(last + 1)]
+    rows[1234][loss], rows[4321][loss] = 9.0, -7.0
+    columns = written(tmp_path, [*rows, {"training/step": 1001.0, success: 0.5}])
+    found = series(columns)
+    assert len(found["step"]) <= POINTS + 1 and found["steps"] == last + 1
+    assert found["step"] == sorted({*found["step"]}) and (found["step"][0], found["step"][-1]) == (0, last)
+    known = dict(zip(found["step"], found["columns"][loss], strict=True))
+    assert {9.0, -7.0} <= {*known.values()} and known[1001.0] is None
+    assert all(abs(step - 1234) <= 12 for step, value in known.items() if value == 9.0)
+    assert dict(zip(found["step"], found["columns"][success], strict=True))[1001.0] == 0.5
+    near = series(columns, 1200, 1300)  # a stretch has each of its steps, and goes on to both sides
+    assert near["step"] == list(range(1199, 1302)) and near["columns"][loss][35] == 9.0
+
+
+def test_bands_are_around_a_mean_the_widest_first_and_none_is_constant(tmp_path: Path) -> None:
+    ends = {"min": 0.0, "p05": 1.0, "p25": 2.0, "p75": 4.0, "p95": 5.0, "max": 9.0}
+    rows = [{"training/step": float(n), "x/mean": 3.0} for n in (1, 2)]
+    for n, one in enumerate(rows):
+        one |= {f"x/{end}": value + n * (end not in ("min", "max")) for end, value in ends.items()}
+    assert series(written(tmp_path, rows))["bands"] == {"x/mean": [("x/p05", "x/p95"), ("x/p25", "x/p75")]}
+
+
+def test_what_happened_is_marked_where_it_did(tmp_path: Path) -> None:
+    lost, rows = "rollout/attempts_failed/worker_lost", list[dict[str, float]]()
+    for step in range(1, 3 * WINDOW + 1):
+        skipped = float(WINDOW < step <= 2 * WINDOW)
+        counted = {lost: 5.0 if step > 7 else 0.0, "actor/skipped_steps": skipped}
+        rows.append(row(float(step), 2.0 * step, **{"timing_s/step": 1.0}, **counted))
+    rows.append(row(4.0, 99.0, **{"val-core/all/sampled/success": 0.5}))
+    found = marks(tmp_path, written(tmp_path, rows))
+    kinds = [
+        (one["step"], one["kind"]) for one in found if "skipped" in one["text"] or one["kind"] != "alert"
+    ]
+    assert kinds == [(4, "validation"), (8, "lost"), (11, "alert")]
+    assert "50.0%" in found[0]["text"] and found[1]["text"].startswith("5 attempts")
+    assert found[-1]["text"].startswith("skipped optimizer steps: 1 of the last 10")
 
 
 def test_wilson_is_the_interval_of_textbooks() -> None:

@@ -47,7 +47,7 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
             ("api/episodes?order=x", 400, "no column 'x'"),
             ("api/lanes?from=-1e308&to=1e308", 400, "seconds since the start"),
             ("api/lanes?from=-1e308", 400, "seconds since the start"),
-            ("api/lanes?to=nan", 400, "seconds since the start"),
+            ("api/lanes?to=nan", 400, "to=nan: give a number"),
             ("api/nothing", 404, "no view"),
             ("nothing/at/all", 404, "Not Found"),
         ):

@@ -157,8 +157,8 @@ def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_p
     views = Views([tmp_path], lambda run_dir: "")
     assert views._run(tmp_path)["numbers"] == "reward 0.000, filtered 98%"
     assert views._run(tmp_path)["alert"] == "constant reward: all 64 episodes scored 0"
-    (found,) = views.answer("rows", {})["alerts"]
-    assert (found["name"], found["what"]) == ("constant reward", "all 64 episodes scored 0")
+    (found,) = views.answer("overview", {})["alerts"]
+    assert (found.name, found.what) == ("constant reward", "all 64 episodes scored 0")
 
 
 def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> None:
@@ -176,8 +176,8 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("episodes", {"order": "x; --"}, "no column 'x; --'; there are uid, "),
         ("episodes", {"where": f'[["group", "=", {"9" * 30}]]'}, "where"),
         ("episodes", {"start": "-1"}, "start"),
-        ("lanes", {"from": "nan"}, "within"),
-        ("lanes", {"to": "x"}, "seconds since the start"),
+        ("lanes", {"from": "nan"}, "from=nan: give a number"),
+        ("lanes", {"to": "x"}, "lanes: to=x: give a number"),
         ("episodes", {"run": "1"}, "there are 1 runs"),
         ("episode", {"uid": "9.9"}, "no episode 9.9"),
     ],
@@ -229,7 +229,7 @@ def test_a_page_in_a_file_has_all_inside_and_no_text_ends_its_script(
     assert page.count("<img") == 0 and "{{" not in page.split("<body>")[1]
     inside = page.split('id="recorded">')[1].split("</script>")[0]
     recorded = json.loads(inside, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert recorded["rows?run=0"]["alerts"][0]["name"] == "skipped optimizer steps"
+    assert recorded["overview?run=0"]["alerts"][0]["name"] == "skipped optimizer steps"
     assert recorded["episode?run=0&uid=0.0"]["turns"][0]["replies"][0]["content"] == MARKUP
     assert recorded["runs"]["runs"][0]["ended"]
 
