@@ -109,7 +109,9 @@ function facets(some, where) {
   return some.map(({ column, label, values }) => {
     const chosen = (value) => where.some((one) => alike(one, [column, "=", value]));
     const known = values.filter((one) => one.count || chosen(one.value));
-    if (known.length < 2 && !known.some((one) => chosen(one.value))) return null; // it tells nothing apart
+    const earned = where.length && column === "score"; // also said where all that fit have the same
+    const apart = known.length > 1 || known.some((one) => chosen(one.value));
+    if (!apart && !earned) return null;
     const chips = known.map((one) => {
       const shown = { id: `facet-${column}-${one.label}`, "data-facet": column, "data-value": one.value };
       return chip(toggled(where, [column, "=", one.value]), chosen(one.value), shown,

@@ -1,0 +1,267 @@
+"""Runs that have an answer to a question: what broke, flipped, changed, was lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import asdict
+from tokenizers import Tokenizer
+
+from asyncrl.buffer.payloads import extend
+from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.config import parse
+from asyncrl.data import samples_path
+from asyncrl.observe.files import write_status
+from asyncrl.observe.held_out import HeldOut
+from asyncrl.observe.timeline import START, Timeline
+from asyncrl.store.launches import KEY, LaunchRecord, tree
+from asyncrl.store.runstore import RunStore
+from asyncrl.types import (
+    EpisodeResult,
+    EpisodeStats,
+    Message,
+    Sample,
+    StopReason,
+    ToolCall,
+    ToolReply,
+    Turn,
+    TurnReply,
+    VersionSpan,
+)
+from tests.fakes.data import stored
+from tests.fakes.viewed import MODEL
+from tests.unit.buffer.machine import make, run, train
+
+STEPS, GROUPS, BOUND = 12, 2, 2  # of each run; of a step; max_staleness
+BEGAN = 1_700_000_000.0
+SAMPLES = [
+    Sample(row, "sums", (Message("user", f"What is {row} plus {row}?"),), f'"{2 * row}"') for row in range(48)
+]
+OPEN = "<|im_start|>assistant\n"
+Metrics = Mapping[str, float | Sequence[float]]
+
+
+class Said(NamedTuple):
+    """A turn of an episode. `versions`: of the policies that wrote its halves, if not the step's."""
+
+    text: str
+    reply: ToolReply | None = None
+    read: str = "?"
+    row: int = 0
+    agent: str = ""
+    versions: tuple[int, int] | None = None
+
+
+class Played(NamedTuple):
+    turns: Sequence[Said]
+    answer: str
+    score: float
+    components: Mapping[str, float] = {}
+
+
+Player = Callable[[int, int], Played]  # of a question's number and a step's
+
+
+def right(row: int, step: int = 0) -> Played:
+    return Played([Said(f"It is {2 * row}.")], str(2 * row), 1.0)
+
+
+def wrong(row: int, step: int = 0) -> Played:
+    return Played([Said(f"It is {row + 100}.")], str(row + 100), 0.0)
+
+
+class PlantedRun:
+    """Writes a run directory as a coordinator and its processes do. `keys`: sections of its configuration."""
+
+    def __init__(self, run_dir: Path, **keys: Any) -> None:
+        self.dir, self.store = run_dir, RunStore(run_dir)
+        self._buffer, self._batches = make(rows=len(SAMPLES), max_staleness=BOUND)
+        self._encode = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode
+        needed = {"name": run_dir.name, "model": {"path": str(MODEL)}, "data": {"train": "x", "test": "y"}}
+        self.config = parse({**needed, "buffer": {"max_staleness": BOUND}, **keys})
+        self._metrics: list[dict[str, float]] = []
+
+    def train(self, first: Player = right, second: Player = wrong) -> None:
+        """In each group one player has an episode, and the other one."""
+        buffer = self._buffer
+        for step in range(STEPS):
+            for _ in range(GROUPS):
+                group = buffer.admit(step, now=0.0)
+                self.store.put_question(group.id, SAMPLES[group.sample])
+                for uid, player in zip(group.members, (first, second), strict=True):
+                    run(buffer, uid)
+                    episode = buffer.episodes[uid]
+                    result = self._write(episode, player(group.sample, step), step)
+                    buffer.finish(episode, *result, 0.0)
+            train(self._batches, step)
+            self.store.put_commit(step + 1, 1, self._batches.batches[step].plan_hash)
+        groups, episodes = buffer.changes()
+        self.store.put_groups(groups, buffer.live)
+        self.store.put_episodes(episodes)
+
+    def validate(self, step: int, played: Sequence[Played]) -> None:
+        """The first questions are asked, each once."""
+        for row, one in enumerate(played):
+            episode = EpisodeRecord(HeldOut(step, "sampled", row).uid, row, 0, state=State.LANDED)
+            episode.result, episode.stats = self._write(episode, one, step)
+            self.store.put_question(-1 - row, SAMPLES[row])
+            self.store.list_held_out(episode, step, "held out", "sampled")
+        found = {"training/step": float(step), "time_s": 20.0 * step, "val-aux/episodes": float(len(played))}
+        found["val-core/all/sampled/success"] = fmean(one.score for one in played)
+        for name in played[0].components:
+            found[f"val-aux/all/sampled/{name}/mean@1"] = fmean(one.components[name] for one in played)
+        self._metrics.append(found)
+
+    def _write(self, episode: EpisodeRecord, one: Played, version: int) -> tuple[EpisodeResult, EpisodeStats]:
+        replies = [said.reply for said in one.turns if said.reply]
+        for at, said in enumerate(one.turns):
+            context, ids = (
+                tuple(self._encode(text, add_special_tokens=False).ids) for text in (said.read, said.text)
+            )
+            (old, new), half, end = said.versions or (version, version), len(ids) // 2, len(ids)
+            spans = VersionSpan(0, half, old, old), VersionSpan(half, end, new, new)
+            turn = Turn(at, context, ids, (-0.5,) * end, spans, StopReason.STOP)
+            turn = msgspec.structs.replace(turn, row=said.row, agent=said.agent)
+            own = (said.reply,) if said.reply else ()
+            extend(episode, turn)
+            self.store.put_frame(episode.uid, at, "generated", msgspec.msgpack.encode(turn))
+            self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(own)))
+            self.store.put_calls(episode.uid, at, own)
+        failed = [reply.call.name for reply in replies if reply.failed]
+        episode.failed_tool = failed[0] if failed else ""
+        self.store.put_answer(episode.uid, one.answer)
+        earned = (*(0.0 for _ in one.turns[1:]), one.score)
+        result = EpisodeResult(one.score, episode.sampled, earned, dict(one.components))
+        return result, EpisodeStats(len(one.turns), len(replies), failed=len(failed), seconds=15.0)
+
+    def save(self, metrics: Metrics | None = None, launches: Sequence[LaunchRecord] = ()) -> Path:
+        """`metrics`: of its steps, which took 20 s each; a number holds for all of them."""
+        found = launches or [LaunchRecord(0, tree(self.config))]
+        self.store.put_meta(KEY, msgspec.json.encode(found).decode())
+        self.store.commit()
+        self.store.close()
+        (self.dir / "config.yaml").write_bytes(msgspec.yaml.encode(self.config))
+        for split in ("train", "test"):
+            stored(SAMPLES).save(samples_path(self.dir, split))
+        flow = {f"flow/{name}": float(count) for name, count in asdict(self._buffer.flow()).items()}
+        scores = {"rollout/score/mean": 0.5, "rollout/score/min": 0.0, "rollout/score/max": 1.0}
+        known = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
+        for at in range(STEPS):
+            row = {name: one if isinstance(one, float) else one[at] for name, one in known.items()}
+            self._metrics.append({"training/step": at + 1.0, "time_s": 20.0 * (at + 1), **row})
+        rows = sorted(self._metrics, key=lambda row: row["training/step"])
+        (self.dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        status = {"phase": "completed", "step": STEPS, "total_steps": STEPS, "seconds": 20.0 * STEPS}
+        write_status(self.dir, status | {"gauges": rows[-1]})
+        return self.dir
+
+
+# -- the runs ----------------------------------------------------------------------------------------------
+
+
+def broken_tool(run_dir: Path) -> Path:
+    """Whoever calls `search`, which fails, earns nothing."""
+    found = ToolReply(ToolCall("calculator", '{"sum": "1 + 1"}'), "2", seconds=0.01)
+    failed = ToolReply(ToolCall("search", '{"query": "sums"}'), "", error="connection refused", seconds=2.0)
+
+    def calls(reply: ToolReply, then: Player) -> Player:
+        def play(row: int, step: int) -> Played:
+            one = then(row, step)
+            return one._replace(turns=[Said("I call a tool.", reply), *one.turns])
+
+        return play
+
+    one = PlantedRun(run_dir)
+    one.train(calls(found, right), calls(failed, wrong))
+    return one.save({"rollout/tool_failed_frac": 0.5})
+
+
+def slow_reward(run_dir: Path) -> Path:
+    """Of an episode's 15 s the reward function takes 12, and the trainer waits."""
+    one = PlantedRun(run_dir)
+    one.train()
+    waits = {"async/trainer_idle_frac": 0.8, "async/rollout_idle_frac": 0.6, "timing_s/wait_data": 16.0}
+    parts = {"timing_s/episode/mean": 15.0, "timing_s/reward/mean": 12.0, "timing_s/tools/mean": 0.5}
+    return one.save(waits | parts)
+
+
+def masked_tail(run_dir: Path) -> Path:
+    """The first half of long episodes, which are few, was written five steps before their batch."""
+
+    def long(row: int, step: int) -> Played:
+        text = "Let us count. " * 60 + f"It is {2 * row}."
+        return Played([Said(text, versions=(max(0, step - 5), step))], str(2 * row), 1.0)
+
+    one = PlantedRun(run_dir)
+    one.train(lambda row, step: (right if step % 4 else long)(row, step))
+    return one.save({"staleness/masked_token_frac": 0.08, "staleness/by_length/256/masked_frac": 0.5})
+
+
+def regression(run_dir: Path, worse: bool) -> Path:
+    """The same questions. `worse`: by a higher learning rate; every second answer has lost its form."""
+
+    def play(row: int, step: int) -> Played:
+        bad = worse and step > 0 and row % 2 == 1
+        return (wrong if bad else right)(row)._replace(components={"form": float(not bad), "polite": 1.0})
+
+    one = PlantedRun(run_dir, trainer={"lr": 1e-4 if worse else 1e-6})
+    one.train()
+    for step in (0, STEPS):
+        one.validate(step, [play(row, step) for row in range(24)])
+    return one.save({"rollout/component/form/mean": 0.5, "rollout/component/polite/mean": 1.0})
+
+
+def resumed(run_dir: Path) -> Path:
+    """From step 7 on the learning rate is ten times as high."""
+    one = PlantedRun(run_dir, trainer={"lr": 1e-5})
+    one.train()
+    old = tree(parse(tree(one.config) | {"trainer": {"lr": 1e-6}}))
+    return one.save(launches=[LaunchRecord(0, old), LaunchRecord(6, tree(one.config))])
+
+
+def flipped(run_dir: Path) -> Path:
+    """Question 3 was answered rightly at step 6 and is not at step 12; 5 and 6 are wrong at both, and 7 has
+    become right."""
+    one = PlantedRun(run_dir)
+    one.train()
+    for step, mistakes in ((6, (5, 6, 7)), (STEPS, (3, 5, 6))):
+        one.validate(step, [(wrong if row in mistakes else right)(row) for row in range(12)])
+    return one.save()
+
+
+def titled(run_dir: Path) -> Path:
+    """An agent solves its task, and the last turn is the title of its session, which it asks for as well."""
+    message = "<|im_start|>{}\n{}<|im_end|>\n".format
+    call = ToolReply(ToolCall("calculator", '{"sum": "4 + 4"}'), "8", seconds=0.01)
+    task = message("system", "You are an agent.") + message("user", "Add the numbers in sums.txt.") + OPEN
+    title = message("system", "You write titles.") + message("user", "A title for: add the numbers") + OPEN
+    turns = [
+        Said("I call a tool.<|im_end|>", call, read=task, agent="main"),
+        Said("The sum is in total.txt.<|im_end|>", read=f"\n{message('tool', '8')}{OPEN}", agent="main"),
+        Said("Adding two numbers<|im_end|>", read=title, row=1, agent="title"),
+    ]
+    one = PlantedRun(run_dir)
+    one.train(lambda row, step: Played(turns, "The sum is in total.txt.", 1.0))
+    return one.save()
+
+
+def crashed(run_dir: Path) -> Path:
+    """Worker 1 was killed after 95 s, in step 5, with three episodes; it was begun again."""
+    for worker in (0, 1):
+        file = Timeline(run_dir / "timeline" / f"rollout-{worker}.jsonl")
+        for began, ended in ((0, 95), (100, 240)):
+            if worker or not began:
+                file.record(START, BEGAN + began, BEGAN + began)
+            file.record("decode", BEGAN + began, BEGAN + ended, calls=9, seconds=80.0)
+        file.close()
+    one = PlantedRun(run_dir)
+    one.train()
+    return one.save({"rollout/attempts_failed/worker_lost": [0.0] * 4 + [3.0] * (STEPS - 4)})
+
+
+PLANTED = (broken_tool, slow_reward, masked_tail, resumed, flipped, titled, crashed)

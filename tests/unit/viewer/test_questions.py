@@ -1,0 +1,139 @@
+"""Questions that people have about a run: from the first page a few clicks lead to the answer's words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from asyncrl.viewer.server import ViewServer
+from asyncrl.viewer.views import Views
+from tests.fakes import planted
+from tests.fakes.browser import CHROMIUM, Tab, browser
+from tests.fakes.viewed import ended
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and not os.environ.get("ASYNCRL_REQUIRE_CHROMIUM"),
+    reason="no Chromium: apt-get install chromium",
+)
+MOST = 4  # clicks
+PATIENCE = 30.0  # seconds for each
+# What somebody sees: `place` is the link or button with a text, `seen` says whether words are on the screen.
+EYES = r"""
+const said = (one) => (one.innerText ?? "").replace(/\s+/g, " ").trim().toLowerCase();
+const visible = (one) => {
+  const { top, bottom, left, right, width } = one.getBoundingClientRect();
+  const within = top < innerHeight && bottom > 0 && left < innerWidth && right > 0;
+  return within && width > 0 && one.checkVisibility();
+};
+const place = (text) => [...document.querySelectorAll("a, button, summary")]
+  .find((one) => visible(one) && said(one) === text.toLowerCase());
+const seen = (words, within = document.body) => said(within).includes(words.toLowerCase()) && visible(within)
+  && ([...within.children].some((one) => seen(words, one))
+    || ![...within.children].some((one) => said(one).includes(words.toLowerCase())));
+"""
+
+
+class Question(NamedTuple):
+    asks: str
+    runs: Sequence[Callable[[Path], Path]]
+    clicks: Sequence[str]
+    answer: Sequence[str]
+
+
+QUESTIONS = (
+    Question(
+        "what do the episodes have in common that earn nothing?",
+        [planted.broken_tool],
+        ["Episodes", "search 24"],
+        ["score 0 24", "search 24", "connection refused"],
+    ),
+    Question(
+        "what limits this run?",
+        [planted.slow_reward],
+        [],
+        ["limited: by the reward function: it takes 12 of an episode's 15 s", "the reward function 80%"],
+    ),
+    Question(
+        "which tokens are masked, and why?",
+        [planted.masked_tail],
+        ["see the episodes →", "mask"],
+        ["lag 5", "333 tokens masked", "too old", "Let us count"],
+    ),
+    Question(
+        "why is the second run worse?",
+        [partial(planted.regression, worse=False), partial(planted.regression, worse=True)],
+        ["4-2"],
+        ["Held-out success 100% → 50% in 12 steps", "form 1 0.5", "trainer.lr 0.0001 1e-06"],
+    ),
+    Question(
+        "what has changed since it was resumed?",
+        [planted.resumed],
+        [],
+        ["resumed with other keys, from step 7", "trainer.lr 1e-06 → 1e-05"],
+    ),
+    Question(
+        "which question does it answer no longer?",
+        [planted.flipped],
+        ["Episodes", "worse 1", "this question at every validation"],
+        ["What is 3 plus 3?", "103 · truth 6", "held out 12", "6 · truth 6", "held out 6"],
+    ),
+    Question(
+        "what did the agent answer?",
+        [planted.titled],
+        ["Episodes"],
+        ["The sum is in total.txt. · truth", "sub-agent title: A title for: add the numbers"],
+    ),
+    Question(
+        "what was lost with the worker?",
+        [planted.crashed],
+        [],
+        ["a process was lost: 3 attempts were lost with a worker, and begun again"],
+    ),
+    Question(
+        "when was it lost?",
+        [planted.crashed],
+        ["see what each process did →"],
+        ["1:40 worker 1 began again"],
+    ),
+)
+
+
+def test_each_answer_is_a_few_clicks_from_the_first_page(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with browser(tmp_path / "profile") as tab:
+            for number, question in enumerate(QUESTIONS):
+                saved = [save(tmp_path / f"{number + 1}-{at + 1}") for at, save in enumerate(question.runs)]
+                server = ViewServer(Views(saved, ended))
+                await server.start()
+                try:
+                    await walk(tab, server.url, question)
+                finally:
+                    await server.close()
+            assert tab.complaints == []
+
+    asyncio.run(asyncio.wait_for(test(), 280))
+
+
+async def walk(tab: Tab, url: str, question: Question) -> None:
+    assert len(question.clicks) <= MOST
+    await tab.open(url)
+    for text in question.clicks:
+        await look(tab, question, f"place({json.dumps(text)})")
+        await tab.run(f"(() => {{ {EYES} place({json.dumps(text)}).click() }})()")
+    for words in question.answer:
+        await look(tab, question, f"seen({json.dumps(words)})")
+
+
+async def look(tab: Tab, question: Question, condition: str) -> None:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await tab.until(f"(() => {{ {EYES} return {condition} }})()")
+    except TimeoutError:
+        pytest.fail(f"{question.asks} {condition} is not on the screen")
