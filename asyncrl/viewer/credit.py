@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig, parse, texts
 from asyncrl.episodes.recorded import kept_turns
-from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.held_out import EVAL
 from asyncrl.store.launches import at, launches_of
 from asyncrl.store.reader import RunReader
@@ -38,11 +38,8 @@ def refused(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str
         return "algorithm names a function of the user's, which a viewer does not run"
     if episode.greedy:
         return "it is compared with nothing: it is the greedy one"
-    return (
-        ""
-        if reader.baseline(episode.group).results
-        else "it is compared with nothing: its group is not settled"
-    )
+    settled = reader.baseline(episode.group).results
+    return "" if settled else "it is compared with nothing: its group is not settled"
 
 
 def credits(run_dir: Path, uids: Sequence[str]) -> dict[str, Credit]:
@@ -50,15 +47,12 @@ def credits(run_dir: Path, uids: Sequence[str]) -> dict[str, Credit]:
     command = [sys.executable, "-P", "-m", "asyncrl.viewer.credit", str(run_dir)]
     try:
         done = subprocess.run(command, input=msgspec.json.encode(uids), capture_output=True, timeout=SECONDS)
-        if done.returncode:
-            raise ConfigError(f"advantages: {done.stderr.decode(errors='replace').strip()[-400:]}")
-        return msgspec.json.decode(done.stdout, type=dict[str, Credit])
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"advantages: not computed within {SECONDS:g} s; ask again when the machine is idle"
-        ) from None
-    except UNDECODABLE as error:
-        raise ConfigError(f"advantages: {one_line(error)}") from error
+        why = f"not computed within {SECONDS:g} s; ask again when the machine is idle"
+        raise ConfigError(f"advantages: {why}") from None
+    if done.returncode:
+        raise ConfigError(f"advantages: {done.stderr.decode(errors='replace').strip()[-400:]}")
+    return msgspec.json.decode(done.stdout, type=dict[str, Credit])
 
 
 def main() -> None:
@@ -82,20 +76,13 @@ def _credit(run_dir: Path, reader: RunReader, uid: str) -> Credit:
     except (AsyncrlError, ValueError) as error:
         return {"turns": [], "no_advantage": one_line(error)}
 
-    def split(values: Any) -> Iterator[list[float]]:
-        """Per turn; of one that is not trained: none."""
-        start = 0
-        for turn in turns:
-            end = start + (0 if turn.untrained else len(turn.ids))
-            yield values[start:end].tolist()
-            start = end
-
-    names = {"rewards": found.rewards, "advantages": found.advantage}
-    known = {name: list(split(values)) for name, values in names.items() if values is not None}
-    return {
-        "turns": [{name: values[turn] for name, values in known.items()} for turn in range(len(turns))],
-        "no_advantage": "" if found.advantage is not None else "the advantage reads what models compute",
-    }
+    split, start = [], 0
+    for turn in turns:
+        own = slice(start, start := start + (0 if turn.untrained else len(turn.ids)))
+        parts = {"rewards": found.rewards, "advantages": found.advantage}
+        split.append({name: part[own].tolist() for name, part in parts.items() if part is not None})
+    why = "" if found.advantage is not None else "the advantage reads what models compute"
+    return {"turns": split, "no_advantage": why}
 
 
 if __name__ == "__main__":

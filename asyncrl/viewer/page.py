@@ -66,12 +66,7 @@ def write(path: Path, views: Views) -> bool:
         known = found[address("episodes", run=number)].get("episodes", [])
         train = [one for one in known if one["kind"] == "train"]
         known[:] = train + held_out
-        landed = [
-            one["uid"]
-            for some, most in ((train, SHOWN), (held_out, HELD_OUT))
-            for one in some[:most]
-            if one["end"]
-        ]
+        landed = [one["uid"] for one in train[:SHOWN] + held_out[:HELD_OUT] if one["end"]]
         for uid in landed:
             found[address("episode", run=number, uid=uid)] = _answer(views, "episode", run=number, uid=uid)
         credited = _answer(views, "credit", run=number, uid=",".join(landed)) if landed else {}
