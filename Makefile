@@ -26,6 +26,7 @@ SMOLLM := .models/smollm2-135m-instruct
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
 	$(BIN)/asyncrl train experiment=calculator observe.console=auto $(ARGS)
+	@echo "look at it in the browser: $(BIN)/asyncrl view"
 
 demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, shorter: they are slow on a CPU
 	$(BIN)/asyncrl train experiment=calculator engine=sglang_cpu total_steps=40 validation.samples=128 \

@@ -459,9 +459,9 @@ def test_what_episodes_changed_is_judged_again_by_regrade(image: Image, tmp_path
     options = ["rollout.tools=[]", "rollout.reward=tests", agent, "rollout.max_new_tokens=8"]
     data = [f"data.train={tmp_path}/tasks", "data.test=''"]
     with Run(tmp_path, "total_steps=2", "validation.every=0", *data, *options) as run:
-        run.completed(2)
+        trained = run.completed(2)["flow"]["trained"]  # fewer than 32 where an agent failed at every attempt
         out = tmp_path / "regraded.jsonl"
         assert cli.main(["regrade", str(run.path), "--reward", "tests", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) >= 32 and {row["score"] for row in rows} == {0.0, 1.0}
+    assert len(rows) >= trained > 24 and {row["score"] for row in rows} == {0.0, 1.0}
     assert [row["score"] for row in rows] == [row["score_new"] for row in rows]
