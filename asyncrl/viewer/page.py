@@ -72,6 +72,8 @@ def write(path: Path, views: Views) -> bool:
         credited = _answer(views, "credit", run=number, uid=",".join(landed)) if landed else {}
         for uid in credited.keys() & {*landed}:
             found[address("credit", run=number, uid=uid)] = {uid: credited[uid]}
+    sides = {"a": 0, "b": min(1, len(found["runs"]["runs"]) - 1)}
+    found[address("compare", **sides)] = _answer(views, "compare", **sides)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(found), "utf-8")
     return all(answer.get("conserved", True) for answer in found.values() if isinstance(answer, dict))

@@ -21,6 +21,7 @@ from asyncrl.store import listing
 from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
+from asyncrl.viewer.compare import compare, step_of
 from asyncrl.viewer.credit import Credit, credits
 from asyncrl.viewer.episodes import Decode, decoder, search, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
@@ -56,6 +57,7 @@ class Views:
             "credit": self._credit,
             "tools": self._tools,
             "lanes": self._lanes,
+            "compare": self._compare,
             "overview": lambda query: overview(path := self._path(query), self._ended(path)),
         }
 
@@ -116,6 +118,10 @@ class Views:
                 del self._columns[next(iter(self._columns))]
             drawn = msgspec.to_builtins(list(charts(*columns.known())))
             return series(columns, since, until) | {"charts": drawn, "marks": marks(path, columns)}
+
+    def _compare(self, query: Query) -> dict[str, Any]:
+        sides = self._path({"run": query.get("a", "0")}), self._path({"run": query.get("b", "0")})
+        return compare(sides, [step_of(query.get(key, "")) for key in ("from", "to")])
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))

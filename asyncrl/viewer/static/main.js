@@ -2,6 +2,7 @@
 import { clock, fail, make, redraw, swatch, hue } from "view/dom.js";
 import { address, go, route } from "view/route.js";
 import { ask, isFile, saved } from "view/source.js";
+import * as compare from "view/compare.js";
 import * as charts from "view/curves.js";
 import * as episodes from "view/episodes.js";
 import * as overview from "view/overview.js";
@@ -9,7 +10,7 @@ import * as time from "view/time.js";
 
 const EVERY = 3000; // milliseconds between two looks at a run that goes on
 const LATE = 15; // seconds without an answer from which on the page says so
-const TABS = { overview, episodes, charts, time };
+const TABS = { overview, episodes, charts, time, compare };
 const element = (id) => document.getElementById(id);
 
 let state = null; // the newest answer to `runs`
@@ -35,7 +36,7 @@ async function refresh() {
 }
 
 function header(tab, now) {
-  const tabs = Object.keys(TABS).filter((name) => name !== "compare" || state.runs.length > 1);
+  const tabs = Object.keys(TABS);
   redraw(element("tabs"), [tabs, tab, now.run], () => tabs.map((name, at) => make("a", {
     href: address({ tab: name }), "aria-current": name === tab ? "page" : null, "data-tab": name, title: `key ${at + 1}`,
   }, name[0].toUpperCase() + name.slice(1))));
