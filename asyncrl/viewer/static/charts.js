@@ -1,4 +1,4 @@
-// One figure of curves, on uPlot: raw values faint behind smoothed ones, bands, marks, two scales, a linked cursor.
+// One figure of curves, on uPlot: raw values behind smoothed ones, bands, marks, two scales, a linked cursor.
 import { clock, make, number, percent } from "view/dom.js";
 
 export const DASHES = [[], [7, 4], [2, 3], [12, 3, 2, 3], [5, 2, 1, 2]];
@@ -12,11 +12,13 @@ const figures = new Map(); // by title: a figure stays while its lines do, and w
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /**
- * `spec`: {title, note, large, percent, log, by, lines, keys, marks, window, onZoom(low, high), onStep(line, at), onKey}.
+ * `spec`: {title, note, large, percent, log, by, lines, keys, marks, window,
+ * onZoom(low, high), onStep(line, at), onKey}.
  * A line: {label, stroke, dash, x, y, raw, bands: [[low, high]], right, steps}; all its lists are aligned.
  */
 export function figure(spec) {
-  const kind = JSON.stringify([spec.note, spec.large, spec.percent, spec.log, spec.by, spec.keys, spec.lines.map(shape)]);
+  const kind = JSON.stringify([spec.note, spec.large, spec.percent, spec.log, spec.by, spec.keys,
+    spec.lines.map(shape)]);
   const old = figures.get(spec.title);
   if (old?.kind === kind) {
     old.update(spec);
@@ -28,13 +30,15 @@ export function figure(spec) {
   return made.element;
 }
 
-const shape = (line) => [line.label, line.stroke, line.dash, line.right, line.bands.length, Boolean(line.raw), line.y.length < 40];
+const shape = (line) => [line.label, line.stroke, line.dash, line.right, line.bands.length,
+  Boolean(line.raw), line.y.length < 40];
 
 function build(first) {
   let spec = first, chart = null, drawn = "";
   const place = make("div", { class: "plot" });
   const element = make("figure", { class: spec.large ? "large" : "", tabindex: 0, "data-title": spec.title },
-    make("figcaption", {}, make("b", {}, spec.title), make("span", { class: "legend" }, ...spec.keys.map((one) => key(one, spec)))),
+    make("figcaption", {}, make("b", {}, spec.title),
+      make("span", { class: "legend" }, ...spec.keys.map((one) => key(one, spec)))),
     place, spec.note ? make("p", { class: "dim note" }, spec.note) : null);
   const fit = () => {
     const width = place.clientWidth, height = spec.large ? 260 : 180;
@@ -44,7 +48,8 @@ function build(first) {
   };
   const update = (next) => {
     spec = next;
-    const now = JSON.stringify([spec.window, spec.marks, spec.lines.map((line) => [line.x.length, line.x.at(-1), line.y])]);
+    const now = JSON.stringify([spec.window, spec.marks,
+      spec.lines.map((line) => [line.x.length, line.x.at(-1), line.y])]);
     if (chart && now !== drawn) {
       chart.setData(joined(spec), false);
       chart.setScale("x", limits(spec));
@@ -59,7 +64,8 @@ function build(first) {
     if (!chart || !(event.key in moves)) return;
     event.preventDefault();
     if (event.key === "Enter") return chosen(chart, spec);
-    const left = Math.max(0, chart.cursor.left ?? 0) + moves[event.key] * Math.max(2, chart.over.clientWidth / 100);
+    const left = Math.max(0, chart.cursor.left ?? 0) + moves[event.key] * Math.max(2,
+      chart.over.clientWidth / 100);
     chart.setCursor({ left: Math.min(left, chart.over.clientWidth), top: chart.over.clientHeight / 2 });
   });
   element.addEventListener("focusout", () => tip.remove());
@@ -67,7 +73,8 @@ function build(first) {
 }
 
 function key(one, spec) {
-  return make("button", { class: "series", "aria-pressed": String(one.shown), onclick: () => spec.onKey(one.label) },
+  return make("button", { class: "series", "aria-pressed": String(one.shown),
+    onclick: () => spec.onKey(one.label) },
     line(one.stroke, one.dash), one.label);
 }
 
@@ -100,25 +107,31 @@ function plot(place, now, width, height) {
     line.bands.forEach((_, at) => {
       const edge = { scale, width: 0, points: { show: false }, spanGaps: true, stroke: line.stroke };
       series.push(edge, { ...edge });
-      bands.push({ series: [series.length - 2, series.length - 1], fill: `${line.stroke}${["1c", "2a", "3c"][at]}` });
+      bands.push({ series: [series.length - 2, series.length - 1],
+        fill: `${line.stroke}${["1c", "2a", "3c"][at]}` });
     });
     const few = { show: line.y.length < 40, size: 5, fill: line.stroke };
-    if (line.raw) series.push({ scale, width: 1, stroke: `${line.stroke}48`, spanGaps: true, points: { show: false } });
+    if (line.raw) series.push({ scale, width: 1, stroke: `${line.stroke}48`, spanGaps: true,
+      points: { show: false } });
     series.push({ scale, width: 2, stroke: line.stroke, dash: line.dash, spanGaps: true, points: few });
   }
   const dim = colour("--dim"), grid = { stroke: colour("--line"), width: 0.5 };
   const axis = { stroke: dim, font: "12px system-ui", grid, ticks: { show: false }, gap: 4 };
-  const side = { ...axis, values: (_, splits) => ticks(splits, spec), size: (_, values) => 12 + 7 * longest(values), space: 32 };
+  const side = { ...axis, values: (_, splits) => ticks(splits, spec),
+    size: (_, values) => 12 + 7 * longest(values), space: 32 };
   const right = spec.lines.some((line) => line.right);
   const range = (scale) => ({ distr: spec.log ? 3 : 1, range: () => reach(now(), scale) });
   const chart = new uPlot({
     width, height, series, bands, legend: { show: false }, padding: [14, right ? 0 : 12, 0, 0],
-    scales: { x: { time: false, range: (_, min, max) => (min === null ? [0, 1] : [min, max]) }, y: range(false), ...(right && { right: range(true) }) },
-    axes: [{ ...axis, ...(INCREMENTS[spec.by] && { incrs: INCREMENTS[spec.by] }), size: 26, space: 60, values: (_, splits) => splits.map((x) => (spec.by === "seconds" ? clock(x) : number(x))) },
+    scales: { x: { time: false, range: (_, min, max) => (min === null ? [0, 1] : [min, max]) },
+      y: range(false), ...(right && { right: range(true) }) },
+    axes: [{ ...axis, ...(INCREMENTS[spec.by] && { incrs: INCREMENTS[spec.by] }), size: 26, space: 60,
+      values: (_, splits) => splits.map((x) => (spec.by === "seconds" ? clock(x) : number(x))) },
       side, ...(right ? [{ ...side, scale: "right", side: 1, grid: { show: false } }] : [])],
     cursor: {
       y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
-      sync: { key: "x", setSeries: false, filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } },
+      sync: { key: "x", setSeries: false, filters: { pub: (type) => type.startsWith("mousem")
+        || type === "mouseleave" } },
       bind: { dblclick: () => () => now().onZoom(null) },
     },
     hooks: {
@@ -140,11 +153,14 @@ const longest = (values) => Math.max(0, ...(values ?? []).map((text) => text?.le
 function reach(spec, right) {
   const { min, max } = limits(spec); // uPlot itself sets x later than y
   const seen = spec.lines.filter((line) => Boolean(line.right) === right);
-  const within = (line, values) => values.filter((v, i) => v !== null && line.x[i] >= min && line.x[i] <= max);
+  const within = (line, values) => values.filter((v,
+    i) => v !== null && line.x[i] >= min && line.x[i] <= max);
   const own = seen.flatMap((line) => [...within(line, line.y), ...(line.raw ? within(line, line.raw) : [])]);
-  const band = seen.flatMap((line) => line.bands.flatMap(([low, high]) => [...within(line, low), ...within(line, high)]));
+  const band = seen.flatMap((line) => line.bands.flatMap(([low, high]) => [...within(line, low),
+    ...within(line, high)]));
   if (!own.length) return spec.log ? [0.1, 1] : [0, 1];
-  const ends = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
+  const ends = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)],
+    [Infinity, -Infinity]);
   let [low, high] = ends(own);
   if (spec.log) return low === high ? [low / 2, high * 2] : [low * 0.9, high * 1.1];
   const floor = low >= 0 ? 0 : -Infinity, ceiling = spec.percent && high <= 1 ? 1 : Infinity;
@@ -162,9 +178,11 @@ function reach(spec, right) {
 function ticks(splits, spec) {
   const size = Math.max(...splits.map(Math.abs)), apart = Math.abs(splits[1] - splits[0]) || size || 1;
   const share = spec.percent && size <= 1.5;
-  const [unit, name] = share ? [0.01, "%"] : size >= 1e9 || size < 1e-3 ? [10 ** Math.floor(Math.log10(size || 1)), null]
+  const [unit, name] = share ? [0.01, "%"] : size >= 1e9 || size < 1e-3
+    ? [10 ** Math.floor(Math.log10(size || 1)), null]
     : size >= 1e6 ? [1e6, "M"] : size >= 1e4 ? [1e3, "k"] : [1, ""];
-  const right = (digits) => splits.every((v) => Math.abs(Number((v / unit).toFixed(digits)) * unit - v) < apart / 50);
+  const right = (digits) => splits.every((v) =>
+    Math.abs(Number((v / unit).toFixed(digits)) * unit - v) < apart / 50);
   const digits = [0, 1, 2, 3, 4, 5].find(right) ?? 6;
   const text = (v) => `${Number((v / unit).toFixed(digits))}${name ?? `e${Math.log10(unit).toFixed()}`}`;
   return splits.map((v) => (v === null ? null : v === 0 ? "0" : text(v)));
@@ -204,7 +222,8 @@ const tip = make("div", { class: "tip", id: "tip" });
 /** Beside the cursor: what each line has there, and what happened there. */
 function pointed(u, spec) {
   const figure = u.root.closest("figure");
-  const mine = figure.matches(":hover") || (figure === document.activeElement && !document.querySelector("figure:hover"));
+  const mine = figure.matches(":hover") || (figure === document.activeElement
+    && !document.querySelector("figure:hover"));
   if (!mine) return;
   if (!(u.cursor.left >= 0)) return tip.remove();
   const { x, found } = nearest(u, spec);
@@ -212,13 +231,16 @@ function pointed(u, spec) {
   const happened = [...new Set(spec.marks.filter(near).map((mark) => `${SYMBOLS[mark.kind]} ${mark.text}`))];
   const step = found[0] ? `step ${number(found[0].line.steps[found[0].at])}` : "";
   const other = spec.by === "step" ? "" : ` · ${spec.by === "seconds" ? clock(x) : `${number(x)} tokens`}`;
-  tip.replaceChildren(make("b", {}, step + other), ...found.map(({ line: one, at }) => make("div", {}, line(one.stroke, one.dash),
-    `${worded(one.raw ? one.raw[at] : one.y[at], spec)}${range(one, at, spec)}  `, make("span", { class: "dim" }, one.label))),
+  tip.replaceChildren(make("b", {}, step + other),
+    ...found.map(({ line: one, at }) => make("div", {}, line(one.stroke, one.dash),
+    `${worded(one.raw ? one.raw[at] : one.y[at], spec)}${range(one, at, spec)}  `,
+      make("span", { class: "dim" }, one.label))),
     ...happened.slice(0, 6).map((text) => make("div", { class: "happened" }, text)));
   document.body.append(tip);
   const box = u.over.getBoundingClientRect(), left = box.left + u.cursor.left;
   const wide = tip.offsetWidth + 16;
-  Object.assign(tip.style, { left: `${left + wide > innerWidth ? left - wide : left + 16}px`, top: `${Math.max(4, box.top + 8)}px` });
+  Object.assign(tip.style, { left: `${left + wide > innerWidth ? left - wide : left + 16}px`,
+    top: `${Math.max(4, box.top + 8)}px` });
 }
 
 const worded = (v, spec) => (spec.percent ? percent(v) : number(v));

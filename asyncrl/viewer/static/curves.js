@@ -1,11 +1,12 @@
-// The tab of curves: what a run earns, how old its tokens are, how fast it is, who waits; with what happened when.
+// The tab of curves: what a run earns, how old its tokens are, how fast it is; with what happened when.
 import { DASHES, figure, line } from "view/charts.js";
 import { PALETTE, fold, hue, make, number, percent, redraw } from "view/dom.js";
 import { go, route } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
 const X = { step: "step", tokens: "tokens trained", seconds: "time" };
-const MARKS = { restart: "restarts", resume: "other keys", lost: "lost workers", alert: "alerts", validation: "validations" };
+const MARKS = { restart: "restarts", resume: "other keys", lost: "lost workers", alert: "alerts",
+  validation: "validations" };
 const SMOOTH = 0.6; // share that the past has
 const FEW = 20; // points from which on a curve is smoothed
 const APART = 20; // times: runs whose scales differ so have scales of their own
@@ -32,7 +33,8 @@ async function answer(run, at, stretch) {
   const name = JSON.stringify([at, stretch]), old = known.get(name);
   if (old && (isFile || (run.rows < old.rows * 1.001 && run.ended === old.ended))) return old.answer;
   const found = await ask("rows", { run: at, ...stretch });
-  for (const key of known.keys()) if (JSON.stringify(stretch) !== "{}" && key.startsWith(`[${at},{"from`)) known.delete(key);
+  for (const key of known.keys()) if (JSON.stringify(stretch) !== "{}"
+    && key.startsWith(`[${at},{"from`)) known.delete(key);
   known.set(name, { rows: run.rows, ended: run.ended, answer: found });
   return found;
 }
@@ -42,7 +44,8 @@ async function closer(whole, at, zoom, by) {
   if (!zoom || isFile || whole.steps <= whole.step.length) return whole;
   const x = whole[by];
   const inside = whole.step.filter((_, i) => x[i] >= zoom[0] && x[i] <= zoom[1]);
-  const before = whole.step.filter((_, i) => x[i] < zoom[0]).at(-1), after = whole.step.find((_, i) => x[i] > zoom[1]);
+  const before = whole.step.filter((_, i) => x[i] < zoom[0]).at(-1),
+    after = whole.step.find((_, i) => x[i] > zoom[1]);
   const [from, to] = [before ?? inside[0], after ?? inside.at(-1)];
   if (from === undefined || to === undefined) return whole;
   return { ...(await answer(runs[at], at, { from, to })), marks: whole.marks };
@@ -56,7 +59,8 @@ function settingsOf(state, together) {
     const setting = together ? JSON.stringify(keys.map(([, values]) => values[at])) : String(at);
     found.set(setting, [...(found.get(setting) ?? []), at]);
   });
-  return [...found.values()].map((of) => ({ of, hue: hue(of[0]), name: of.length > 1 ? `${of.length} seeds of ${common(of)}` : runs[of[0]].name }));
+  return [...found.values()].map((of) => ({ of, hue: hue(of[0]),
+    name: of.length > 1 ? `${of.length} seeds of ${common(of)}` : runs[of[0]].name }));
 }
 
 function common(of) {
@@ -77,7 +81,8 @@ function draw(place, now, settings, state) {
   bar(now, by, settings, state);
   const ends = answers.flatMap((one) => one[by]).filter((x) => x !== null).reduce(
     ([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
-  const view = { ...now, by, window: now.zoom ? now.zoom.split("~").map(Number) : ends, smooth: Number(now.smooth ?? SMOOTH), hidden: (now.hide ?? "").split(","), settings };
+  const view = { ...now, by, window: now.zoom ? now.zoom.split("~").map(Number) : ends,
+    smooth: Number(now.smooth ?? SMOOTH), hidden: (now.hide ?? "").split(","), settings };
   const groups = new Map();
   for (const chart of chosen(now.panels ?? "")) {
     const element = panel(chart, view);
@@ -86,10 +91,12 @@ function draw(place, now, settings, state) {
   const lags = now.panels ? null : lagTable(settings);
   if (lags) groups.set("staleness", [...(groups.get("staleness") ?? []), lags]);
   const parts = [...groups].map(([name, elements]) => group(name, elements));
-  const none = answers.some((one) => one.step.length) ? "No panel has this in its name." : "No step is over yet: curves begin with the first one.";
+  const none = answers.some((one) => one.step.length) ? "No panel has this in its name."
+    : "No step is over yet: curves begin with the first one.";
   const figures = document.getElementById("figures");
   const kept = [...figures.children];
-  if (kept.length !== parts.length || kept.some((one, at) => one !== parts[at])) figures.replaceChildren(...parts);
+  if (kept.length !== parts.length || kept.some((one,
+    at) => one !== parts[at])) figures.replaceChildren(...parts);
   if (!parts.length) figures.replaceChildren(make("p", { class: "card" }, none));
 }
 
@@ -97,23 +104,30 @@ const made = new Map(); // groups stay, and with them what was folded
 function group(name, elements) {
   if (!made.has(name)) made.set(name, fold(name, true, make("div", { class: "charts" })));
   const inside = made.get(name).lastElementChild, kept = [...inside.children];
-  if (kept.length !== elements.length || kept.some((one, at) => one !== elements[at])) inside.replaceChildren(...elements);
+  if (kept.length !== elements.length || kept.some((one,
+    at) => one !== elements[at])) inside.replaceChildren(...elements);
   return made.get(name);
 }
 
 function bar(now, by, settings, state) {
   const place = document.getElementById("chart-bar");
   const seeds = settingsOf(state, true).length < runs.length;
-  const kinds = Object.keys(MARKS).filter((kind) => answers.some((one) => one.marks.some((mark) => mark.kind === kind)));
+  const kinds = Object.keys(MARKS).filter((kind) =>
+    answers.some((one) => one.marks.some((mark) => mark.kind === kind)));
   const put = (now.out ?? "").split(",");
   redraw(place, [by, now.log, now.hide, now.zoom, now.seeds, now.out, kinds, settings, seeds], () => [
-    make("span", { class: "choice", role: "group", "aria-label": "x axis" }, ...Object.entries(X).map(([key, label]) =>
-      button(`by-${key}`, label, by === key, () => go({ by: key === "step" ? null : key, zoom: null }, true)))),
+    make("span", { class: "choice", role: "group", "aria-label": "x axis" },
+      ...Object.entries(X).map(([key, label]) =>
+      button(`by-${key}`, label, by === key,
+        () => go({ by: key === "step" ? null : key, zoom: null }, true)))),
     make("label", { class: "dim", title: "what the past weighs; raw values stay faint behind" }, "smoothing ",
-      make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: now.smooth ?? SMOOTH, oninput: smoothed })),
+      make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02,
+        value: now.smooth ?? SMOOTH, oninput: smoothed })),
     button("log", "log", now.log === "1", () => go({ log: now.log === "1" ? null : 1 }, true)),
-    seeds && button("seeds", "seeds together", now.seeds !== "apart", () => go({ seeds: now.seeds === "apart" ? null : "apart" }, true)),
-    make("input", { id: "panels", list: "panel-names", placeholder: "panels by name: entropy, lag", value: now.panels ?? "",
+    seeds && button("seeds", "seeds together", now.seeds !== "apart",
+      () => go({ seeds: now.seeds === "apart" ? null : "apart" }, true)),
+    make("input", { id: "panels", list: "panel-names", placeholder: "panels by name: entropy, lag",
+      value: now.panels ?? "",
       "aria-label": "panels by name", onchange: (event) => go({ panels: event.target.value.trim() }) }),
     make("datalist", { id: "panel-names" }, ...names().map((value) => make("option", { value }))),
     kinds.length > 0 && make("span", { class: "dim" }, "marks:"),
@@ -121,7 +135,8 @@ function bar(now, by, settings, state) {
     now.zoom && button("whole", "all steps", false, () => go({ zoom: null })),
     runs.length > 1 && make("span", { class: "legend" }, ...settings.map((one) => make("button", {
       class: "series", id: `setting-${one.of[0]}`, title: one.of.map((at) => runs[at].name).join(", "),
-      "aria-pressed": String(!put.includes(String(one.of[0]))), onclick: () => go({ out: flipped(now.out, String(one.of[0])) }, true),
+      "aria-pressed": String(!put.includes(String(one.of[0]))),
+        onclick: () => go({ out: flipped(now.out, String(one.of[0])) }, true),
     }, line(one.hue), one.name))),
   ]);
   const field = document.getElementById("panels");
@@ -140,7 +155,8 @@ function flipped(list, value) {
 let later = 0;
 function smoothed(event) {
   clearTimeout(later); // the address of each position that is dragged over is not kept
-  later = setTimeout(() => go({ smooth: Number(event.target.value) === SMOOTH ? null : event.target.value }, true), 60);
+  later = setTimeout(() => go({ smooth: Number(event.target.value) === SMOOTH ? null : event.target.value },
+    true), 60);
 }
 
 // -- panels ------------------------------------------------------------------------------------------------
@@ -155,18 +171,22 @@ function all() {
   return [...found.values()];
 }
 
-const names = () => [...all().map((chart) => chart.title), ...new Set(answers.flatMap((one) => Object.keys(one.columns)))];
+const names = () => [...all().map((chart) => chart.title),
+  ...new Set(answers.flatMap((one) => Object.keys(one.columns)))];
 
 /** Those with one of the words, and other metrics that have one. */
 function chosen(panels) {
   const words = panels.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
   if (!words.length) return all();
   const fits = (text) => words.some((word) => text.toLowerCase().includes(word));
-  const exact = all().filter((chart) => words.includes(chart.title.toLowerCase().split(",")[0]) || fits(`${chart.title} ${chart.group}`));
+  const exact = all().filter((chart) => words.includes(chart.title.toLowerCase().split(",")[0])
+    || fits(`${chart.title} ${chart.group}`));
   const drawn = new Set(exact.flatMap((chart) => Object.keys(chart.metrics)));
-  const other = [...new Set(answers.flatMap((one) => Object.keys(one.columns)))].filter((name) => fits(name) && !drawn.has(name)
+  const other = [...new Set(answers.flatMap((one) => Object.keys(one.columns)))].filter((name) =>
+    fits(name) && !drawn.has(name)
     && !/\/(low|high)$/.test(name)).slice(0, MORE);
-  return [...exact, ...other.map((name) => ({ group: "other metrics", title: name, metrics: { [name]: name }, large: false, percent: false }))];
+  return [...exact, ...other.map((name) => ({ group: "other metrics", title: name,
+    metrics: { [name]: name }, large: false, percent: false }))];
 }
 
 function panel(chart, view) {
@@ -175,22 +195,28 @@ function panel(chart, view) {
   const metrics = Object.entries(chart.metrics);
   const some = metrics.filter(([name]) => answers.some((one) => one.columns[name]?.some((v) => v !== null)));
   if (!some.length || !shownSettings.length) return null;
-  const style = (setting, at) => ({ stroke: several ? setting.hue : PALETTE[(view.settings[0].of[0] + at) % PALETTE.length], dash: DASHES[at % DASHES.length] });
+  const style = (setting, at) => ({ stroke: several ? setting.hue
+    : PALETTE[(view.settings[0].of[0] + at) % PALETTE.length], dash: DASHES[at % DASHES.length] });
   const lines = shownSettings.flatMap((setting) => some.map(([name, label], at) => {
     if (off.has(`${chart.title}/${label}`)) return null;
     const bands = (some.length === 1 && !several) || name.startsWith("val-");
-    return curve(setting, name, several ? `${setting.name}${some.length > 1 ? `: ${label}` : ""}` : label, { ...style(setting, at), bands }, view);
+    return curve(setting, name, several ? `${setting.name}${some.length > 1 ? `: ${label}` : ""}` : label,
+      { ...style(setting, at), bands }, view);
   }).filter(Boolean));
   const note = chart.percent ? "" : scales(lines, view);
   const keys = some.length < 2 ? [] : some.map(([, label], at) => ({
-    ...style({ hue: "currentColor" }, at), label: label.length > SHORT ? `${label.slice(0, SHORT)}…` : label, shown: !off.has(`${chart.title}/${label}`),
+    ...style({ hue: "currentColor" }, at),
+      label: label.length > SHORT ? `${label.slice(0, SHORT)}…` : label,
+        shown: !off.has(`${chart.title}/${label}`),
   }));
   const full = (label) => some.find(([, one]) => one === label || one.startsWith(label.slice(0, SHORT)))[1];
   return figure({
     ...chart, note, lines, keys, log: view.log === "1", by: view.by, marks: marksOf(shownSettings, view),
     window: view.window,
-    onZoom: (low, high) => go({ zoom: low === null ? null : `${Number(low.toPrecision(6))}~${Number(high.toPrecision(6))}` }),
-    onStep: (one, at) => go({ tab: "episodes", run: one.run, where: JSON.stringify([["step", "=", one.steps[at]]]) }),
+    onZoom: (low, high) => go({ zoom: low === null ? null
+      : `${Number(low.toPrecision(6))}~${Number(high.toPrecision(6))}` }),
+    onStep: (one, at) => go({ tab: "episodes", run: one.run,
+      where: JSON.stringify([["step", "=", one.steps[at]]]) }),
     onKey: (label) => {
       const id = `${chart.title}/${full(label)}`;
       off.has(id) ? off.delete(id) : off.add(id);
@@ -207,20 +233,23 @@ function curve(setting, name, label, { stroke, dash, bands }, view) {
   if (members.length > 1) return { ...shared, ...averaged(members), raw: null };
   const [one] = members;
   const pairs = bands ? one.pairs : [];
-  return { ...shared, x: one.x, steps: one.steps, y: one.y, raw: one.y === one.raw ? null : one.raw, bands: pairs };
+  return { ...shared, x: one.x, steps: one.steps, y: one.y, raw: one.y === one.raw ? null : one.raw,
+    bands: pairs };
 }
 
 function points(answer, name, view) {
   const column = answer.columns[name];
   if (!column) return null;
   const x = answer[view.by], positive = (v) => v !== null && (view.log !== "1" || v > 0);
-  const at = x.map((_, i) => i).filter((i) => positive(column[i]) && x[i] !== null).sort((a, b) => x[a] - x[b] || a - b);
+  const at = x.map((_, i) => i).filter((i) => positive(column[i]) && x[i] !== null).sort((a,
+    b) => x[a] - x[b] || a - b);
   const single = at.filter((i, place) => x[at[place + 1]] !== x[i]); // uPlot joins on x
   if (!single.length) return null;
   const take = (list) => single.map((i) => list[i]);
   const weight = single.length < FEW ? 0 : view.smooth, raw = take(column);
   const smooth = (values) => (weight ? smoothing(values, weight) : values);
-  const pairs = (answer.bands[name] ?? []).map((pair) => pair.map((end) => smooth(take(answer.columns[end]))));
+  const pairs = (answer.bands[name] ?? []).map((pair) =>
+    pair.map((end) => smooth(take(answer.columns[end]))));
   return { x: take(x), steps: take(answer.step), raw, y: smooth(raw), pairs };
 }
 
@@ -249,7 +278,8 @@ export function averaged(members) {
   const kept = steps.map((_, at) => at).filter((at) => rows[at].length >= members.length / 2);
   const of = (pick, at) => kept.map((row) => pick(rows[row].map((pair) => pair[at])));
   const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
-  const order = (list) => list.map((v, i) => (i && v <= list[i - 1] ? list[i - 1] + 1e-9 * Math.abs(v || 1) : v)); // x goes on
+  const order = (list) => list.map((v, i) =>
+    (i && v <= list[i - 1] ? list[i - 1] + 1e-9 * Math.abs(v || 1) : v)); // x goes on
   return { x: order(of(mean, 0)), steps: kept.map((at) => steps[at]), y: of(mean, 1),
     bands: [[of((v) => Math.min(...v), 1), of((v) => Math.max(...v), 1)]] };
 }
@@ -273,11 +303,13 @@ function scales(lines, view) {
 function marksOf(settings, view) {
   const style = getComputedStyle(document.documentElement);
   const hues = { alert: "--warn", lost: "--bad", resume: "--accent", restart: "--dim", validation: "--dim" };
-  return settings.flatMap(({ of }) => of.flatMap((run) => answers[run].marks.filter((mark) => !view.hidden.includes(mark.kind)).map((mark) => {
+  return settings.flatMap(({ of }) => of.flatMap((run) =>
+    answers[run].marks.filter((mark) => !view.hidden.includes(mark.kind)).map((mark) => {
     const at = answers[run].step.findIndex((step) => step >= mark.step);
     const x = view.by === "step" ? mark.step : answers[run][view.by][at];
     const name = runs.length > 1 ? `${runs[run].name}: ` : "";
-    return { ...mark, x, stroke: style.getPropertyValue(hues[mark.kind]).trim(), text: `${name}${mark.text} (step ${number(mark.step)})` };
+    return { ...mark, x, stroke: style.getPropertyValue(hues[mark.kind]).trim(),
+      text: `${name}${mark.text} (step ${number(mark.step)})` };
   }))).filter((mark) => mark.x !== undefined && mark.x !== null);
 }
 
