@@ -34,8 +34,6 @@ COLUMNS = {
     "group": "CASE WHEN e.group_id >= 0 THEN e.group_id END",
     **{name: f"q.{name}" for name in ("sample", "source")},
     **{name: f"coalesce({table}.{name}, '')" for name, table in zip(TEXTS, "qaq", strict=True)},
-    "change": """CASE WHEN e.score < b.score THEN 'worse' WHEN e.score > b.score THEN 'better'
-        WHEN e.score = b.score THEN 'same' END""",
     "lag": "CASE e.kind WHEN 'train' THEN max(abs(e.step - 1 - e.oldest), abs(e.step - 1 - e.newest)) END",
     # Tokens beyond the bound of the newest launch: none, some, all.
     "stale": f"""CASE e.kind WHEN 'train' THEN CASE WHEN e.step - 1 - e.newest > {BOUND} THEN 'all'
@@ -48,7 +46,6 @@ FACETS = {
     "reason": "reason",
     "end": "end",
     "score": "score",
-    "change": "since the validation before",
     "failed_tool": "tool that failed",
     "agent": "agent",
     "mode": "mode",
@@ -58,9 +55,6 @@ FACETS = {
 NEWEST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out ones last
 FROM = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
     LEFT JOIN answers a ON a.uid = e.uid"""
-BEFORE = """ LEFT JOIN (
-    SELECT uid, lag(score) OVER (PARTITION BY kind, mode, group_id, member ORDER BY step) AS score
-    FROM episodes WHERE group_id < 0) b ON b.uid = e.uid"""  # of the validation before
 TOOLS = """WITH called AS (
     SELECT tool, seconds, failed, refused, row_number() OVER (PARTITION BY tool ORDER BY seconds) AS place,
         count(*) OVER (PARTITION BY tool) AS n
@@ -168,12 +162,11 @@ def _pattern(word: str) -> str:
 
 def page(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The PAGE episodes from `start` on."""
-    where, names = wanted.where(found), [*(name for name in COLUMNS if name != "change"), "components"]
-    columns = ", ".join(COLUMNS.get(name, "e.components") for name in names)
+    where, names = wanted.where(found), [*COLUMNS, "components"]
+    columns = ", ".join([*COLUMNS.values(), "e.components"])
     # Their texts are not read to sort all.
-    shown = f"SELECT e.uid {_from(where.text, wanted.order)} WHERE {where.text} ORDER BY {wanted.order}"
-    query = f"""SELECT {columns} {_from(wanted.order)} WHERE e.uid IN ({shown} LIMIT {PAGE} OFFSET ?)
-        ORDER BY {wanted.order}"""
+    shown = f"SELECT e.uid {FROM} WHERE {where.text} ORDER BY {wanted.order} LIMIT {PAGE} OFFSET ?"
+    query = f"SELECT {columns} {FROM} WHERE e.uid IN ({shown}) ORDER BY {wanted.order}"
     rows = reader.rows(query, *where.values, wanted.start)
     episodes = [dict(zip(names, row, strict=True)) for row in rows]
     return [
@@ -182,16 +175,12 @@ def page(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> list[
     ]
 
 
-def _from(*texts: str) -> str:
-    """The tables they read. Scores of the validation before, which take 0.1 s, are left out if they can."""
-    return FROM + BEFORE * any("b.score" in text for text in texts)
-
-
 def uids(reader: RunReader, wanted: Listing) -> list[tuple[str, int]]:
     """All episodes that fit but for `search`, in order, and their turns."""
     where = msgspec.structs.replace(wanted, search=()).where()
-    query = f"{_from(where.text, wanted.order)} WHERE {where.text} ORDER BY {wanted.order}"
-    return reader.rows(f"SELECT e.uid, e.turns {query}", *where.values)
+    return reader.rows(
+        f"SELECT e.uid, e.turns {FROM} WHERE {where.text} ORDER BY {wanted.order}", *where.values
+    )
 
 
 class Facet(msgspec.Struct):
@@ -214,7 +203,7 @@ def facets(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> tup
     columns = ", ".join([*(one.expression for one in shown), *(one.text for one in own)])
     values = [value for one in own for value in one.values]
     places = ",".join(str(at + 2) for at in range(len(shown) + len(own)))
-    query = f"SELECT count(*), {columns} {FROM}{BEFORE} WHERE {where.text} GROUP BY {places}"
+    query = f"SELECT count(*), {columns} {FROM} WHERE {where.text} GROUP BY {places}"
     total, counts = 0, [Counter[Any]() for _ in shown]
     for count, *row in reader.rows(query, *values, *where.values):
         fits = row[len(shown) :]
@@ -283,7 +272,7 @@ def _components(reader: RunReader) -> list[str]:
 def tools(reader: RunReader, wanted: Listing) -> list[dict[str, Any]]:
     """What the tools did in the episodes that fit."""
     where, all_of_them = wanted.where(), not (wanted.clauses or wanted.search)
-    chosen = "1" if all_of_them else f"uid IN (SELECT e.uid {_from(where.text)} WHERE {where.text})"
+    chosen = "1" if all_of_them else f"uid IN (SELECT e.uid {FROM} WHERE {where.text})"
     names = ("tool", "calls", "failed", "refused", "p50", "p95")
     found = [
         dict(zip(names, row, strict=True)) for row in reader.rows(TOOLS.format(where=chosen), *where.values)

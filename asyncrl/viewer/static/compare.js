@@ -12,8 +12,8 @@ export async function show(place, now, state, current) {
   redraw(place, [found, a, b, runs.map((run) => run.name), state.differences], () => [
     make("section", { class: "card" }, chooser(runs, [a, b], found),
       ...(found.error ? [make("p", {}, found.error)] : outcome(found, runs, [a, b]))),
+    differing(state), // before what may be long
     found.error ? null : flips(found, runs, [a, b]),
-    differing(state),
   ]);
 }
 
@@ -64,7 +64,7 @@ function differing(state) {
     [make("td", {}, make("code", {}, key)),
       ...values.map((value) => (value === null ? "–" : JSON.stringify(value)))]);
   if (state.runs.length < 2) return null;
-  return make("section", { class: "card" },
-    fold(`${rows.length} keys of the configurations differ; all others are equal`, true,
-    table(["key", ...state.runs.map((run) => run.name)], rows, { id: "differences" })));
+  const title = `${rows.length} ${rows.length === 1 ? "key differs" : "keys differ"}; all others are equal`;
+  const found = table(["key", ...state.runs.map((run) => run.name)], rows, { id: "differences" });
+  return make("section", { class: "card" }, fold(title, true, found));
 }

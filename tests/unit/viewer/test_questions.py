@@ -47,12 +47,14 @@ class Question(NamedTuple):
     answer: Sequence[str]
 
 
+NAMES = ("first", "second")
+REGRESSION = [partial(planted.regression, worse=False), partial(planted.regression, worse=True)]
 QUESTIONS = (
     Question(
         "what do the episodes have in common that earn nothing?",
         [planted.broken_tool],
         ["Episodes", "search 24"],
-        ["score 0 24", "search 24", "connection refused"],
+        ["24 episodes", "score 0 24 tool that failed search 24", "connection refused"],
     ),
     Question(
         "what limits this run?",
@@ -67,9 +69,15 @@ QUESTIONS = (
         ["lag 5", "333 tokens masked", "too old", "Let us count"],
     ),
     Question(
-        "why is the second run worse?",
-        [partial(planted.regression, worse=False), partial(planted.regression, worse=True)],
-        ["4-2"],
+        "is the second run worse, and what is different?",
+        REGRESSION,
+        ["Compare"],
+        ["-0.5 (-0.708 to -0.292)", "0 better, 12 worse, 12 the same", "trainer.lr 0.000001 0.0001"],
+    ),
+    Question(
+        "what has the second run lost?",
+        REGRESSION,
+        ["second"],
         ["Held-out success 100% → 50% in 12 steps", "form 1 0.5", "trainer.lr 0.0001 1e-06"],
     ),
     Question(
@@ -81,8 +89,12 @@ QUESTIONS = (
     Question(
         "which question does it answer no longer?",
         [planted.flipped],
-        ["Episodes", "worse 1", "this question at every validation"],
-        ["What is 3 plus 3?", "103 · truth 6", "held out 12", "6 · truth 6", "held out 6"],
+        ["Compare"],
+        [
+            "first, step 6",
+            "first, step 12",
+            "What is 3 plus 3? 6 score 1, sampled 103 score 0, sampled 6",
+        ],
     ),
     Question(
         "what did the agent answer?",
@@ -109,7 +121,8 @@ def test_each_answer_is_a_few_clicks_from_the_first_page(tmp_path: Path) -> None
     async def test() -> None:
         async with browser(tmp_path / "profile") as tab:
             for number, question in enumerate(QUESTIONS):
-                saved = [save(tmp_path / f"{number + 1}-{at + 1}") for at, save in enumerate(question.runs)]
+                place = tmp_path / str(number)
+                saved = [save(place / run) for run, save in zip(NAMES, question.runs, strict=False)]
                 server = ViewServer(Views(saved, ended))
                 await server.start()
                 try:
@@ -127,8 +140,7 @@ async def walk(tab: Tab, url: str, question: Question) -> None:
     for text in question.clicks:
         await look(tab, question, f"place({json.dumps(text)})")
         await tab.run(f"(() => {{ {EYES} place({json.dumps(text)}).click() }})()")
-    for words in question.answer:
-        await look(tab, question, f"seen({json.dumps(words)})")
+    await look(tab, question, " && ".join(f"seen({json.dumps(words)})" for words in question.answer))
 
 
 async def look(tab: Tab, question: Question, condition: str) -> None:

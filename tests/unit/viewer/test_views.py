@@ -27,7 +27,6 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
 from asyncrl.viewer.views import Views
 from tests.fakes.data import rows, stored
-from tests.fakes.planted import flipped
 from tests.fakes.viewed import MARKUP, ended, save_run
 from tests.unit.buffer.machine import turn_payload
 
@@ -208,12 +207,6 @@ def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
     assert found["turns"][0]["texts"] and found["no_advantage"] == "it is held out: it is not trained"
     (one,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
     assert (one["step"], one["lag"], one["group"], one["question"]) == (4, None, None, "3?")
-
-
-def test_held_out_answers_are_compared_with_those_of_the_validation_before(tmp_path: Path) -> None:
-    views = Views([flipped(tmp_path / "a")], ended)
-    assert facets(views)["change"] == {"None": 60, "same": 10, "better": 1, "worse": 1}
-    assert uids(views, ["change", "=", "worse"], order="-change") == ["val12/sampled/3"]
 
 
 def test_a_function_of_the_users_is_not_run(run_dir: Path, tmp_path: Path) -> None:
