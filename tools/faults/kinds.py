@@ -137,10 +137,12 @@ def read_only(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def locked_store(target: Target, victim: str) -> Iterator[None]:
     """Another program has begun to write into run.db."""
-    with closing(sqlite3.connect(target.run / "run.db", isolation_level=None, timeout=30)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with closing(sqlite3.connect(target.run / "run.db", isolation_level=None, timeout=5)) as other:
+        with suppress(sqlite3.OperationalError):  # a coordinator that is paused as it writes keeps the lock
+            other.execute("BEGIN IMMEDIATE")
         yield
-        other.execute("ROLLBACK")
+        if other.in_transaction:
+            other.execute("ROLLBACK")
 
 
 @contextmanager
