@@ -232,7 +232,7 @@ def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
     files = {Path(name.partition("::")[0]) for name in named(tests)}
     for path in {next((up for up in file.parents if up.name in OF_TESTS), file) for file in files}:
         yield from (glob.escape(os.path.normpath(os.path.join(top, path))) for top in tops)
-        if path.suffix or path.name in OF_TESTS:  # wherever it is: names begin where the tests have their root
+        if path.suffix or path.name in OF_TESTS:  # wherever it is: tests have their root somewhere below
             yield glob.escape(f"{path}")
     programs = sandbox.environment["PATH"].split(":")
     yield from (glob.escape(os.path.normpath(one)) for one in programs if one.startswith("/"))
