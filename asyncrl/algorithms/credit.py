@@ -101,3 +101,42 @@ advantages: Registry[Advantage] = Registry("advantage", Advantage)
 def advantage(name: str, **needs: Any) -> Callable[[Callable[..., Credit]], Advantage]:
     """Register `(given: CreditInput, *, options…) -> Credit` as `name`; `needs`: fields of `Advantage`."""
     return lambda function: advantages.register(name)(Advantage(function, **needs))
+
+
+def by_token(given: CreditInput, advantage: Advantage) -> np.ndarray:
+    """[T] the advantage of each token. The turns of an agent with rewards of its own are an episode by
+    themselves, compared with the same agent's turns in the siblings that have some."""
+    if not given.own.agents:
+        return np.broadcast_to(np.asarray(advantage.of(given), dtype=np.float64), given.turn.shape)
+    found = np.zeros(len(given.turn))
+    for agent, own in given.own.parts.items():
+        turns = [turn for turn, who in enumerate(given.own.agents) if who == agent]
+        mine = np.isin(given.turn, turns)
+        places = [place for place, sibling in enumerate(given.siblings) if agent in sibling.agents]
+        part = CreditInput(
+            own=own,
+            siblings=[given.siblings[place].of(agent) for place in places],
+            rewards=given.rewards[mine],
+            turn=np.searchsorted(turns, given.turn[mine]),
+            issued=given.issued - (len(given.siblings) - len(places)),  # those without the agent are others
+            place=places.index(given.place) if given.place in places else -1,
+            values=None if given.values is None else given.values[mine],
+        )
+        found[mine] = advantage.of(part)
+    return found
+
+
+def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
+    """[T] each turn's reward on its last token; that of a turn without one on the token before it, or on the
+    first. Everything is on the last token where the episode has no rewards by turn.
+
+    Three turns with rewards 1, 2, 4 and tokens of turns 0, 2, 2: 3, 0, 4.
+    """
+    rewards = np.zeros(len(turn))
+    if len(turn):
+        by_turn = own.turn_rewards or (own.reward,)
+        ends = np.searchsorted(turn, np.arange(len(by_turn)), side="right") - 1
+        if not own.turn_rewards:
+            ends = np.array([len(turn) - 1])
+        np.add.at(rewards, np.maximum(ends, 0), by_turn)
+    return rewards

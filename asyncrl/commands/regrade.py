@@ -145,7 +145,7 @@ def _rows(
     """Yield a row for each member that was scored. A group is compared if all of its baseline were."""
     from asyncrl.buffer.batches import Baseline
     from asyncrl.buffer.prompts import ComparedParts, all_equal
-    from asyncrl.trainer.credit import advantage
+    from asyncrl.episodes.recorded import credited
 
     scored = {uid for uid in turns if after[uid] is not before[uid]}
     needed = {group.members[number] for number in group.baseline}
@@ -159,8 +159,10 @@ def _rows(
             return None, {}
         baseline = Baseline.of(group, members)
         alike = all_equal([members[uid].result for uid in compared], baseline.greedy, reads)
+        found = {uid: credited(config, members[uid], baseline, turns[uid])[1] for uid in compared}
         return not alike, {
-            uid: advantage(config, recipe, members[uid], baseline, turns[uid]) for uid in compared
+            uid: None if values is None or not len(values) else float(values.mean())
+            for uid, values in found.items()
         }
 
     (taught, advantages), (teaches, advantages_new) = judged(before), judged(after)

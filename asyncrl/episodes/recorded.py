@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
+from asyncrl.algorithms.advantages import credit_of
+from asyncrl.algorithms.credit import CreditInput, by_token, token_rewards
+from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Done, Opened
 from asyncrl.conversation.episode import Episode, begin, conversation
 from asyncrl.conversation.turns import read_turn, scored, trained
@@ -82,6 +87,20 @@ def judged_turns(reader: RunReader, one: Judged) -> tuple[Turn, ...]:
     assert one.stats is not None
     count = one.stats.turns + one.stats.untrained_turns
     return trained(turns_of(list(reader.frames(one.which.uid, count))))
+
+
+def credited(
+    config: RunConfig, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rewards and advantages of its trained tokens, before the batch scales them; None where the advantage
+    also reads what models compute."""
+    advantage, tokens = credit_of(config), [len(turn.ids) for turn in turns if not turn.untrained]
+    turn = np.repeat(np.arange(len(tokens)), tokens)
+    rewards, (siblings, place) = token_rewards(episode.result, turn), baseline.siblings(episode)
+    if advantage.critic or advantage.whole_group:
+        return rewards, None
+    compared = rewards, turn, baseline.issued, place, None, baseline.greedy
+    return rewards, by_token(CreditInput(episode.result, siblings, *compared), advantage)
 
 
 async def regrade(

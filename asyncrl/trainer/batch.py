@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.aggregation import Aggregation
-from asyncrl.algorithms.credit import CreditInput
+from asyncrl.algorithms.credit import CreditInput, token_rewards
 from asyncrl.buffer.packing import Piece, deal, micro_batches, units
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
@@ -28,7 +28,7 @@ from asyncrl.conversation.turns import trained
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
-from asyncrl.types import EpisodeResult, Turn
+from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 
@@ -258,22 +258,6 @@ def row_routes(turns: Sequence[Turn], lengths: Sequence[int], choices: int) -> t
             parts += [gap, told[max(0, known - start) :]]
     joined = (np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in found)
     return tuple(own[:length] for own, length in zip(joined, lengths, strict=True))
-
-
-def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
-    """[T] each turn's reward on its last token; that of a turn without one on the token before it, or on the
-    first. Everything is on the last token where the episode has no rewards by turn.
-
-    Three turns with rewards 1, 2, 4 and tokens of turns 0, 2, 2: 3, 0, 4.
-    """
-    rewards = np.zeros(len(turn))
-    if len(turn):
-        by_turn = own.turn_rewards or (own.reward,)
-        ends = np.searchsorted(turn, np.arange(len(by_turn)), side="right") - 1
-        if not own.turn_rewards:
-            ends = np.array([len(turn) - 1])
-        np.add.at(rewards, np.maximum(ends, 0), by_turn)
-    return rewards
 
 
 def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = "padded") -> MicroBatch:

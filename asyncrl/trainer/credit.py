@@ -12,57 +12,29 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.algorithms.credit import CreditInput, Trace
+from asyncrl.algorithms.credit import Trace, by_token
 from asyncrl.algorithms.kl import kl_tokens
 from asyncrl.algorithms.recipe import Recipe
-from asyncrl.buffer.batches import Baseline
-from asyncrl.buffer.records import EpisodeRecord
-from asyncrl.config import RunConfig
-from asyncrl.conversation.turns import trained
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.batch import Example, example
+from asyncrl.trainer.batch import Example
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult, Turn
-from asyncrl.wire.messages.trainer import PlannedTrajectory
+from asyncrl.types import EpisodeResult
 
 Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, place among the siblings) → β·KL by turn
 
 
 def credit(example: Example, recipe: Recipe, traces: Sequence[Trace] = ()) -> Example:
-    """With its advantage and, where there is a critic, the returns V is trained on."""
-    given = replace(example.credit_input(), traces=traces)
-    found = _by_agent(given, recipe) if given.own.agents else recipe.advantage.of(given)
-    advantage = np.broadcast_to(np.asarray(found, dtype=np.float64), example.mu.shape)
-    returns = None if example.value is None else advantage + example.value
-    return replace(example, advantage=advantage, returns=returns)
-
-
-def _by_agent(given: CreditInput, recipe: Recipe) -> np.ndarray:
-    """[T] for agents with rewards of their own: the turns of each are an episode by themselves, compared with
-    the same agent's turns in the siblings that have some. ConfigError for what compares whole episodes, as
-    components are those of an episode."""
-    advantage = recipe.advantage
-    if advantage.greedy or advantage.whole_group or advantage.components or recipe.loss.whole_group:
+    """With its advantage and, where there is a critic, the returns V is trained on. ConfigError where agents
+    have rewards of their own, and what compares whole episodes would mix them."""
+    given, advantage = replace(example.credit_input(), traces=traces), recipe.advantage
+    whole = advantage.greedy or advantage.whole_group or advantage.components or recipe.loss.whole_group
+    if whole and given.own.agents:
         raise ConfigError(
             f"algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
             "episodes, and agents earned rewards of their own; use dr_grpo or rloo with reinforce or ppo"
         )
-    found = np.zeros(len(given.turn))
-    for agent, own in given.own.parts.items():
-        turns = [turn for turn, who in enumerate(given.own.agents) if who == agent]
-        mine = np.isin(given.turn, turns)
-        places = [place for place, sibling in enumerate(given.siblings) if agent in sibling.agents]
-        part = CreditInput(
-            own=own,
-            siblings=[given.siblings[place].of(agent) for place in places],
-            rewards=given.rewards[mine],
-            turn=np.searchsorted(turns, given.turn[mine]),
-            issued=given.issued - (len(given.siblings) - len(places)),  # those without the agent are others
-            place=places.index(given.place) if given.place in places else -1,
-            values=None if given.values is None else given.values[mine],
-        )
-        found[mine] = advantage.of(part)
-    return found
+    found = by_token(given, advantage)
+    return replace(example, advantage=found, returns=None if example.value is None else found + example.value)
 
 
 def rescaled(example: Example, change: Callable[[np.ndarray], np.ndarray]) -> Example:
@@ -143,24 +115,3 @@ def share_traces(
         Trace(packed.uid, packed.group, packed.own, **{name: packed.array(name) for name in packed.arrays})
         for packed in share(world, examples, arrays)
     ]
-
-
-def credited(
-    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
-) -> Example:
-    """Its trained tokens as training saw them: lags, rewards, what is over the bound; and advantages before
-    the batch scales them, unless they also read what models compute."""
-    planned = PlannedTrajectory.of(episode, baseline, config.rollout.temperature)
-    given = example(
-        planned, trained(turns), max(0, episode.step), config.buffer.max_staleness, recipe.aggregate
-    )
-    return given if recipe.critic or recipe.advantage.whole_group else credit(given, recipe)
-
-
-def advantage(
-    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
-) -> float | None:
-    """The mean of its tokens' advantages, before the batch scales them. None where the advantage also reads
-    what models compute, or the episode has no token of the model's."""
-    found = credited(config, recipe, episode, baseline, turns).advantage
-    return float(found.mean()) if found is not None and len(found) else None

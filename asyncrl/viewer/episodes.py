@@ -4,7 +4,7 @@ episode token by token, with what training made of it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import exp
 from pathlib import Path
@@ -12,18 +12,20 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.algorithms.advantages import advantages
+from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.data import Samples, samples_path
-from asyncrl.episodes.recorded import kept_turns
+from asyncrl.episodes.recorded import credited, kept_turns
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_lines
 from asyncrl.observe.held_out import EVAL, HeldOut
-from asyncrl.observe.transcripts import TokenRatios, read_ratios
+from asyncrl.observe.transcripts import read_ratios
+from asyncrl.registry import single
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Observation, Sample, Turn, TurnReply
-from asyncrl.viewer.credit import refused
 
 LARGEST = 20.0  # nats
 SEARCH_SECONDS = 1.0  # that one search reads transcripts
@@ -97,23 +99,44 @@ def transcript(
     sample: Sample = samples[episode.group if held_out else reader.group(episode.group).sample]
     turns, missing = kept_turns(reader, episode)
     step = HeldOut.of(uid).step if held_out else episode.step + 1 if episode.step >= 0 else None
-    known = read_ratios(run_dir, episode.step + 1, uid) if episode.step >= 0 else None
+    trained = dict[str, list[Any]]()  # of all tokens that are trained: they may be shorter
+    if episode.step >= 0 and (known := read_ratios(run_dir, episode.step + 1, uid)):
+        ratios = [None if x is None else exp(min(x, LARGEST)) for x in known.log_ratio]
+        trained |= {"ratios": ratios, "dropped": known.dropped}
+    if not (no_advantage := missing or _refused(config, reader, episode)):
+        try:
+            parts = credited(config, episode, reader.baseline(episode.group), turns)
+            named = zip(("rewards", "advantages"), parts, strict=True)
+            trained |= {name: part.tolist() for name, part in named if part is not None}
+            no_advantage = "" if "advantages" in trained else "the advantage reads what models compute"
+        except (AsyncrlError, ValueError) as error:
+            no_advantage = one_line(error)
     return {
         **msgspec.to_builtins(episode),
         "step": step,
         "landed": episode.stats.turns > 0,
         "bound": config.buffer.max_staleness,
-        "sample": {
-            "row": sample.row,
-            "source": sample.data_source,
-            "prompt": [message.openai() for message in sample.prompt],
-            "truth": sample.ground_truth,
-        },
-        "turns": list(_turns(turns, decode, known, episode.step, config.buffer.max_staleness)),
+        "prompt": [message.openai() for message in sample.prompt],
+        "turns": list(_turns(turns, decode, trained, episode.step, config.buffer.max_staleness)),
         "missing": missing,
         "text": _kept_text(run_dir, uid, step) if missing and step is not None else "",
-        "no_advantage": missing or refused(config, reader, episode),
+        "no_advantage": no_advantage,
     }
+
+
+def _refused(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str:
+    """Say why an episode has no advantages; '' if it has some. A viewer runs no code of users."""
+    name, _ = single(config.algorithm.advantage)
+    if episode.uid.startswith(EVAL):
+        return "it is held out: it is not trained"
+    if not episode.stats.turns:
+        return "it has not landed"
+    if name not in advantages:
+        return f"algorithm.advantage {name} is a function of the user's, which a viewer does not run"
+    if episode.greedy or not reader.baseline(episode.group).results:
+        why = "it is the greedy one" if episode.greedy else "its group is not settled"
+        return f"it is compared with nothing: {why}"
+    return ""
 
 
 def _kept_text(run_dir: Path, uid: str, step: int) -> str:
@@ -127,31 +150,24 @@ def _kept_text(run_dir: Path, uid: str, step: int) -> str:
 
 
 def _turns(
-    turns: Sequence[Turn], decode: Decode, known: TokenRatios | None, step: int, bound: int
+    turns: Sequence[Turn], decode: Decode, trained: Mapping[str, list[Any]], step: int, bound: int
 ) -> Iterator[dict[str, Any]]:
-    """Per-token lists are aligned with `ids`, or empty where a turn is not trained; None: not known. `ratios`
-    are pi/mu; they and `dropped` may be shorter."""
+    """Per-token lists are aligned with `ids`, or empty where a turn is not trained."""
     start = 0
     for turn in turns:
         own = slice(start, start := start + (0 if turn.untrained else len(turn.ids)))
         spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
-        lags = None if step < 0 else [] if turn.untrained else token_lags(turn.spans, step)
+        lags = [] if turn.untrained or step < 0 else token_lags(turn.spans, step)
         yield {
-            "index": turn.index,
-            "row": turn.row,
+            **{name: getattr(turn, name) for name in ("index", "row", "stop", "seconds", "ids", "logprobs")},
             "agent": f"{turn.agent} (not trained)" if turn.untrained else turn.agent,
-            "stop": turn.stop,
-            "seconds": turn.seconds,
             "context": {"ids": turn.context, "text": decode(turn.context)},
-            "ids": turn.ids,
             "texts": token_texts(decode, turn.ids),
-            "logprobs": turn.logprobs,
             "versions": [version for version, _ in spans],
             "kv_versions": [version for _, version in spans],
             "lags": lags,
-            "stale": lags and stale_mask(lags, bound),
-            "ratios": known and [None if x is None else exp(min(x, LARGEST)) for x in known.log_ratio[own]],
-            "dropped": known and known.dropped[own],
+            "stale": stale_mask(lags, bound),
+            **{name: values[own] for name, values in trained.items()},
             "replies": msgspec.to_builtins(turn.replies),
             "observation": msgspec.to_builtins(turn.observation),
         }

@@ -66,12 +66,8 @@ def write(path: Path, views: Views) -> bool:
         known = found[address("episodes", run=number)].get("episodes", [])
         train = [one for one in known if one["kind"] == "train"]
         known[:] = train + held_out
-        landed = [one["uid"] for one in train[:SHOWN] + held_out[:HELD_OUT] if one["end"]]
-        for uid in landed:
+        for uid in [one["uid"] for one in train[:SHOWN] + held_out[:HELD_OUT] if one["end"]]:
             found[address("episode", run=number, uid=uid)] = _answer(views, "episode", run=number, uid=uid)
-        credited = _answer(views, "credit", run=number, uid=",".join(landed)) if landed else {}
-        for uid in credited.keys() & {*landed}:
-            found[address("credit", run=number, uid=uid)] = {uid: credited[uid]}
     sides = {"a": 0, "b": min(1, len(found["runs"]["runs"]) - 1)}
     found[address("compare", **sides)] = _answer(views, "compare", **sides)
     path.parent.mkdir(parents=True, exist_ok=True)

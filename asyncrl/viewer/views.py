@@ -22,7 +22,6 @@ from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer.compare import compare, step_of
-from asyncrl.viewer.credit import Credit, credits
 from asyncrl.viewer.episodes import Decode, decoder, search, transcript
 from asyncrl.viewer.lanes import LaneReader, LaneWindow
 from asyncrl.viewer.overview import overview
@@ -30,7 +29,6 @@ from asyncrl.viewer.series import Measured, marks, series
 
 Query = Mapping[str, str]
 MOST_LANES = 2  # runs whose timelines are in memory
-MOST_CREDITED, KEPT_CREDITS = 64, 256  # episodes
 KEPT = 64 << 20  # bytes of metrics in memory; of other runs they are read again
 
 
@@ -46,15 +44,13 @@ class Views:
         self._decoders: dict[str, Decode] = {}
         self._found: tuple[Path, tuple[str, ...], list[str], dict[str, int]] | None = None  # by a search
         self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
-        self._credits: dict[tuple[Path, str], Credit] = {}
         self._columns: dict[tuple[Path, bytes], Measured] = {}
-        self._loading, self._reading, self._crediting, self._measuring = (threading.Lock() for _ in range(4))
+        self._loading, self._reading, self._measuring = (threading.Lock() for _ in range(3))
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
             "episodes": self._episodes,
             "episode": self._episode,
-            "credit": self._credit,
             "tools": self._tools,
             "lanes": self._lanes,
             "compare": self._compare,
@@ -165,17 +161,6 @@ class Views:
                 raise ConfigError(f"episode {uid}: its validation is under way; it is listed once it is over")
             found = transcript(path, config, reader, uid, self._decoder(config.model.path))
             return found | {"listed": listed[0]}
-
-    def _credit(self, query: Query) -> dict[str, Credit]:
-        """Return rewards and advantages of episodes, `uid=1.0,1.1`, by uid; they stay in memory."""
-        path, uids = self._path(query), query.get("uid", "").split(",")[:MOST_CREDITED]
-        with self._crediting:
-            known = self._credits
-            if missing := [uid for uid in uids if (path, uid) not in known]:
-                if len(known) > KEPT_CREDITS:
-                    known.clear()
-                known |= {(path, uid): one for uid, one in credits(path, missing).items()}
-            return {uid: known[path, uid] for uid in uids}
 
     def _lanes(self, query: Query) -> LaneWindow:
         """Return the lanes of a window, in seconds since the start of the run."""

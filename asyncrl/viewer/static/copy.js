@@ -1,7 +1,7 @@
 // An episode as text, and the way to the clipboard.
 import { make } from "view/dom.js";
 
-export function asText({ uid, listed, result, sample, turns, text }) {
+export function asText({ uid, listed, result, prompt, turns, text }) {
   const said = ({ role, content }) => `--- ${role}\n${content}`;
   const lines = turns.flatMap((turn) => [
     `--- turn ${turn.index + 1} ${turn.agent}`, ...(turn.agent ? [turn.context.text, "--- model"] : []),
@@ -13,7 +13,7 @@ export function asText({ uid, listed, result, sample, turns, text }) {
     `episode ${uid} (${listed.kind}, ${listed.state} ${listed.reason})`, `question: ${listed.question}`,
     `answer: ${listed.answer}`, `ground truth: ${listed.truth}`, `ended: ${result.end}`,
     ...Object.entries({ score: listed.score, ...listed.components }).map((pair) => pair.join(": ")),
-    ...(turns[0]?.agent ? [] : sample.prompt.map(said)), ...lines, text,
+    ...(turns[0]?.agent ? [] : prompt.map(said)), ...lines, text,
   ].join("\n");
 }
 

@@ -10,7 +10,7 @@ import { draw, line } from "view/reader.js";
 const PAGE = 100;
 const FRESH = 2500; // milliseconds for which a list is not asked for again
 const KEPT = 40; // episodes in memory
-const SIDE = 16, CREDITED = 64; // members side by side, and episodes of one question for advantages, at most
+const SIDE = 16; // members side by side, at most
 const INLINE = 5; // values of a facet that are always shown
 const WAIT = 400; // milliseconds without a key, after which a search begins
 const OVER = ["trained", "filtered", "dropped", "failed"];
@@ -20,7 +20,7 @@ const COLUMNS = [
 ];
 
 const answers = new Map(); // of a question: [when, answer]
-const loaded = new Map(), credits = new Map(); // episodes, and their advantages, by run and uid
+const loaded = new Map(); // episodes, by run and uid
 let listed = { episodes: [], total: 0, start: 0 };
 let names = {}; // facets' labels by column
 let members = []; // uids of the group of the episode that is open
@@ -238,24 +238,6 @@ async function load(run, uid) {
   return episode;
 }
 
-/** Advantages, which a process of its own computes in seconds: asked for when they are to be seen, and of the
-    whole group at once. */
-async function credit(run, episodes) {
-  const wanted = episodes.filter((one) => !one.credited && !one.no_advantage);
-  const unknown = ({ uid }) => !credits.has(`${run} ${uid}`);
-  if (wanted.some(unknown)) {
-    const uids = [...new Set([...wanted.map((one) => one.uid), ...members])].slice(0, CREDITED);
-    const asks = isFile ? wanted.map((one) => one.uid) : [uids.join()];
-    const found = await Promise.all(asks.map((uid) => ask("credit", { run, uid })));
-    found.flatMap(Object.entries).forEach(([uid, one]) => credits.set(`${run} ${uid}`, one));
-  }
-  for (const one of wanted) {
-    const { turns, no_advantage: none } = credits.get(`${run} ${one.uid}`);
-    one.turns.forEach((turn, at) => Object.assign(turn, turns[at]));
-    Object.assign(one, { no_advantage: none, credited: true });
-  }
-}
-
 /** Members of its group; of a held-out episode those of the same question, at all validations. */
 async function group(run, { kind, group: number, sample, mode }) {
   const same = [["sample", "=", sample], ["kind", "=", kind], ["mode", "=", mode]];
@@ -273,16 +255,12 @@ async function read(place, now, current) {
     members = await group(run, first.listed);
     const uids = side ? [uid, ...members.filter((one) => one !== uid)].slice(0, SIDE) : [uid];
     const some = await Promise.all(uids.map((one) => load(run, one)));
-    const stamps = () => some.map((one) => [one.stamp, one.credited, one.no_advantage]);
-    const present = () => current() && redraw(place, [now, stamps()],
+    if (!current()) return;
+    redraw(place, [now, some.map((one) => one.stamp)],
       () => (side ? sideBySide(some, colour) : draw(first, colour, buttons(first))));
-    present();
     place.parentElement.classList.toggle("side", Boolean(side));
     if (place.dataset.uid !== uid) place.scrollTop = 0;
     place.dataset.uid = uid;
-    const failed = (error) => some.forEach((one) => (one.no_advantage ||= error.message));
-    if (colour === "advantages") await credit(run, some).catch(failed);
-    present();
   } catch (error) {
     if (current()) empty(error.message, "alert");
   }

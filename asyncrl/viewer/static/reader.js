@@ -76,7 +76,7 @@ export function painter(episode, name) {
 
 export function draw(episode, colour, buttons) {
   const paint = painter(episode, colour), rows = branches(episode.turns), long = episode.turns.length >= MANY;
-  const prompt = episode.turns[0]?.agent ? [] : history(episode.sample.prompt, "prompt", "few-shot message");
+  const prompt = episode.turns[0]?.agent ? [] : history(episode.prompt, "prompt", "few-shot message");
   const drawn = rows.map((row) => drawRow(row, rows, episode, paint));
   const gone = episode.missing ? kept(episode) : [];
   const turns = make("div", { class: "turns" }, ...prompt, ...drawn, ...gone);
@@ -128,7 +128,7 @@ function colours(episode, paint, chosen) {
   const bar = make("div", { class: "bar" }, make("span", { class: "dim" }, "colour"), ...links);
   if (!paint.values) return make("div", { class: "colours" }, bar);
   const none = chosen !== "advantages" ? paint.none ?? "nothing is known of it, of this episode"
-    : episode.no_advantage ? `no advantages: ${episode.no_advantage}` : "advantages are being computed …";
+    : `no advantages: ${episode.no_advantage}`;
   if (!episode.turns.some((turn) => paint.values(turn)?.length))
     return make("div", { class: "colours" }, bar, make("p", { class: "alert" }, none));
   const patches = paint.scale(paint).map(([value, label]) => make("span", { class: "patch" },

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.aggregation import aggregations
+from asyncrl.algorithms.credit import token_rewards
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.batch import Example, collate, dealt, example, token_rewards, with_turns, with_values
+from asyncrl.trainer.batch import Example, collate, dealt, example, with_turns, with_values
 from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 

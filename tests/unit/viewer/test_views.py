@@ -108,20 +108,13 @@ def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views)
     assert turn["dropped"] == [True] + [False] * 9
     assert turn["replies"][0]["content"] == MARKUP
     assert found["listed"]["answer"] == "the answer of 0.0" and found["no_advantage"] == ""
-    assert found["sample"]["truth"] == "1" and found["result"]["components"] == {"acc": 1.0}
+    assert found["listed"]["truth"] == "1" and found["result"]["components"] == {"acc": 1.0}
 
 
-def test_advantages_are_computed_in_a_process_that_ends_and_are_kept(
-    views: Views, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = views.answer("credit", {"uid": "0.0,0.1,2.0"})
-    (first,), (second,) = found["0.0"]["turns"], found["0.1"]["turns"]
-    assert first["rewards"] == [0.0] * 9 + [1.0] and first["advantages"][0] > 0 > second["advantages"][0]
-    assert found["2.0"] == {"turns": [], "no_advantage": "it has not landed"}
-    monkeypatch.setattr("asyncrl.viewer.credit.SECONDS", 0.01)
-    assert views.answer("credit", {"uid": "0.1"}) == {"0.1": found["0.1"]}
-    with pytest.raises(ConfigError, match="advantages: not computed within"):
-        views.answer("credit", {"uid": "1.0"})
+def test_advantages_are_the_trainers(views: Views) -> None:
+    (first,), (second,) = (views.answer("episode", {"uid": uid})["turns"] for uid in ("0.0", "0.1"))
+    assert first["rewards"] == [0.0] * 9 + [1.0]
+    assert (first["advantages"], second["advantages"]) == ([0.5] * 10, [-0.5] * 10)
 
 
 def test_a_viewer_loads_no_torch(run_dir: Path) -> None:
@@ -203,7 +196,7 @@ def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
         "held out": 1,
     }
     found = views.answer("episode", {"uid": uid})
-    assert found["step"] == 4 and found["sample"]["prompt"][0]["content"] == "3?"
+    assert found["step"] == 4 and found["prompt"][0]["content"] == "3?"
     assert found["turns"][0]["texts"] and found["no_advantage"] == "it is held out: it is not trained"
     (one,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
     assert (one["step"], one["lag"], one["group"], one["question"]) == (4, None, None, "3?")
