@@ -101,7 +101,7 @@ swe-tasks: $(VENV)/core  ## 100 tasks of repair with their images, in build/swe:
 
 check-sglang-pins: $(VENV)/core  ## do asyncrl and SGLang still go into one environment? Downloads some GB, installs nothing
 	$(BIN)/python -m pip install --dry-run --ignore-installed --progress-bar off -c constraints-sglang.txt \
-		".[sglang,ray,agents,wandb,tensorboard]" checkpoint-engine
+		".[sglang,ray,agents,wandb,tensorboard]"
 
 check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ LEVELS = (
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Packages with few importers.
 OWNED = {
-    "zmq": ("wire/sockets.py", "weights/ipc.py"),
+    "zmq": ("wire/sockets.py",),
     "ray": ("launch/ray.py",),
     "hydra": ("config/composition.py",),
     "omegaconf": ("config/composition.py",),

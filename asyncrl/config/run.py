@@ -101,9 +101,8 @@ class WeightsConfig(Section, frozen=True):
     are brought the versions. Or an absolute path that all share: in a directory of the run's own there."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version in this time is reported and gets the latest one."""
-    transport: Literal["disk", "collective", "ipc"] = "disk"
-    """`disk`: files. For sglang also `collective`: broadcast through a process group of each server's own;
-    and `ipc`: the same, but servers on a trainer rank's machine read its GPU's memory."""
+    transport: Literal["disk", "collective"] = "disk"
+    """`disk`: files. For sglang also `collective`: broadcast through a process group of each server's own."""
     full_every: Positive = 1
     """disk: publish every k-th version whole; of those between only the bytes that changed, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20

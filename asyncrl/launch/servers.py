@@ -38,13 +38,6 @@ def check_servers(config: RunConfig) -> None:
             "engine.server_command, or attach to servers with engine.urls=[…]; on a CPU, make sglang-cpu "
             "in a checkout, then engine=sglang_cpu"
         )
-    elif config.weights.transport != "ipc" or engine.server_command:
-        return
-    elif importlib.util.find_spec("checkpoint_engine") is None:
-        raise ConfigError(
-            "weights.transport=ipc has servers use checkpoint-engine, which is not installed here: "
-            "pip install checkpoint-engine, or set weights.transport=collective"
-        )
 
 
 def check_group_address(config: RunConfig) -> None:

@@ -111,8 +111,7 @@ class Publishing:
         weights, sender = self.config.weights, None
         if self.mesh.rank < senders:
             host = local_address(self._endpoints.control)
-            ipc = weights.transport == "ipc"
-            sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device, ipc)
+            sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device)
         addresses = ",".join(self.mesh.gather(sender.address if sender else "", str)[:senders])
         if sender is not None and self.mesh.rank == 0:
             sender.address = addresses
@@ -140,8 +139,4 @@ class Publishing:
 
 def readers(config: RunConfig, ranks: int) -> int:
     """Counts the ranks that may collect versions, each another one at a time."""
-    return {
-        "disk": 1,
-        "collective": max(1, min(ranks, config.engine.keepers)),
-        "ipc": ranks,  # so that there is one on each machine with ranks
-    }[config.weights.transport]
+    return 1 if config.weights.transport == "disk" else max(1, min(ranks, config.engine.keepers))

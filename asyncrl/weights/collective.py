@@ -19,10 +19,6 @@ version. Whatever goes wrong, on either side, closes it; the other side sees tha
 up too, so that a server that waits for a broadcast gets an error instead. A server joins only when rank 0 is
 listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
 
-With `weights.transport=ipc` a server on the sender's machine is in no group: it reads the weights from memory
-of the sender's GPU, in one call of /update_weights_from_ipc (weights/ipc.py). BucketRequest(0) says that it
-has been called, and is answered by Sent.
-
 Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
 request and has to be started again. Nothing here is authenticated or encrypted: for private networks.
 """
@@ -46,7 +42,6 @@ from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.group import ServerGroup, background
-from asyncrl.weights.ipc import BucketMemory, ServerMemory
 from asyncrl.weights.manifest import Layout, Superseded, TensorEntry, WeightsRef, describe, split
 from asyncrl.weights.ranges import joined
 from asyncrl.weights.snapshot import Snapshot, whole
@@ -63,18 +58,14 @@ class Sender:
     """Offers the newest version to all engines, and pushes it to one after another.
 
     It listens at `host`, which servers and keepers must be able to reach. A push takes at most `seconds`.
-    `ipc`: engines on this machine read memory of `device`.
     What it cannot read of a version is kept in `error` for the owner to raise.
     """
 
-    def __init__(
-        self, host: str, bucket_bytes: int, seconds: float, device: torch.device, ipc: bool = False
-    ) -> None:
-        self.bucket_bytes, self.seconds, self.device, self.ipc = bucket_bytes, seconds, device, ipc
+    def __init__(self, host: str, bucket_bytes: int, seconds: float, device: torch.device) -> None:
+        self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
         self.turn = threading.Lock()  # of one engine at a time
         self._latest: Snapshot | None = None
         self._offered = threading.Condition()
-        self._memory: BucketMemory | None = None  # of all versions: they are of one model
         self.error: Exception | None = None
         self._closing = threading.Event()
         self._listener = socket.create_server((host, 0))
@@ -99,12 +90,6 @@ class Sender:
         with self._offered:
             self._offered.wait_for(there, min(OFFER_SECONDS, seconds))
             return self._latest
-
-    def memory(self, size: int) -> BucketMemory:
-        """For engines that read it, one at a time: the one that has the turn."""
-        if self._memory is None or self._memory.size < size:
-            self._memory = BucketMemory(size, self.device)
-        return self._memory
 
     def close(self) -> None:
         """End all pushes, now."""
@@ -136,7 +121,7 @@ class EngineConnection:
     def __init__(self, sender: Sender, connection: socket.socket) -> None:
         self._sender, self._socket = sender, connection
         self._group: ServerGroup | None = None
-        self._engine, self._known = "an engine", False
+        self._engine = "an engine"
 
     def serve(self) -> None:
         """Until the engine leaves, or a push fails."""
@@ -187,14 +172,9 @@ class EngineConnection:
     def _push(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
         buckets = tuple(snapshot.layout[part] for part in self._parts(snapshot))
         entries: dict[str, TensorEntry] = {}
-        shared = self._sender.ipc and request.here
-        send = self._share if shared else self._broadcast
-        if not self._known:
-            log.info("%s is sent weights %s", self._engine, "through memory" if shared else "by broadcast")
-            self._known = True
         with closing(self._flattened(snapshot, buckets, entries)) as flattened:
             ready = next(flattened)  # raises Superseded before the engine has done anything
-            send(buckets, chain((ready,), flattened), request.ranks, deadline)
+            self._broadcast(buckets, chain((ready,), flattened), request.ranks, deadline)
         manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout))
         messages.send_answer(self._socket, messages.Sent(manifest), deadline)
 
@@ -202,7 +182,7 @@ class EngineConnection:
         self, buckets: Sequence[Layout], flattened: Iterator[Tensor], ranks: int, deadline: float
     ) -> None:
         group, port = self._join(1 + ranks, deadline)
-        plan = messages.BroadcastPlan(tuple(buckets), group.name, port, group.backend)
+        plan = messages.Plan(tuple(buckets), group.name, port, group.backend)
         messages.send_answer(self._socket, plan, deadline)
         under_way: Future[None] | None = None
         for index, ready in enumerate(flattened):  # read while the one before is under way
@@ -210,18 +190,6 @@ class EngineConnection:
             messages.send_answer(self._socket, messages.BucketReady(index), deadline)
             under_way = group.broadcast(ready)
         self._arrived(len(buckets), under_way, deadline)
-
-    def _share(
-        self, buckets: Sequence[Layout], flattened: Iterator[Tensor], ranks: int, deadline: float
-    ) -> None:
-        largest = max(sum(spec.nbytes for spec in bucket) for bucket in buckets)
-        with ServerMemory(ranks, self._sender.memory(largest), self._socket) as memory:
-            messages.send_answer(self._socket, messages.MemoryPlan(tuple(buckets), memory.sockets), deadline)
-            self._arrived(0, None, deadline)
-            memory.open(deadline)
-            for bucket, ready in zip(buckets, flattened, strict=True):
-                memory.load(bucket, ready, deadline)
-            memory.finish(deadline)
 
     def _parts(self, snapshot: Snapshot) -> Iterator[slice]:
         return split(snapshot.layout, self._sender.bucket_bytes)

@@ -25,41 +25,27 @@ _LENGTH = struct.Struct("!I")
 
 
 class VersionRequest(msgspec.Struct, frozen=True, tag="version_request"):
-    """Send this version to an engine of `ranks` ranks, which waits until `seconds` from now. `here`: it runs
-    on the sender's machine."""
+    """Send this version to an engine of `ranks` ranks, which waits until `seconds` from now."""
 
     engine: str
     version: PolicyVersion
     ranks: int
     seconds: float
-    here: bool
 
 
 class BucketRequest(msgspec.Struct, frozen=True, tag="bucket_request"):
-    """Send this bucket; all before it have arrived. The number of buckets asks for the manifest. Through
-    memory, 0 asks for all of them, and for the manifest."""
+    """Send this bucket; all before it have arrived. The number of buckets asks for the manifest."""
 
     bucket: int
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """Says that it is the engine's turn."""
+class Plan(msgspec.Struct, frozen=True, tag="plan"):
+    """Says that it is the engine's turn. `port`: rank 0 of a new group listens there; 0: it is known."""
 
     buckets: tuple[Layout, ...]
-
-
-class BroadcastPlan(Plan, frozen=True, tag="broadcast_plan"):
-    """`port`: rank 0 of a new group is listening there; 0: the group is the one that the engine is in."""
-
     group: str
     port: int
     backend: str
-
-
-class MemoryPlan(Plan, frozen=True, tag="memory_plan"):
-    """`sockets`: the address where a rank of the engine is told of the memory to read, by its GPU."""
-
-    sockets: dict[str, str]
 
 
 class BucketReady(msgspec.Struct, frozen=True, tag="bucket_ready"):
@@ -82,7 +68,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Question = VersionRequest | BucketRequest
-Answer = BroadcastPlan | MemoryPlan | BucketReady | Sent | Refused
+Answer = Plan | BucketReady | Sent | Refused
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

@@ -40,12 +40,6 @@ def background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Returns a stream of a GPU that does not wait for training's kernels. `torch.cuda.stream` takes None,
-    too."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
 class ServerGroup:
     """`ranks` in all; a broadcast takes at most `seconds`. Rank 0 has the store at which they meet."""
 
@@ -53,7 +47,8 @@ class ServerGroup:
         self.name, self.ranks = name, ranks
         self.backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         self._device, self._seconds = device, timedelta(seconds=seconds)
-        self._stream = side_stream(device)
+        # Does not wait for training's kernels; `torch.cuda.stream` takes None, too.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # On all interfaces. Rank 0 itself does not wait for other ranks here.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._store.port

@@ -6,18 +6,15 @@ import os
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
-import zmq
 from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.group import ServerGroup
-from asyncrl.weights.ipc import ServerMemory
-from asyncrl.weights.manifest import Layout, WeightsRef
+from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.forked import FORKED
 from tests.fakes.weights import snapshot_of
 
@@ -37,27 +34,17 @@ def weights(seed: int) -> dict[str, Tensor]:
     }
 
 
-def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int, ipc: bool) -> None:
+def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int) -> None:
     torch.set_num_threads(1)
-    broadcast, load, count = ServerGroup.broadcast, ServerMemory.load, 0
+    broadcast, count = ServerGroup.broadcast, 0
 
     def until_then(group: ServerGroup, data: Tensor) -> Future[None]:
         nonlocal count
         count += 1
         return broadcast(group, data) if count <= silent_from else Future()
 
-    def load_until_then(memory: ServerMemory, bucket: Layout, data: Tensor, deadline: float) -> None:
-        nonlocal count
-        count += 1
-        if count > silent_from:
-            memory._await_answers(deadline)
-            connection.send("silent")
-            memory._ready([], zmq.POLLIN, deadline)  # until the keeper leaves
-        load(memory, bucket, data, deadline)
-
     ServerGroup.broadcast = until_then  # type: ignore[method-assign]
-    ServerMemory.load = load_until_then  # type: ignore[method-assign]
-    sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"), ipc)
+    sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"))
     connection.send(sender.offer(snapshot_of(load_file(path) if path else weights(0), PolicyVersion(0, 1))))
     threading.Event().wait()
 
@@ -66,25 +53,16 @@ class SenderProcess:
     """It says that it broadcasts bucket `silent_from`, and does not. `ref`: what it offers: some random
     weights, or a safetensors file."""
 
-    def __init__(
-        self, silent_from: int, path: str = "", bucket_bytes: int = BUCKET_BYTES, ipc: bool = False
-    ) -> None:
-        self._connection, theirs = FORKED.Pipe()
+    def __init__(self, silent_from: int, path: str = "", bucket_bytes: int = BUCKET_BYTES) -> None:
+        connection, theirs = FORKED.Pipe()
         self.process = FORKED.Process(
-            target=_run, args=(theirs, silent_from, path, bucket_bytes, ipc), daemon=True
+            target=_run, args=(theirs, silent_from, path, bucket_bytes), daemon=True
         )
         self.process.start()
         theirs.close()
-        self.ref: WeightsRef = self._hear()
-
-    def await_silence(self) -> None:
-        """Through memory: the server has all buckets before the one that does not come."""
-        self._hear()
-
-    def _hear(self) -> Any:
-        if not self._connection.poll(60.0):
+        if not connection.poll(60.0):
             raise TimeoutError("the sender said nothing")
-        return self._connection.recv()
+        self.ref: WeightsRef = connection.recv()
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid or 0, number)

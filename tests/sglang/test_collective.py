@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import platform
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -27,7 +24,6 @@ from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.collective import Sender
-from asyncrl.weights.ipc import release
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.group_sender import SenderProcess
 from tests.fakes.sglang import sglang_config
@@ -74,8 +70,7 @@ class Watched:
 
     def __init__(self, server: ServerApi, number: int) -> None:
         self.init_group, self.destroy_group = server.init_group, server.destroy_group
-        self.update_from_ipc, self.url = server.update_from_ipc, server.url
-        self._server, self.told = server, 0
+        self._server, self.url = server, server.url
         self.expect(number)
 
     def expect(self, number: int) -> None:
@@ -84,7 +79,6 @@ class Watched:
 
     async def update_from_group(self, *arguments: Any, **settings: Any) -> None:
         task = asyncio.create_task(self._server.update_from_group(*arguments, **settings))
-        self.told += 1
         self._left -= 1
         if not self._left:
             self.event.set()
@@ -127,15 +121,12 @@ def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
     return sender.offer(snapshot_of(versions.tensors(version), PolicyVersion(EPOCH, version)))
 
 
-@pytest.mark.parametrize("ipc", [False, True])
-async def test_it_samples_with_what_was_pushed(server, versions, sender, ipc):
-    """Several buckets, three versions over one group, or through memory."""
-    sender.ipc = ipc
+async def test_it_samples_with_what_was_pushed(server, versions, sender):
+    """Several buckets, three versions over one group."""
     async with keeping(server) as keeper:
         for version in (1, 2, 3):
             await keeper.load(offer(sender, versions, version))
             await keeper.check(versions, version)
-        assert (keeper.watched.told == 0) is ipc
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -168,53 +159,6 @@ async def test_a_trainer_that_is_killed_in_mid_push(server, versions, sender):
         assert time.monotonic() - start < LONG / 2
         await keeper.load(offer(sender, versions, 1))
         await keeper.check(versions, 1)
-
-
-async def test_a_trainer_that_is_killed_while_the_server_reads_its_memory(server, versions, sender):
-    """Nobody would tell the server that there is no more to come, if the keeper did not."""
-    sender.ipc = True
-    async with keeping(server) as keeper:
-        path = str(versions.paths[3] / "model.safetensors")
-        trainer = SenderProcess(2, path, BUCKET_BYTES, ipc=True)
-        start = time.monotonic()
-        task = asyncio.create_task(keeper.load(trainer.ref))
-        await asyncio.to_thread(trainer.await_silence)
-        trainer.end()
-        with pytest.raises(WeightsError, match="the sender is gone"):
-            await task
-        assert time.monotonic() - start < LONG / 2
-        await keeper.load(offer(sender, versions, 1))
-        await keeper.check(versions, 1)
-
-
-async def test_a_keeper_that_leaves_while_the_server_reads_the_trainers_memory(server, versions, sender):
-    """The trainer ends the server's request, and others have their turn."""
-    path = str(versions.paths[3] / "model.safetensors")
-    trainer = SenderProcess(2, path, BUCKET_BYTES, ipc=True)
-    async with keeping(server) as keeper:
-        task = asyncio.create_task(keeper.load(trainer.ref))
-        await asyncio.to_thread(trainer.await_silence)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    async with keeping(server) as keeper:
-        await keeper.load(offer(sender, versions, 1))
-        await keeper.check(versions, 1)
-    trainer.end()
-
-
-async def test_a_server_that_dials_nobody_is_released(server, versions, sender):
-    """Its trainer left between the keeper's request and the server's first call."""
-    place = Path(tempfile.gettempdir(), "asyncrl-of-nobody")
-    async with keeping(server) as keeper:
-        sockets = {f"GPU-{platform.machine()}": f"ipc://{place / '0'}"}
-        told = asyncio.create_task(keeper.api.update_from_ipc(sockets, "e7-v9", LONG))
-        await asyncio.to_thread(release, sockets, told.done)
-        with pytest.raises(WeightsError, match="update_weights_from_ipc"):
-            await told
-        await keeper.load(offer(sender, versions, 2))
-        await keeper.check(versions, 2)
-    assert not place.exists()  # noqa: ASYNC240
 
 
 async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, sender):
@@ -291,15 +235,13 @@ async def test_a_server_that_freezes_before_it_joins(server, versions, sender):
         await keeper.check(versions, 2)
 
 
-@pytest.mark.parametrize("ipc", [False, True])
-async def test_weights_of_another_model_are_an_error(server, versions, sender, ipc):
+async def test_weights_of_another_model_are_an_error(server, versions, sender):
     """A load that the server refuses is an error with its own words, and the next one is whole again."""
     async with keeping(server) as keeper:
         tensors = versions.tensors(1)
         name = next(name for name in tensors if "embed_tokens" in name)
         wrong = tensors | {name: tensors[name][:-1].contiguous()}
-        sender.ipc = ipc
-        with pytest.raises(WeightsError, match="did not load them" if ipc else "partially updated"):
+        with pytest.raises(WeightsError, match="partially updated"):
             await keeper.load(sender.offer(snapshot_of(wrong, PolicyVersion(EPOCH, 4))))
         await keeper.load(offer(sender, versions, 3))
         await keeper.check(versions, 3)

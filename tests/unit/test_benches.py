@@ -194,7 +194,7 @@ def test_good_episodes_do_not_wait_for_bad_tools() -> None:
     assert figures.row("good").count("|") == 6
 
 
-OPTIONAL = {"atheris", "checkpoint_engine", "peft", "sglang", "trl", "verifiers"}  # not in this environment
+OPTIONAL = {"atheris", "peft", "sglang", "trl", "verifiers"}  # not in this environment
 
 
 def test_scripts_import_what_is_there() -> None:

@@ -121,22 +121,18 @@ class Bench:
             await self.once(push)  # warms up
             return [await self.line("files", push)]
 
-    async def sent(self, bucket_bytes: int, ipc: bool) -> list[list[str]]:
+    async def broadcast(self, bucket_bytes: int) -> list[list[str]]:
         info = await self.server.server_info()
         protocol = protocol_of(info.version, self.server.url)
         receiver = Receiver(self.server, 0, info.tp_size)
-        with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, self.device, ipc)) as sender:
+        with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, self.device)) as sender:
 
             async def push(snapshot: Snapshot) -> None:
                 pushing = receiver.push(sender.offer(snapshot), DEADLINE)
-                async with (
-                    pushing as ready,
-                    self.paused(),
-                    protocol.update(self.server) if ready.session else nullcontext(),
-                ):
+                async with pushing as ready, self.paused(), protocol.update(self.server):
                     await ready.load()
 
-            name = f"{'memory' if ipc else 'broadcast'}, {bucket_bytes // MB} MB"
+            name = f"broadcast, {bucket_bytes // MB} MB"
             joins = self.row(f"{name}, first", [await self.once(push)])
             again = await self.line(name, push)
             await receiver.close()
@@ -148,8 +144,7 @@ async def compare(url: str, model: Path, device: torch.device, repeats: int, buc
     bench = Bench(server, model, device, repeats)
     lines = await bench.through_files(256 * MB)
     for megabytes in buckets:
-        for ipc in (False, True):
-            lines += await bench.sent(megabytes * MB, ipc)
+        lines += await bench.broadcast(megabytes * MB)
     await server.close()
     header = ["way", "all, s", "paused, s", "MB/s"]
     print(f"{bench.megabytes:.0f} MB, median of {repeats} pushes\n\n{table(header, lines)}")

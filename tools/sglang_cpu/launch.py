@@ -3,7 +3,7 @@ SGLang supports.
 
     .venv-sglang/bin/python tools/sglang_cpu/launch.py --model-path DIR --port 30000 [any argument of SGLang]
 
-The server is the stock wheel, computing with its own torch-native paths. Four things keep it from running:
+The server is the stock wheel, computing with its own torch-native paths. Three things keep it from running:
 
 - On a CPU it imports names from `sgl_kernel`, whose wheel needs CUDA. They are called for speculative
   decoding and for moving KV between pools, neither of which runs here: functions that raise are enough.
@@ -11,8 +11,6 @@ The server is the stock wheel, computing with its own torch-native paths. Four t
   two of them were never declared.
 - For `--enable-return-routed-experts` it registers main memory with CUDA, to copy to it from a GPU: there is
   none, and nothing to register.
-- `/update_weights_from_ipc` runs a worker of the package checkpoint-engine, which opens memory of a GPU. Here
-  a file is its memory, and its handle the file's name. Whatever else the worker and SGLang do is their own.
 
 SGLang's other processes import this file again when they start, so that it serves all of them.
 """
@@ -82,25 +80,6 @@ for operator in ("nms", "qnms"):
 
 torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
 
-
-class _Files:
-    """checkpoint-engine's `DeviceManager`, for memory that is a file: there is no device to wait for."""
-
-    def __init__(self) -> None:
-        worker = sys.modules["checkpoint_engine.worker"]
-        worker._rebuild_ipc = lambda handle, device: _opened(*handle[1])  # type: ignore[attr-defined]
-        self.device_module = types.SimpleNamespace(
-            synchronize=lambda: None, ipc_collect=lambda: None, empty_cache=lambda: None
-        )
-
-
-def _opened(path: str) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
-
-
-devices = _NoKernels("checkpoint_engine.device_utils")
-devices.DeviceManager = _Files  # type: ignore[attr-defined]
-sys.modules["checkpoint_engine.device_utils"] = devices
 
 if __name__ == "__main__":
     sys.argv[1:1] = ARGUMENTS

@@ -52,9 +52,6 @@ class ServerInfo(msgspec.Struct, frozen=True):
     model_path: str
     tp_size: int = 1
     dp_size: int = 1
-    pp_size: int = 1
-    nnodes: int = 1
-    speculative_algorithm: str | None = None
     max_req_input_len: int | None = None
     enable_return_routed_experts: bool = False
 
@@ -236,14 +233,6 @@ class ServerApi:
         if label is not None:
             body["weight_version"] = label
         await self._weights("/update_weights_from_distributed", body, seconds)
-
-    async def update_from_ipc(
-        self, sockets: Mapping[str, str], label: str, seconds: float = ADMIN_SECONDS
-    ) -> None:
-        """Load a version from memory of another process on the server's machine. `sockets`: the address where
-        a rank of the server is told of it, by the name of its GPU."""
-        body = {"zmq_handles": dict(sockets), "weight_version": label, "flush_cache": False}
-        await self._weights("/update_weights_from_ipc", body, seconds)
 
     async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
         await self._weights("/destroy_weights_update_group", {"group_name": name}, seconds)

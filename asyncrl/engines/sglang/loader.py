@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,7 +133,7 @@ class ServerLoader:
             self._check(ref, layout)
 
             async def load() -> None:
-                async with protocol.update(self.api) if push.session else nullcontext():
+                async with protocol.update(self.api):
                     found.append(await push.load())
 
             await self._replace(ref, load)

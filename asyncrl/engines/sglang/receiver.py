@@ -6,21 +6,19 @@ The trainer's end, and the protocol between the two, are in weights/collective.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError, one_line
 from asyncrl.weights import collective_messages as messages
-from asyncrl.weights.ipc import is_safe, release
 from asyncrl.weights.manifest import Layout, Manifest, Superseded, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
-RELEASE_SECONDS = 2.0  # for a sender to end a server's request
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
 
 
@@ -48,36 +46,19 @@ class SenderConnection:
 
 @dataclass
 class Push:
-    """A version that is about to be sent: the server still has its old weights. `session`: the server must be
-    told when the update begins and ends."""
+    """A version that is about to be sent: the server, which is in `group`, still has its old weights."""
 
     label: str
     buckets: tuple[Layout, ...]
     connection: SenderConnection
     server: ServerApi
     deadline: float  # by the loop's clock
+    group: str
     done: bool = field(default=False, init=False)
-    session: ClassVar[bool]
 
     async def load(self) -> Manifest:
         """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
         some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
-        raise NotImplementedError
-
-    @property
-    def seconds(self) -> float:
-        """Until the deadline."""
-        return self.deadline - asyncio.get_running_loop().time()
-
-
-@dataclass
-class BroadcastPush(Push):
-    """The server is in the group."""
-
-    group: str
-    session: ClassVar[bool] = True
-
-    async def load(self) -> Manifest:
         last = len(self.buckets) - 1
         for index, specs in enumerate(self.buckets):
             await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
@@ -87,36 +68,11 @@ class BroadcastPush(Push):
                 [spec.shape for spec in specs],
                 group=self.group,
                 label=self.label if index == last else None,
-                seconds=self.seconds,
+                seconds=self.deadline - asyncio.get_running_loop().time(),
             )
         sent = await self.connection.ask(messages.BucketRequest(last + 1), messages.Sent)
         self.done = True
         return sent.manifest
-
-
-@dataclass
-class MemoryPush(Push):
-    """The server opens memory of the sender, of which it is told at the sockets."""
-
-    sockets: dict[str, str]
-    session: ClassVar[bool] = False
-
-    async def load(self) -> Manifest:
-        sent = asyncio.create_task(self.connection.ask(messages.BucketRequest(0), messages.Sent))
-        told = asyncio.create_task(self.server.update_from_ipc(self.sockets, self.label, self.seconds))
-        try:
-            # A server goes on with a request that nobody waits for any more: its end is to be seen.
-            manifest = (await asyncio.gather(sent, asyncio.shield(told)))[0].manifest
-        except BaseException:
-            self.connection.writer.close()  # a sender that is there sees this, and ends the server's request
-            if not (await asyncio.wait([told], timeout=RELEASE_SECONDS))[0]:
-                await asyncio.to_thread(release, self.sockets, told.done)
-            raise
-        finally:
-            sent.cancel()
-            told.cancel()
-        self.done = True
-        return manifest
 
 
 class Receiver:
@@ -160,18 +116,13 @@ class Receiver:
     async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
         connection = await self._connect(self._sender(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
-        here = _is_here(connection.path) and _is_here(self._server.url)
-        request = messages.VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds, here)
+        request = messages.VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds)
         plan = await connection.ask(request, messages.Plan)
-        if isinstance(plan, messages.MemoryPlan):
-            _check_seen(plan.sockets)
-            return MemoryPush(ref.label, plan.buckets, connection, self._server, deadline, plan.sockets)
-        assert isinstance(plan, messages.BroadcastPlan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
-        return BroadcastPush(ref.label, plan.buckets, connection, self._server, deadline, plan.group)
+        return Push(ref.label, plan.buckets, connection, self._server, deadline, plan.group)
 
     def _sender(self, paths: list[str]) -> str:
         """The source of this server's versions: its own machine, if there is a sender."""
@@ -191,7 +142,7 @@ class Receiver:
             self._connection = await _open(path)
         return self._connection
 
-    async def _join(self, connection: SenderConnection, plan: messages.BroadcastPlan, seconds: float) -> None:
+    async def _join(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
         connection.group = plan.group
         address = str(urlsplit(connection.path).hostname)
         try:
@@ -207,16 +158,6 @@ def _is_here(url: str) -> bool:
     with suppress(OSError, ValueError):  # of a name that is not known, or no address
         return is_here(f"tcp://{where.hostname}:{where.port or 80}")
     return False
-
-
-def _check_seen(sockets: Mapping[str, str]) -> None:
-    hidden = [address for address in sockets.values() if not is_safe(address)]
-    if hidden:
-        raise WeightsError(
-            f"weights: the trainer is on this machine, and its {hidden[0]} is not to be seen, or not "
-            "its own; let both be one user and see the same directory for temporary files, or set "
-            "weights.transport=collective"
-        )
 
 
 async def _open(path: str) -> SenderConnection:

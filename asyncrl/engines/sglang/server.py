@@ -113,13 +113,6 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
             f"server {url} has --dp-size {info.dp_size}, and weights.transport={config.weights.transport} "
             "needs 1: start a server for each replica, or set weights.transport=disk"
         )
-    alone = info.pp_size == 1 and info.nnodes == 1 and info.speculative_algorithm is None
-    if config.weights.transport == "ipc" and not alone:
-        raise ConfigError(
-            f"server {url} has --pp-size {info.pp_size}, --nnodes {info.nnodes}, --speculative-algorithm "
-            f"{info.speculative_algorithm}, and weights.transport=ipc needs 1, 1 and none: start it so, or "
-            "set weights.transport=disk"
-        )
     if config.trainer.router_replay and not info.enable_return_routed_experts:
         raise ConfigError(
             f"server {url} does not return routed experts: start it with "

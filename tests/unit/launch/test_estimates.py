@@ -237,7 +237,6 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
         ("collective", 1, 1, 2),
         ("collective", 3, 1, 4),
         ("collective", 9, 1, 5),
-        ("ipc", 1, 1, 5),
     ],
 )
 def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(

@@ -22,7 +22,6 @@ RAY: Keys = {"launch.kind": "ray", "launch.ray_address": "auto"}
 SERVERS: Keys = {"engine.name": "sglang", "engine.servers": 2}
 TP: Keys = {"engine.name": "sglang", "engine.tp": 2}
 OWN_TORCH: Keys = {"engine.name": "sglang", "engine.server_command": ["python"]}
-IPC: Keys = SERVERS | {"weights.transport": "ipc"}
 BROADCAST: Keys = SERVERS | {"weights.transport": "collective"}
 ATTACHED: Keys = {
     "engine.name": "sglang",
@@ -153,14 +152,12 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: GPUs": [
         ([OLD, CUDA12, ON_GPUS], "nvidia-smi lists 2 GPUs.*built for CUDA 12.8"),
         ([OLD, CUDA12, SERVERS], "nvidia-smi lists 2 GPUs.*built for CUDA 12.8"),
-        ([gpus(4, APART), IPC], "0-1, 0-2 .*ipc.*set it to collective or disk"),
     ],
     "ok: GPUs": [
         (gpus(1), "CUDA"),
         (gpus(4, APART), "CUDA"),  # one rank, engines in the workers
         ([gpus(4, APART), SERVERS], "CUDA"),  # weights are files
         ([gpus(4, [(2, 3)]), RANKS], "CUDA"),
-        ([gpus(1, APART), IPC], "CUDA"),  # one GPU for all
         ([gpus(4, APART), RANKS, RAY], "CUDA"),  # Ray deals them
     ],
     "error: SGLang": [

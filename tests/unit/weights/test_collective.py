@@ -293,7 +293,7 @@ async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline
     server = spawn()
     ref = offer(sender)
     frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
-    await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0, True))
+    await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
     await push(Receiver(server, 1, 1), ref)
     assert 0.9 < time.monotonic() - start < LONG / 2
     check(server, 1)
@@ -351,7 +351,7 @@ def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender,
 async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     ref = offer(sender)
     reader, writer = await asyncio.open_connection(*_address(ref))
-    await ask(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0, True))
+    await ask(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0))
     answer = await ask(reader, writer, BucketRequest(2))
     assert "asked for bucket 2 when 0 were sent" in answer.reason
 

@@ -33,7 +33,7 @@ from asyncrl.trainer.world import join, leave
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.delta import VersionWriter
-from parts.common import NOT_JUDGED, Context, Finding, exact_float32, failure
+from parts.common import Context, Finding, exact_float32, failure
 from tests.fakes.training import stored
 from tests.fakes.weights import snapshot_of
 
@@ -87,9 +87,12 @@ async def examine(context: Context, command: list[str]) -> AsyncIterator[Finding
         try:
             yield await subject.start()
             yield await subject.probe("probe, as started")
-            ipc, collective = subject.by_sender(ipc=True), subject.by_sender(ipc=False)
-            works = {"disk": subject.by_disk(), "ipc": ipc, "release, resume": subject.released()}
-            for name, work in (works | {"collective": collective}).items():
+            works = {
+                "disk": subject.by_disk(),
+                "release, resume": subject.released(),
+                "collective": subject.by_broadcast(),
+            }
+            for name, work in works.items():
                 try:
                     async for finding in work:
                         yield finding
@@ -169,16 +172,12 @@ class Subject:
     async def by_disk(self) -> AsyncIterator[Finding]:
         yield await self.loaded(self.published(), "update by disk")
 
-    async def by_sender(self, ipc: bool) -> AsyncIterator[Finding]:
-        """By broadcast, or through the GPU's memory."""
-        if ipc and self.context.small:
-            yield Finding("update by ipc", NOT_JUDGED, note="it reads memory of a GPU")
-            return
-        gloo = not ipc and torch.cuda.device_count() < 2  # NCCL refuses two ranks on one GPU
-        name = "ipc" if ipc else f"collective ({'gloo' if gloo else 'nccl'})"
+    async def by_broadcast(self) -> AsyncIterator[Finding]:
+        gloo = torch.cuda.device_count() < 2  # NCCL refuses two ranks on one GPU
         device = torch.device("cpu") if gloo else self.context.device
-        with closing(Sender("127.0.0.1", 256 << 20, 30.0, device, ipc)) as sender:
-            yield await self.loaded(sender.offer(self.next_version()), f"update by {name}")
+        with closing(Sender("127.0.0.1", 256 << 20, 30.0, device)) as sender:
+            name = f"update by collective ({'gloo' if gloo else 'nccl'})"
+            yield await self.loaded(sender.offer(self.next_version()), name)
 
     async def loaded(self, ref: Any, name: str) -> Finding:
         began = time.perf_counter()

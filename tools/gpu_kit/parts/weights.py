@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +23,10 @@ from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.ipc import BucketMemory, ServerMemory
-from asyncrl.weights.manifest import WeightsRef, xxh3
+from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.snapshot import Snapshot
 from parts.common import Context, Finding, attempt, exact_float32, failure, release, synchronize, timed
 from parts.training import config_of, model_of, one_rank
-from tests.fakes.weights import whole_tensors
 
 SECONDS = 60
 GOAL = "the trainer waits for at most 1.2 copies of the same bytes; what arrives is what was published"
@@ -46,7 +43,6 @@ def run(context: Context) -> Iterator[Finding]:
     large, small = model_of(context, "qwen3-1.7b"), model_of(context, "qwen3-0.6b")
     with (
         _child(_engine, str(small), context.kind) as engine,
-        _child(_server_rank, context.kind) as rank,
         one_rank(context) as world,
     ):
         try:
@@ -55,7 +51,7 @@ def run(context: Context) -> Iterator[Finding]:
             yield failure("stall", error)
         release(context)
         with exact_float32():
-            yield from _deliver(_config(context, small, "float32"), world, engine, rank, context)
+            yield from _deliver(_config(context, small, "float32"), world, engine, context)
 
 
 def _config(context: Context, path: Path, dtype: str) -> RunConfig:
@@ -146,9 +142,7 @@ def _plain_copy(size: int, context: Context) -> float:
 # -- other processes -----------------------------------------------------------------------------------
 
 
-def _deliver(
-    config: RunConfig, world: World, engine: Connection, rank: Connection, context: Context
-) -> Iterator[Finding]:
+def _deliver(config: RunConfig, world: World, engine: Connection, context: Context) -> Iterator[Finding]:
     """A version with other weights than the files have."""
     try:
         own = _Published(config, world, context.work / "delivered")
@@ -161,7 +155,6 @@ def _deliver(
         yield failure("delivered", error)
         return
     yield from attempt("engine", lambda: _read_by_engine(own, ref, engine, context), context)
-    yield from attempt("through memory", lambda: _shown(own, rank, context), context)
     own.close()
 
 
@@ -180,34 +173,6 @@ def _read_by_engine(own: _Published, ref: WeightsRef, engine: Connection, contex
     )
 
 
-def _shown(own: _Published, rank: Connection, context: Context) -> Finding:
-    """As weights.transport=ipc does; the other process does what a rank of SGLang does."""
-    snapshot = own.snapshots[0]
-    mine, theirs = socket.socketpair()
-    largest, deadline = max(spec.nbytes for spec in snapshot.layout), time.monotonic() + LONG
-    device = context.device
-    wanted = {spec.name: xxh3(data.numpy()) for spec, data in whole_tensors(snapshot)}
-    with mine, theirs, ServerMemory(1, BucketMemory(largest, device), mine) as memory:
-        gpu = "" if context.small else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        address = memory.sockets[gpu] if gpu else next(iter(memory.sockets.values()))
-        rank.send(address)
-        memory.open(deadline)
-        began = time.perf_counter()
-        for spec, data in whole_tensors(snapshot):
-            memory.load((spec,), data, deadline)
-        memory.finish(deadline)
-        seconds = time.perf_counter() - began
-        found = _hear(rank)
-    return Finding(
-        "through memory",
-        f"{len(found)} tensors, {sum(found[name] != wanted[name] for name in wanted)} of them wrong; "
-        f"{snapshot.total_bytes / seconds / GB:.2g} GB/s",
-        "none is wrong",
-        found == wanted,
-        "CPU: a file in place of the GPU's memory" if context.small else "CUDA IPC, one GPU, two processes",
-    )
-
-
 def _engine(connection: Connection, path: str, kind: str) -> None:
     """The embedded engine, as a worker has it."""
     from asyncrl.engines.torch.engine import build
@@ -223,19 +188,6 @@ def _engine(connection: Connection, path: str, kind: str) -> None:
         await engine.close()
 
     asyncio.run(serve())
-
-
-def _server_rank(connection: Connection, kind: str) -> None:
-    """A rank of a server: its tensors, as checksums."""
-    from asyncrl.weights.snapshot import as_bytes
-    from tests.fakes.ipc_worker import read_weights
-
-    device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.init()
-    found = read_weights(connection.recv(), device)
-    connection.send({name: xxh3(as_bytes(tensor)) for name, tensor in found.items()})
 
 
 @contextmanager
