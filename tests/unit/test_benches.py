@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 import statistics
 import sys
 from importlib.util import find_spec
@@ -98,7 +99,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     watch = bench.Watch(folder, lives)
     watch.samples = [(0.0, n, {"rollout-0": 5.0 + 2 * n, "trainer-0": 1.0 * n}) for n in range(11)]
     monkeypatch.setattr(bench.Plan, "_run", lambda *args, **kwargs: watch)
-    return bench.Plan(tmp_path, [], 10, 0)
+    return bench.Plan(tmp_path, [], 10, 0, {"calculator": 0.2})
 
 
 def test_a_mode_is_charged_for_masked_tokens_in_the_middle_of_the_run(finished: Any) -> None:
@@ -109,6 +110,13 @@ def test_a_mode_is_charged_for_masked_tokens_in_the_middle_of_the_run(finished: 
     assert figures["cpu"] == pytest.approx(3.0)
     assert figures["lag_max"] == 8.0
     assert figures["littles"] == pytest.approx(3.0 * bench.GROUPS / (8 + bench.GROUPS))
+
+
+def test_delays_and_deadlines_follow_the_machines_g() -> None:
+    work = bench.WORKLOADS["real"]
+    assert work.delay(0.2) == f"mu: {math.log(0.1):.4f}, sigma: 2.42"
+    assert work.limit(0.2) == ["rollout.episode_timeout=6.40"]
+    assert bench.WORKLOADS["zero"].delay(0.2) == "" and bench.WORKLOADS["zero"].limit(0.2) == []
 
 
 def test_the_trainer_is_stopped_while_episodes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

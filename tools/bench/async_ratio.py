@@ -3,12 +3,13 @@ would take.
 
     python tools/bench/async_ratio.py                                  # all workloads, about 50 minutes
     python tools/bench/async_ratio.py --workloads tail --repeats 1     # 9 minutes
-    python tools/bench/async_ratio.py --workloads tail --mode wide=rollout.slots=256,buffer.target_staleness=3
+    python tools/bench/async_ratio.py --workloads tail --mode wide=rollout.slots=256,buffer.stale_budget=0.05
 
 All runs play the same episodes: the learning rate is 1e-30, so the weights stay what they are, each token is
 drawn by (seed, episode, position), and delays of tools and forced lengths by (seed, episode) (replayed.py).
 Modes take turns; the runs of a turn are compared with each other, and medians and ranges are of the turns.
-All turns play the same delays: what a heavy tail is on average shows in many steps, not in many turns.
+All turns play the same delays: what a heavy tail is on average shows in many steps, not in many turns. Delays
+and deadlines are in units of the first g that is measured, so that a workload is equally hard on any machine.
 
 T is seconds per step, corrected for masked tokens: the time in which so many unmasked tokens are trained as a
 batch has tokens on average. The first two fifths of the steps are left out (the pipeline fills, flow control
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import signal
@@ -59,14 +61,22 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Workload:
-    """`delay`: mu and sigma of the logarithm of a call's seconds. Workloads of one `work` play the same
-    episodes, but for what a deadline cuts off."""
+    """A call takes LN(log(`median`), `sigma`) and an episode at most `deadline`, in units of g; 0: no time,
+    and no limit. Workloads of one `work` play the same episodes, but for what a deadline cuts off."""
 
     meaning: str
     steps: int
-    delay: str = ""
+    median: float = 0.0
+    sigma: float = 0.0
+    deadline: float = 0.0
     overrides: tuple[str, ...] = ()
     work: str = "calculator"
+
+    def delay(self, g: float) -> str:
+        return f"mu: {math.log(self.median * g):.4f}, sigma: {self.sigma}" if self.median else ""
+
+    def limit(self, g: float) -> list[str]:
+        return [f"rollout.episode_timeout={self.deadline * g:.2f}"] * bool(self.deadline)
 
 
 LENGTHS = (
@@ -75,14 +85,14 @@ LENGTHS = (
 )
 WORKLOADS = {
     "zero": Workload("a tool that answers at once", 60),
-    "tail": Workload("0.3 s a call, log-normal, sigma 1.5", 120, "mu: -2.329, sigma: 1.5"),
+    "tail": Workload("calls of 0.5 g in the median, log-normal, sigma 1.5", 120, 0.5, 1.5),
+    "harder": Workload("calls of 1.5 g in the median, log-normal, sigma 1.5", 60, 1.5, 1.5),
     "real": Workload(
-        "LN(-0.16, 2.42) / 10 s a call, at most 6 s an episode",
-        24,
-        "mu: -2.463, sigma: 2.42",
-        ("rollout.episode_timeout=6",),
+        "calls of 0.5 g in the median, log-normal, sigma 2.42; episodes of at most 32 g", 24, 0.5, 2.42, 32.0
     ),
-    "lengths": Workload("responses of 64 tokens, log-normal, sigma 1; no calls", 30, "", LENGTHS, "lengths"),
+    "lengths": Workload(
+        "responses of 64 tokens, log-normal, sigma 1; no calls", 30, overrides=LENGTHS, work="lengths"
+    ),
 }
 
 
@@ -131,12 +141,14 @@ class Plan:
     overrides: Sequence[str]
     steps: int  # 0: each workload's own
     seed: int
+    unit: dict[str, float] = field(default_factory=dict)  # the first g of each `work`
 
     def mode(self, name: str, label: str, own: Sequence[str]) -> Figures:
         """A run of a workload in a mode."""
         work = WORKLOADS[name]
         steps = (self.steps or work.steps) // (2 if SYNC in own else 1)
-        watch = self._run(f"{name}-{label}", steps, work, work.delay, own)
+        g = self.unit[work.work]
+        watch = self._run(f"{name}-{label}", steps, work, work.delay(g), [*work.limit(g), *own])
         committed = _committed(watch.folder)
         begin, end = 2 * steps // 5, steps - max(1, steps // 5)
         window = committed[begin:end]
@@ -264,6 +276,7 @@ def turn(
             key = WORKLOADS[name].work, kept
             if key not in alone:
                 alone[key] = plan.alone(name, f"{label}-alone", kept)
+                plan.unit.setdefault(key[0], alone[key]["g"])
             figures = plan.mode(name, label, own) | alone[key]
             figures["T"] *= figures["batch"] / figures["tokens"]  # the same batch in all modes
             found[name, label].append(figures)
