@@ -19,20 +19,12 @@ from asyncrl.observe.metrics import Row, matching
 
 UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
-BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
-    "success": metric.SAMPLED,
-    "greedy": metric.GREEDY,
-    "score": metric.SAMPLED_SCORE,
-    "greedy_score": metric.GREEDY_SCORE,
-    "nll_held_out": metric.NLL_HELD_OUT,
-}
-
-JUDGED = {  # the first ones are what a run is judged by
-    "success": "success",
-    "greedy": "success (greedy)",
-    "score": "score",
-    "greedy_score": "score (greedy)",
-    "nll_held_out": "loss per token",
+JUDGED = {  # the first ones are what a run is judged by; keys of the summary, with `_before` and `_after`
+    "success": ("success", metric.SAMPLED),
+    "greedy": ("success (greedy)", metric.GREEDY),
+    "score": ("score", metric.SAMPLED_SCORE),
+    "greedy_score": ("score (greedy)", metric.GREEDY_SCORE),
+    "nll_held_out": ("loss per token", metric.NLL_HELD_OUT),
 }
 
 
@@ -61,7 +53,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "nll_last": mean(learned[-edge:], metric.NLL),
         **{
             f"{key}_{when}": value
-            for key, name in BEFORE_AND_AFTER.items()
+            for key, (_, name) in JUDGED.items()
             for when, value in zip(("before", "after"), _of_both(validations, name), strict=True)
         },
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, metric.VALIDATED) or 0)),
@@ -100,7 +92,7 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
     since = f"{'in' if ended == 'completed' else 'after'} {done}{of} step{'s' * (max(done, total) != 1)}"
     held_out = [
         (f"held-out {name}", [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
-        for key, name in JUDGED.items()
+        for key, (name, _) in JUDGED.items()
     ]
     moved = [(name, both) for name, both in held_out if both[1] and both[0] != both[1]]
     still = [(name, both) for name, both in held_out if both[1]]
@@ -137,14 +129,6 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
     return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"
 
 
-def held_out_line(flow: Mapping[str, int]) -> str:
-    """The account of held-out episodes; '' where none was issued."""
-    parts = " + ".join(
-        f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in ("scored", "failed", "in_flight")
-    )
-    return f"held out: {flow['issued']} issued = {parts}" if flow.get("issued") else ""
-
-
 def flow_of(metrics: Row) -> Flow:
     """The counters of episodes, as `flow/NAME` metrics report them."""
     return Flow(*(int(metrics.get(metric.FLOW + name, 0)) for name in Flow.__struct_fields__))
@@ -171,6 +155,17 @@ def failures_line(counts: Mapping[str, int], newest: str) -> str:
         return ""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda one: -one[1]))
     return f"attempts failed: {kinds}" + (f"; the newest: {newest}" if newest else "")
+
+
+def notes(summary: Mapping[str, Any]) -> list[str]:
+    """What a summary has to say of attempts that failed, and of held-out episodes: their account."""
+    found = [failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", ""))]
+    if (flow := summary.get("held_out", {})).get("issued"):
+        parts = (
+            f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in ("scored", "failed", "in_flight")
+        )
+        found.append(f"held out: {flow['issued']} issued = {' + '.join(parts)}")
+    return [line for line in found if line]
 
 
 def success_line(highest: float | None, threshold: float | None) -> str:

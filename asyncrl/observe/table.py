@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.observe.metrics import shown
-from asyncrl.observe.summary import failures_line, held_out_line, identity_line, outcome_line
+from asyncrl.observe.summary import JUDGED, identity_line, notes, outcome_line
 
 NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
     ("lag mean", "lag_mean", ".2f"),
@@ -70,16 +70,9 @@ def print_summary(
     for row in before_and_after(summary):
         table.add_row(*row)
     terminal.print(table)
-    for label, key, form in (*NUMBERS, *DIAGNOSTICS * everything):
-        if summary.get(key) is not None:
-            note = ROUNDING * (key == "probe_logprob_diff_max" and summary[key] > 1e-3)
-            terminal.print(f"  {label}: {shown(summary[key], form)}{note}", highlight=False)
-    for line in (
-        failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")),
-        held_out_line(summary.get("held_out", {})),
-    ):
-        if line:
-            terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+    lines = [f"{label}: {number}" for label, number in numbers(summary, everything)]
+    for line in (*lines, *notes(summary)):
+        terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
     checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
     export = checkpoints / f"step-{summary['steps']}" / "hf"
@@ -91,30 +84,27 @@ def print_summary(
         terminal.print(more, highlight=False, soft_wrap=True)
 
 
+def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
+    """Label and value of those that are known; `everything`: diagnostics, too."""
+    for label, key, form in (*NUMBERS, *DIAGNOSTICS * everything):
+        if (value := summary.get(key)) is not None:
+            yield label, shown(value, form) + ROUNDING * (key == "probe_logprob_diff_max" and value > 1e-3)
+
+
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, before, after) of what validations found and of the training reward; `≥`: the threshold that
-    makes an episode a success. The components of rewards follow."""
-    supervised = summary.get("nll_first") is not None
-    train = ("reward (training)", "reward_first", "reward_last", ".3f")
-    held_out = f"held out, ≥ {shown(summary.get('success_threshold'), 'g')}"
-    rows = []
-    for label, key, form in (
-        ("loss per token (held out)", "nll_held_out", ".4f"),
-        (f"success, sampled ({held_out})", "success", ".1%"),
-        ("score, sampled (held out)", "score", ".3f"),
-        (f"success, greedy ({held_out})", "greedy", ".1%"),
-        ("score, greedy (held out)", "greedy_score", ".3f"),
-    ):
-        if summary.get(f"{key}_before") is not None or summary.get(f"{key}_after") is not None:
-            rows.append((label, f"{key}_before", f"{key}_after", form))
-    rows.append(("loss per token (training)", "nll_first", "nll_last", ".4f") if supervised else train)
-    found = [
-        (label, shown(summary.get(before), form), shown(summary.get(after), form))
-        for label, before, after, form in rows
-    ]
-    for name, values in [*summary.get("components", {}).items()][:MOST_COMPONENTS]:
-        first, last, before, after = (shown(value, ".3f") for value in values)
-        found.append((f"{name} (training)", first, last))
-        if (before, after) != ("–", "–"):
-            found.append((f"{name} (held out)", before, after))
-    return found
+    """(label, before, after) of what validations found, of the training reward or loss, and of components of
+    rewards; `≥`: the threshold that makes an episode a success."""
+    threshold, get = f", ≥ {shown(summary.get('success_threshold'), 'g')}", summary.get
+    found = list[tuple[str, float | None, float | None]]()
+    for key, (label, _) in JUDGED.items():
+        held_out = "held out" + threshold * label.startswith("success")
+        found.append((f"{label} ({held_out})", get(f"{key}_before"), get(f"{key}_after")))
+    label, key = ("reward", "reward") if get("nll_first") is None else ("loss per token", "nll")
+    found.append((f"{label} (training)", get(f"{key}_first"), get(f"{key}_last")))
+    for name, (first, last, before, after) in [*get("components", {}).items()][:MOST_COMPONENTS]:
+        found += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
+
+    def text(label: str, value: float | None) -> str:
+        return shown(value, ".1%" if label.startswith("success") else ".3g")
+
+    return [(name, text(name, a), text(name, b)) for name, a, b in found if (a, b) != (None, None)]

@@ -1,6 +1,7 @@
 // The tab of a comparison: two validations question by question, what flipped, and what configurations have.
 import { fold, hue, make, number, percent, redraw, swatch, table } from "view/dom.js";
 import { go, link } from "view/route.js";
+import { setting } from "view/overview.js";
 import { ask } from "view/source.js";
 
 export async function show(place, now, state, current) {
@@ -61,8 +62,7 @@ function flips(found, runs, sides) {
 
 function differing(state) {
   const rows = Object.entries(state.differences).map(([key, values]) =>
-    [make("td", {}, make("code", {}, key)),
-      ...values.map((value) => (value === null ? "–" : JSON.stringify(value)))]);
+    [make("code", {}, key), ...values.map(setting)]);
   if (state.runs.length < 2) return null;
   const title = `${rows.length} ${rows.length === 1 ? "key differs" : "keys differ"}; all others are equal`;
   const found = table(["key", ...state.runs.map((run) => run.name)], rows, { id: "differences" });

@@ -52,7 +52,7 @@ async function closer(whole, at, zoom, by) {
 }
 
 /** Runs whose configurations differ by their seeds alone are one setting. */
-function settingsOf(state, together) {
+export function settingsOf(state, together = true) {
   const keys = Object.entries(state.differences).filter(([key]) => !/(^|\.)seed$/.test(key));
   const found = new Map();
   state.runs.forEach((run, at) => {
@@ -60,10 +60,10 @@ function settingsOf(state, together) {
     found.set(setting, [...(found.get(setting) ?? []), at]);
   });
   return [...found.values()].map((of) => ({ of, hue: hue(of[0]),
-    name: of.length > 1 ? `${of.length} seeds of ${common(of)}` : runs[of[0]].name }));
+    name: of.length > 1 ? `${of.length} seeds of ${common(state.runs, of)}` : state.runs[of[0]].name }));
 }
 
-function common(of) {
+function common(runs, of) {
   const names = of.map((at) => runs[at].name);
   let length = 0;
   while (length < names[0].length && names.every((name) => name[length] === names[0][length])) length += 1;

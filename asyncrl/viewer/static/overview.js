@@ -8,226 +8,186 @@ import { ask } from "view/source.js";
 const MARKS = { good: "✓", bad: "✕", warn: "!", advice: "i" };
 const LEVELS = { good: "good news", bad: "wrong", warn: "look at this", advice: "advice" };
 const EVIDENCE = { episodes: "the episodes", charts: "the curves", time: "what each process did" };
-const STATES = ["ready", "taken", "trained"];
+const STATES = { in_flight: ["pending", "running", "landed"] }; // of which a count is; others have its name
+const STRIP = ["issued", "in_flight", "ready", "taken", "trained"];
 const EXITS = ["filtered", "dropped", "failed"];
-const IN_FLIGHT = ["pending", "running", "landed"];
 const WAIT = "wait for data"; // of the trainer: it has no colour
 const ORDER = [2, 4, 1, 3, 0, 5]; // of colours in a bar
 const MOST_KEYS = 24; // that are not folded
-const MOST_LAUNCHES = 3; // that changed keys
+const LONGEST = 300; // characters of a value
 const [WIDE, HIGH] = [160, 36]; // of a small curve
 
 export async function show(place, route, state, current) {
   const answer = await ask("overview", { run: route.run });
   if (!current()) return;
-  const run = state.runs[route.run] ?? state.runs[0];
-  const known = (({ name, path, ended, phase, step, total_steps: total, waits }) =>
-    ({ name, path, ended, phase, step, total, waits }))(run);
-  redraw(place, [route.run, known, answer], () => draw(known, Number(route.run), answer));
-}
-
-function draw(run, number, answer) {
-  return [
-    headline(run, number, answer),
-    ...answer.alerts.map(warning), ...answer.launches.slice(-MOST_LAUNCHES).map(resumed),
+  const { name, path, ended, phase } = state.runs[route.run] ?? state.runs[0];
+  const run = { name, path, ended, phase, number: Number(route.run) };
+  redraw(place, [run, answer], () => [
+    headline(run, answer), ...answer.alerts.map(warning),
     make("div", { class: "overview" },
-      beforeAndAfter(answer), figures(answer), waits(answer), flow(answer), configuration(answer)),
-    ...more(answer),
-  ];
+      heldOut(answer), training(answer), waits(answer, run), flow(answer), configuration(answer)),
+    ...answer.notes.map((note) => make("p", { class: "dim small" }, note)),
+    ...Object.entries(answer.tables).map(([title, rows]) =>
+      Object.keys(rows).length > 0 && fold(title, false, table(null, Object.entries(rows)))),
+  ]);
 }
 
-function headline(run, number, answer) {
-  const level = /^(failed|killed)/.test(run.ended) ? "bad" : run.ended ? "good" : "";
-  const doing = run.ended ? run.ended.split(":")[0] : run.phase;
-  const why = run.ended.includes(":") ? make("p", { class: "bad" }, run.ended) : null;
-  return make("div", { class: "headline" },
+function headline({ name, path, ended, phase, number: at }, { outcome }) {
+  const level = /^(failed|killed)/.test(ended) ? "bad" : ended ? "good" : "";
+  return make("div", { class: "outcome-line" },
     make("p", { class: "dim" },
-      swatch(hue(number)), make("b", {}, run.name), " ", badge(doing, level), " ", run.path),
-    make("h1", {}, answer.outcome), why);
+      swatch(hue(at)), make("b", {}, name), " ", badge(ended.split(":")[0] || phase, level), " ", path),
+    make("h1", {}, outcome), ended.includes(":") && make("p", { class: "bad" }, ended));
 }
 
 /** What is wrong, what to change (with its present value), and a link to where it is seen. */
-function warning(alert) {
+function warning({ name, level, what, do: advice, keys, link: seen }) {
   const setting = ([key, value]) => make("code", { class: "setting" }, `${key} = ${value}`);
-  const see = EVIDENCE[alert.link.tab];
-  return make("div", { class: `alert ${alert.level}`, "data-alert": alert.name },
-    make("span", { class: `mark ${alert.level}`, title: LEVELS[alert.level] }, MARKS[alert.level]),
-    make("div", {},
-      make("b", {}, alert.name), ": ", alert.what, ". ",
-      make("span", { class: "dim" }, "What to do: "), alert.do, ". ",
-      ...Object.entries(alert.keys).map(setting),
-      see ? link(alert.link, `see ${see} →`) : null));
+  return make("div", { class: `alert ${level}`, "data-alert": name },
+    make("span", { class: `mark ${level}`, title: LEVELS[level] }, MARKS[level]),
+    make("div", {}, make("b", {}, name), ": ", what, ". ",
+      advice && make("span", {}, make("span", { class: "dim" }, "What to do: "), advice, ". "),
+      ...Object.entries(keys).map(setting),
+      EVIDENCE[seen.tab] && link(seen, `see ${EVIDENCE[seen.tab]} →`)));
 }
 
 /** A figure in its unit. */
-function figure(value, unit) {
+export function figure(value, unit) {
   if (unit === "share") return percent(value);
   if (unit === "s") return seconds(value);
-  return number(value) + (unit.startsWith("/") ? unit : unit ? ` ${unit}` : "");
+  return number(value) + (unit && !unit.startsWith("/") ? ` ${unit}` : unit);
 }
 
 const empty = (title, text) => card(title, make("p", { class: "dim" }, text));
 
-function beforeAndAfter({ before_after: found, components }) {
+function heldOut({ held_out: found, evaluation }) {
   if (!found.length) return empty("Held out", "No validation is over; data.test asks for some.");
-  const rows = found.map((one) => make("tr", {},
-    make("th", { scope: "row" }, one.label), ...["before", "after"].map((when) => judged(one, when)),
-    make("td", {}, one.unit ? intervals(one) : spark(one.curve, one.label))));
-  const judgedParts = components.filter((one) => one.before !== null || one.after !== null);
-  const parts = judgedParts.map((one) => make("tr", { class: "part" },
-    make("th", { scope: "row" }, one.label), make("td", {}, number(one.before)),
-    make("td", {}, number(one.after)), make("td")));
-  const [first, last] = ["before_step", "after_step"].map((key) => found[0][key]);
-  const named = (step) => (step === null ? "" : ` (step ${step})`);
-  const count = found[0].after_episodes ?? found[0].before_episodes;
+  const rows = found.map((one) => trend(one, judged(one.before, one.unit), judged(one.after, one.unit),
+    one.unit === "share" ? intervals(one) : spark(one)));
+  const [first, last] = [found[0].before, found[0].after];
+  const named = (one) => (one ? ` (step ${one.step})` : "");
+  const count = (last ?? first).episodes;
   return card("Held out",
-    table(["", `before${named(first)}`, `last${named(last)}`, ""], [...rows, ...parts], { class: "trends" }),
-    count ? make("p", { class: "dim small" }, `${number(count)} episodes each, with 95% intervals`) : null);
+    table(["", `before${named(first)}`, `last${named(last)}`, ""], rows, { class: "trends" }),
+    count > 0 && make("p", { class: "dim small" }, `${number(count)} episodes each, with 95% intervals`),
+    Object.keys(evaluation).length > 0 && link({ tab: "compare" }, "by measure and task →"));
 }
 
-function judged(one, when) {
-  const interval = one[`${when}_ci`];
-  return make("td", {}, make("b", {}, figure(one[when], one.unit)),
-    interval ? make("div", { class: "dim small" }, interval.map(percent).join(" to ")) : null);
+const trend = (one, ...cells) => make("tr", { class: one.part ? "part" : "" },
+  make("th", { scope: "row" }, one.label), ...cells.map((cell) => make("td", {}, cell)));
+
+export function judged(one, unit) {
+  const text = (value) => (unit === "share" ? percent(value) : number(value));
+  const between = one?.interval && make("div", { class: "dim small" }, one.interval.map(text).join(" to "));
+  return make("div", {}, make("b", {}, figure(one?.value, unit)), between);
 }
 
 /** Both intervals on an axis from 0 to 1: grey before, coloured after. */
 function intervals(one) {
   const at = (share) => 4 + share * (WIDE - 8);
-  const parts = [svg("line", { x1: 4, x2: WIDE - 4, y1: HIGH / 2, y2: HIGH / 2, class: "axis" })];
-  ["before", "after"].forEach((when, row) => {
-    const ci = one[`${when}_ci`];
-    if (one[when] === null || !ci) return;
-    const y = 11 + row * 14;
-    parts.push(svg("line", { x1: at(ci[0]), x2: at(ci[1]), y1: y, y2: y, class: `interval ${when}` }),
-      svg("circle", { cx: at(one[when]), cy: y, r: 4, class: `point ${when}` }));
+  const drawn = ["before", "after"].filter((when) => one[when]?.interval).flatMap((when) => {
+    const { value, interval: [low, high] } = one[when], y = when === "before" ? 11 : 25;
+    return [svg("line", { x1: at(low), x2: at(high), y1: y, y2: y, class: `interval ${when}` }),
+      svg("circle", { cx: at(value), cy: y, r: 4, class: `point ${when}` })];
   });
-  return drawing(`${one.label}: before and last, from 0% to 100%`, parts);
+  const axis = svg("line", { x1: 4, x2: WIDE - 4, y1: HIGH / 2, y2: HIGH / 2, class: "axis" });
+  return drawing(`${one.label}: before and last, from 0% to 100%`, axis, ...drawn);
 }
 
-function svg(tag, attributes) {
+function svg(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   Object.entries(attributes).forEach(([name, value]) => element.setAttribute(name, value));
+  element.append(...children);
   return element;
 }
 
-function drawing(label, parts) {
-  const box = `0 0 ${WIDE} ${HIGH}`;
-  const element = svg("svg", { viewBox: box, class: "spark", role: "img", "aria-label": label });
-  element.append(...parts);
-  return element;
-}
+const drawing = (label, ...parts) => svg("svg",
+  { viewBox: `0 0 ${WIDE} ${HIGH}`, class: "spark", role: "img", "aria-label": label },
+  svg("title", {}, label), ...parts);
 
 /** A curve without axes; one value is a point. */
-function spark(points, label) {
-  const known = points.filter(([, value]) => Number.isFinite(value));
-  if (!known.length) return null;
-  const [xs, ys] = [known.map(([x]) => x), known.map(([, y]) => y)];
-  const [left, right, low, high] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-  const x = (value) => (right > left ? 3 + ((value - left) / (right - left)) * (WIDE - 6) : WIDE / 2);
-  const y = (value) => (high > low ? HIGH - 4 - ((value - low) / (high - low)) * (HIGH - 8) : HIGH / 2);
-  const line = known.map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join(" ");
-  const last = known.at(-1);
-  const text = `${label}: ${number(low)} to ${number(high)}, steps ${left} to ${right}`;
-  const element = drawing(text, [
-    svg("polyline", { points: line, class: "curve" }),
-    svg("circle", { cx: x(last[0]), cy: y(last[1]), r: 2.5, class: "point after" })]);
-  element.append(svg("title", {}));
-  element.lastChild.textContent = text;
-  return element;
+function spark({ curve, label }) {
+  if (!curve.length) return null;
+  const [xs, ys] = [0, 1].map((at) => curve.map((point) => point[at]));
+  const scale = (values, from, to) => {
+    const low = Math.min(...values), size = Math.max(...values) - low;
+    return values.map((value) => (from + (size ? (value - low) / size : 0.5) * (to - from)).toFixed(1));
+  };
+  const [x, y] = [scale(xs, 3, WIDE - 3), scale(ys, HIGH - 4, 4)];
+  const text = `${label}: ${number(Math.min(...ys))} to ${number(Math.max(...ys))}, `
+    + `steps ${xs[0]} to ${xs.at(-1)}`;
+  const points = x.map((at, i) => `${at},${y[i]}`).join(" ");
+  return drawing(text, svg("polyline", { points, class: "curve" }),
+    svg("circle", { cx: x.at(-1), cy: y.at(-1), r: 2.5, class: "point after" }));
 }
 
-/** Training: the first and the last tenth of the steps, with a curve. */
-function figures({ figures: found, components }) {
+/** The first and the last tenth of the steps, with a curve. */
+function training({ figures: found }) {
   if (!found.length) return empty("Training", "No step is over yet.");
-  const scored = (one) => one.metric === "rollout/score/mean";
-  const parts = components.map((one) => row(one, "part"));
-  const rows = found.flatMap((one) => [row(one), ...(scored(one) ? parts : [])]);
+  const rows = found.map((one) => trend(one, figure(one.first, one.unit),
+    make("b", {}, figure(one.last, one.unit)), spark(one)));
   return card("Training", table(["", "first tenth", "last tenth", "by step"], rows, { class: "trends" }));
 }
 
-function row(one, kind = "") {
-  return make("tr", { class: kind }, make("th", { scope: "row" }, one.label),
-    make("td", {}, figure(one.first, one.unit)), make("td", {}, make("b", {}, figure(one.last, one.unit))),
-    make("td", {}, spark(one.curve, one.label)));
-}
-
 /** One bar a role: where its time went, and what it waits for now. */
-function waits({ waits: roles }) {
-  const title = "Who waits for whom";
-  if (!roles.length) return empty(title, "It is known after the first step.");
-  return card(title, ...roles.map((role) => make("div", { class: "role", "data-role": role.role },
-    make("div", {}, make("b", {}, role.role), make("span", { class: "dim" }, ` ${role.note}`)),
-    role.parts.length ? bar(role.parts) : null,
-    ...role.now.map((wait) =>
-      make("div", { class: "small" }, make("span", { class: "warn" }, "now: "), wait)))),
+function waits({ waits: roles }, { ended, phase }) {
+  const none = ended ? "No step has told." : `${phase}; shares of time are known after a step.`;
+  if (!roles.length) return empty("Who waits for whom", none);
+  return card("Who waits for whom", ...roles.map(({ role, note, parts, now }) =>
+    make("div", { class: "who-waits", "data-role": role },
+      make("div", {}, make("b", {}, role), make("span", { class: "dim" }, ` ${note}`)),
+      Object.keys(parts).length > 0 && bar(Object.entries(parts)),
+      ...now.map((wait) => make("div", { class: "small" }, make("span", { class: "warn" }, "now: "), wait)))),
   make("p", { class: "small" }, link({ tab: "time" }, "what each process did when →")));
 }
 
 function bar(parts) {
-  const shown = parts.filter((part) => part.share >= 0.005);
-  const used = shown.reduce((sum, part) => sum + part.share, 0);
-  const own = (at) => PALETTE[ORDER[at % ORDER.length]];
-  const hues = shown.map((part, at) => (part.what === WAIT ? "var(--line)" : own(at)));
-  const fill = shown.map((part, at) => {
-    const width = percent(part.share);
-    return make("span", { style: { width, background: hues[at] } });
-  });
-  const texts = shown.map((part) => `${part.what} ${percent(part.share)}`);
-  const names = texts.map((text, at) => make("span", {}, swatch(hues[at]), text));
-  const idle = used < 0.995 ? [make("span", {}, swatch("var(--raised)"), `idle ${percent(1 - used)}`)] : [];
-  const shares = make("div", { class: "shares", role: "img", "aria-label": texts.join(", ") }, ...fill);
-  return make("div", {}, shares,
-    make("div", { class: "legend small" }, ...names, ...idle));
+  const shown = parts.filter(([, share]) => share >= 0.005);
+  const idle = 1 - shown.reduce((sum, [, share]) => sum + share, 0);
+  const hues = shown.map(([what], at) => (what === WAIT ? "var(--line)" : PALETTE[ORDER[at % ORDER.length]]));
+  const texts = shown.map(([what, share]) => `${what} ${percent(share)}`);
+  const fill = shown.map(([, share], at) =>
+    make("span", { style: { width: percent(share), background: hues[at] } }));
+  return make("div", {},
+    make("div", { class: "shares", role: "img", "aria-label": texts.join(", ") }, ...fill),
+    make("div", { class: "legend small" },
+      ...texts.map((text, at) => make("span", {}, swatch(hues[at]), text)),
+      idle > 0.005 && make("span", {}, swatch("var(--raised)"), `idle ${percent(idle)}`)));
 }
 
 /** From issued to trained, and the three ways out on the way there; each count leads to its episodes. */
-function flow({ flow: counts, running, reasons, identity, conserved }) {
-  const title = "Flow of episodes";
-  if (!counts.issued) return empty(title, "No episode was issued yet.");
-  const box = (name, states, more = "") => {
-    const count = make("b", {}, counts[name].toLocaleString("en"));
-    const inside = [count, make("span", { class: "dim" }, name.replace("_", " ") + more)];
-    const where = JSON.stringify(states.map((state) => ["state", "=", state]));
-    const known = states.length && counts[name];
-    return known ? make("a", { class: "box", href: address({ tab: "episodes", where }) }, ...inside)
-      : make("span", { class: "box" }, ...inside);
+function flow({ flow: counts, running, reasons, conserved }) {
+  if (!counts.issued) return empty("Flow of episodes", "No episode was issued yet.");
+  const box = (name) => {
+    const count = counts[name] ?? 0, where = (STATES[name] ?? [name]).map((state) => ["state", "=", state]);
+    const now = name === "in_flight" && running ? `, ${number(running)} running` : "";
+    const found = name !== "issued" && count && address({ tab: "episodes", where: JSON.stringify(where) });
+    return make(found ? "a" : "span", { class: "box", href: found || null },
+      make("b", {}, count.toLocaleString("en")),
+      make("span", { class: "dim" }, name.replace("_", " ") + now));
   };
-  const now = running ? `, ${number(running)} running` : "";
-  const states = STATES.map((name) => box(name, [name]));
-  const boxes = [box("issued", []), box("in_flight", IN_FLIGHT, now), ...states];
   const arrow = () => make("span", { class: "dim", "aria-hidden": "true" }, "→");
   const why = Object.entries(reasons).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
-  const exact = conserved ? "✓ every episode is in one state: " : "✕ the account is not exact: ";
-  return card(title,
-    make("div", { class: "strip" }, ...boxes.flatMap((one, at) => (at ? [arrow(), one] : [one]))),
+  return card("Flow of episodes",
+    make("div", { class: "strip" }, ...STRIP.flatMap((name, at) => [at > 0 && arrow(), box(name)])),
     make("div", { class: "strip exits" }, make("span", { class: "dim" }, "left on the way:"),
-      ...EXITS.map((name) => box(name, [name])), make("span", { class: "dim small" }, why)),
-    make("p", { class: `small ${conserved ? "good" : "bad"}` }, exact,
-      make("span", { class: "dim" }, identity)));
+      ...EXITS.map(box), make("span", { class: "dim small" }, why)),
+    make("p", { class: `small ${conserved ? "good" : "bad"}` }, conserved
+      ? "✓ every episode is in one of these states" : "✕ the account is not exact"));
 }
 
-const code = (text) => make("code", {}, text);
-
-/** A launch that went on with other keys. */
-function resumed({ step, changes }) {
-  const change = (one) => make("span", { class: "setting" }, `${one.key} ${one.before} → ${one.after}`);
-  return make("div", { class: "alert advice", "data-launch": step },
-    make("span", { class: "mark advice", "aria-hidden": "true" }, "↻"),
-    make("div", {}, make("b", {}, "resumed with other keys"), `, from step ${step}: `, ...changes.map(change),
-      link({ tab: "charts" }, "see the curves →")));
+/** The value of a key; nothing is a dash. */
+export function setting(value) {
+  const small = typeof value === "number" && value && Math.abs(value) < 1e-3;
+  const text = small ? value.toExponential() : typeof value === "string" ? value : JSON.stringify(value);
+  const shown = [null, "", "-"].includes(value) ? "–" : text.slice(0, LONGEST);
+  return make("code", {}, shown, text.length > LONGEST && `… (${number(text.length)} characters)`);
 }
 
 function configuration({ configuration: keys }) {
-  const faint = (text) => make("span", { class: "dim" }, code(text));
-  const rows = keys.map((one) => [code(one.key), code(one.value), faint(one.default)]);
+  const rows = keys.map(([key, value, usual]) =>
+    [make("code", {}, key), setting(value), make("span", { class: "dim" }, setting(usual))]);
   const title = `${rows.length} keys differ from their defaults`;
-  const found = table(["key", "value", "default"], rows, { class: "keys" });
-  return card("Configuration", fold(title, rows.length <= MOST_KEYS, found));
-}
-
-function more({ notes, tables }) {
-  const found = Object.entries(tables).filter(([, rows]) => Object.keys(rows).length);
-  return [...notes.map((note) => make("p", { class: "dim small" }, note)),
-    ...found.map(([title, rows]) => fold(title, false, table(null, Object.entries(rows))))];
+  return card("Configuration",
+    fold(title, rows.length <= MOST_KEYS, table(["key", "value", "default"], rows, { class: "keys" })));
 }

@@ -146,5 +146,6 @@ def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ["org/fix", "1.0000", "0.5000"],
         ["sum", "1.0000", "1.0000"],
     ]
-    rows = overview(run_dir, "")["tables"]["Evaluation by task"]
-    assert rows["org/fix"] == "sampled/success 0.50, sampled/pass@2 1.00"
+    found = overview(run_dir, "")["evaluation"]
+    assert found["sampled/success"]["tasks"] == {"org/fix": 0.5, "sum": 1.0}
+    assert found["sampled/pass@2"]["tasks"]["org/fix"] == found["sampled/pass@2"]["high"] == 1.0

@@ -257,8 +257,8 @@ def test_the_final_table(tmp_path: Path) -> None:
     text = out.getvalue()
     assert f"model: {export}\n" in text and ": –" not in text  # what is unknown is left out
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    assert ["success, sampled (held out, ≥ 10)", "25.0%", "75.0%"] in cells
-    assert ["score, sampled (held out)", "-0.500", "12.250"] in cells
+    assert ["success (held out, ≥ 10)", "25.0%", "75.0%"] in cells
+    assert ["score (held out)", "-0.5", "12.2"] in cells
     assert "trainer and all workers busy at once: 62%" in text
     assert "fixed probe, max: 2.0e-07\n" in text and "compared for that: 640" in text
     assert "rounding alone, on that probe, max: 3.0e-07" in text and "advantage 0: 25.0%" in text

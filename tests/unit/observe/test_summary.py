@@ -119,7 +119,7 @@ def test_components_of_a_reward_stand_beside_the_score_in_training_and_held_out(
     summary = summarize(rows, FLOW, True)
     assert summary["components"] == {"near": (0.5, 0.75, 0.1, 0.875)}
     table = before_and_after(json.loads(json.dumps(summary)))  # as `asyncrl runs show` reads it
-    assert ("near (training)", "0.500", "0.750") in table and ("near (held out)", "0.100", "0.875") in table
+    assert ("near (training)", "0.5", "0.75") in table and ("near (held out)", "0.1", "0.875") in table
     assert summarize(rows[1:3], FLOW, True)["components"] == {"near": (0.5, 0.75, None, None)}
 
 

@@ -62,7 +62,7 @@ def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
     assert roles["workers"]["note"] == "3 connected, 3 episodes run"
 
     def parts(role: dict[str, Any]) -> dict[str, float]:
-        return {part["what"]: round(part["share"], 3) for part in role["parts"]}
+        return {what: round(share, 3) for what, share in role["parts"].items()}
 
     assert parts(roles["workers"]) == {"sampling": 0.1, "tools": 0.2, "the reward function": 0.7}
     assert parts(roles["engines"]) == {"sampling": 0.9} and parts(roles["trainer"]) == {"wait for data": 0.75}
@@ -118,7 +118,7 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
 
     async def shown(tab: Tab, number: int, name: str) -> str:
         await tab.run(f'location.hash = "tab=overview&run={number}"')
-        await tab.until(f'document.querySelector(".headline b").textContent === "{name}"')
+        await tab.until(f'document.querySelector(".outcome-line b").textContent === "{name}"')
         return str(await tab.run('document.getElementById("overview").innerText'))
 
     async def test() -> None:
@@ -134,14 +134,14 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
                 await tab.until('location.hash.includes("tab=episodes") && location.hash.includes("failed")')
                 text = await shown(tab, 1, "solved")
                 assert "Held-out success 27% → 98% in 20 steps" in text and "since step 10" in text
-                assert "resumed with other keys, from step 5: trainer.lr 0.5 → 0.25" in text
+                assert "resumed with other keys, from step 5: trainer.lr: 0.5 → 0.25" in text
                 assert await tab.run('document.querySelector("[data-alert]").className') == "alert good"
                 text = await shown(tab, 2, "limited")
                 assert "by the reward function: it takes 7 of an episode's 10 s" in text
                 assert "the reward function 70%" in text and "now: the reward function (12 s" in text
                 href = "document.querySelector('a.box[href*=\"filtered\"]').href"
                 assert "tab=episodes" in await tab.run(href)
-                await tab.run("window.kept = document.querySelector('.headline')")
+                await tab.run("window.kept = document.querySelector('.outcome-line')")
                 again = 'delete document.body.dataset.ready; dispatchEvent(new HashChangeEvent("hashchange"))'
                 await tab.run(again)
                 await tab.until("document.body.dataset.ready")

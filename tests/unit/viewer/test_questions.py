@@ -72,19 +72,19 @@ QUESTIONS = (
         "is the second run worse, and what is different?",
         REGRESSION,
         ["Compare"],
-        ["-0.5 (-0.708 to -0.292)", "0 better, 12 worse, 12 the same", "trainer.lr 0.000001 0.0001"],
+        ["-0.5 (-0.708 to -0.292)", "0 better, 12 worse, 12 the same", "trainer.lr 1e-6 1e-4"],
     ),
     Question(
         "what has the second run lost?",
         REGRESSION,
         ["second"],
-        ["Held-out success 100% → 50% in 12 steps", "form 1 0.5", "trainer.lr 0.0001 1e-06"],
+        ["Held-out success 100% → 50% in 12 steps", "form 1 0.5", "trainer.lr 1e-4 1e-6"],
     ),
     Question(
         "what has changed since it was resumed?",
         [planted.resumed],
         [],
-        ["resumed with other keys, from step 7", "trainer.lr 1e-06 → 1e-05"],
+        ["resumed with other keys, from step 7", "trainer.lr: 1e-06 → 1e-05"],
     ),
     Question(
         "which question does it answer no longer?",
