@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config import Plugin
 from asyncrl.conversation.requests import AgentRequest, Untrained
 from asyncrl.errors import AsyncrlError, describe
-from asyncrl.gateway.harnesses import claude_code, codex, mini_swe_agent, opencode, qwen_code
+from asyncrl.gateway import harnesses
 from asyncrl.gateway.programs import COMMAND, Command, Harness
 from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
 
@@ -30,8 +30,8 @@ class AgentError(AsyncrlError):
 
 agents: Registry[Agent | Harness] = Registry("agent")
 agents.register("command")(COMMAND)
-for module in (claude_code, codex, opencode, qwen_code, mini_swe_agent):
-    agents.register(module.HARNESS.name)(module.HARNESS)
+for harness in harnesses.HARNESSES:
+    agents.register(harness.name)(harness)
 
 
 def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:

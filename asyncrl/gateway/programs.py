@@ -1,4 +1,4 @@
-"""Programs that lead episodes: the user's own (`command`), and coding agents as people run them (harnesses/).
+"""Programs that lead episodes: the user's own (`command`), and coding agents as people run them (harnesses.py).
 
     sample, or prompt ──stdin──► program in a place of its own ──stdout──► its last line, a `command`'s result
 

@@ -1,0 +1,132 @@
+"""Coding agents as people run them, without a screen and with all tools permitted: data for `programs.Command`.
+Beside them, functions for `rollout.untrained_agents`."""
+
+from __future__ import annotations
+
+from asyncrl.conversation.requests import AgentRequest
+from asyncrl.gateway.programs import Harness
+
+CLAUDE_CODE = Harness(
+    name="claude_code",
+    line="claude -p --dangerously-skip-permissions",
+    environment={
+        "ANTHROPIC_BASE_URL": "{anthropic_url}",
+        "ANTHROPIC_API_KEY": "{key}",
+        "ANTHROPIC_MODEL": "{model}",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",  # a sub-agent may ask for one of these
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "ENABLE_TOOL_SEARCH": "false",  # or a tool that is found changes the prompt, which begins a row
+        "IS_SANDBOX": "1",  # or it refuses to work for root
+    },
+    resident_mb=300,
+    tested="2.1.331",
+)
+
+CODEX = Harness(
+    name="codex",
+    line="codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox -",
+    environment={"OPENAI_API_KEY": "{key}"},
+    files={
+        ".codex/config.toml": """\
+model = "{model}"
+model_provider = "asyncrl"
+model_context_window = {max_tokens}
+analytics.enabled = false
+features.plugins = false
+[model_providers.asyncrl]
+name = "asyncrl"
+base_url = "{base_url}"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+    },
+    resident_mb=170,
+    tested="0.169.0",
+)
+
+OPENCODE = Harness(  # it asks the model `small` for titles
+    name="opencode",
+    line="opencode run",
+    environment={
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    },
+    files={
+        ".config/opencode/opencode.json": """{
+  "model": "asyncrl/{model}",
+  "small_model": "asyncrl/small",
+  "provider": {
+    "asyncrl": {
+      "npm": "@ai-sdk/openai-compatible",
+      "options": {"baseURL": "{base_url}", "apiKey": "{key}", "timeout": false},
+      "models": {
+        "{model}": {"limit": {"context": {max_tokens}, "output": 8192}},
+        "small": {"limit": {"context": {max_tokens}, "output": 8192}}
+      }
+    }
+  },
+  "permission": "allow",
+  "autoupdate": false,
+  "share": "disabled"
+}
+"""
+    },
+    resident_mb=700,
+    tested="1.18.33",
+)
+
+QWEN_CODE = Harness(
+    name="qwen_code",
+    line="qwen --yolo --auth-type openai",
+    environment={
+        "OPENAI_BASE_URL": "{base_url}",
+        "OPENAI_API_KEY": "{key}",
+        "OPENAI_MODEL": "{model}",
+        "QWEN_STREAM_IDLE_TIMEOUT_MS": "0",  # or it repeats a turn that takes 4 minutes: it hears no comments
+        "QWEN_STREAM_MAX_LIFETIME_MS": "0",
+    },
+    files={
+        ".qwen/settings.json": """{
+  "model": {"generationConfig": {"contextWindowSize": {max_tokens}}},
+  "privacy": {"usageStatisticsEnabled": false},
+  "general": {"enableAutoUpdate": false}
+}
+"""
+    },
+    resident_mb=510,
+    tested="0.24.4",
+)
+
+MINI_SWE_AGENT = Harness(
+    name="mini_swe_agent",
+    line="mini --yolo --exit-immediately --model=openai/{model} --task={prompt}",
+    environment={
+        "OPENAI_BASE_URL": "{base_url}",
+        "OPENAI_API_KEY": "{key}",
+        "MSWEA_CONFIGURED": "true",  # or it asks for settings
+        "MSWEA_COST_TRACKING": "ignore_errors",  # the model has no price
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # or it repeats what a limit refused, for minutes
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is fetched
+    },
+    stdin="nothing",
+    resident_mb=200,
+    version="--help",
+    tested="2.4.6",
+)
+
+HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, MINI_SWE_AGENT)
+
+
+def is_tool_of_claude_code(request: AgentRequest) -> bool:
+    """Recognise a request without tools, which one of Claude Code's tools sends: a search of the web (nobody
+    searches, so the model would learn to invent results) or a summary of a page. Sub-agents and compactions
+    have tools."""
+    return not request.tools
+
+
+def is_upkeep_of_qwen_code(request: AgentRequest) -> bool:
+    """Recognise a request of qwen-code's second agent, which writes its memory after the task."""
+    return "managed memory" in request.messages[0].content[:200]

@@ -1,1 +1,0 @@
-"""Describes coding agents as people run them, one in each file: data for `programs.Command`."""
