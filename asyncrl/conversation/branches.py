@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,7 +44,6 @@ from asyncrl.conversation.watch import before
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
-Job = tuple[Any, Callable[..., tuple[int, ...] | None]]  # what is tokenised, and by what
 ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
 
 
@@ -66,7 +66,8 @@ class Branches:
         self._parsed: tuple[Turn, tuple[str, ...], Message] | None = None  # the newest, with its stop texts
         self._begun = 0  # rows, cancelled ones included
         self._pending: dict[int, Placement] = {}  # by session
-        self._rendered: dict[Any, tuple[int, ...] | None] = {}  # tokenised for a request that comes next
+        # Calls what tokenises, unless it just was: for a request that comes next, and each of its answers.
+        self._ids: Callable[..., Any] = lru_cache(maxsize=2)(lambda tokenise, *of: tokenise(*of))
 
     @property
     def replaying(self) -> bool:
@@ -244,64 +245,39 @@ class Branches:
 
     def _find(self, request: AgentRequest) -> Placement | Refusal:
         limits, chat, side = self._rules.config, self._rules.chat, self._untrained(request)
-        pending = [one for one in self._pending.values() if one.untrained == side]
+        pending = [one for one in list(self._pending.values()) if one.untrained == side]
         if sum(turn.untrained == side for turn in self.turns) + len(pending) >= limits.max_turns:
             return limit_reached(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
         if request.prompt is not None:
-            return self._find_text(request, request.prompt, pending)
-        row = self._extended(request)
+            return self._find_text(request, request.prompt, pending, side)
+        row = self._extended(request, side)
         if row is not None:
             old = self.rows[row]
             new = request.messages[len(old.messages) :]
             if refusal := self._too_long(new, len(old.ids)):
                 return refusal
-            key = chat.fold(new, False), old.ids[-1]
-            delta = self._rendered.get(key) or chat.delta_ids(*key)
+            delta = self._ids(chat.delta_ids, chat.fold(new, False), old.ids[-1])
             if delta is not None:
-                return self._placed(request, row, delta, old.messages + new)
+                return self._placed(request, row, delta, old.messages + new, side)
         if refusal := self._too_many_rows(pending, side):
             return refusal
         messages, shown = self._known(request)
         if refusal := self._too_long(messages[shown:], 0, sum(map(len, request.tools))):
             return refusal
-        prompt_key = chat.fold(messages, True), request.tools
-        prompt = self._rendered.get(prompt_key) or chat.prompt_ids(*prompt_key)
-        return self._placed(request, None, prompt, messages)
+        prompt = self._ids(chat.prompt_ids, chat.fold(messages, True), request.tools)
+        return self._placed(request, None, prompt, messages, side)
 
     def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
-        """The tokenising that `find` would do, where it takes long: call it, in any thread, before `find`."""
-        jobs = (
-            self._chat_jobs(request) if request.prompt is None else self._text_jobs(request, request.prompt)
-        )
-        if not jobs or any(self._rendered.get(key) for key, _ in jobs):
-            return None
-        self._rendered.clear()  # of requests before
-
-        # The prompt is needed where the template rewrites the row.
-        return lambda: any(self._rendered.setdefault(key, make(*key)) for key, make in jobs)
-
-    def _chat_jobs(self, request: AgentRequest) -> list[Job]:
-        chat, row, jobs = self._rules.chat, self._extended(request), list[Job]()
-        if row is not None:
-            old = self.rows[row]
-            new = request.messages[len(old.messages) :]
-            key = chat.fold(new, False), old.ids[-1]
-            if self._too_long(new, len(old.ids)) or (short(new) and chat.delta_ids(*key) is not None):
-                return []
-            jobs.append((key, chat.delta_ids))
-        messages, shown = self._known(request)
-        size = sum(map(len, request.tools))
-        prompt_key = chat.fold(messages, True), request.tools
-        if row is not None or not (self._too_long(messages[shown:], 0, size) or short(messages, size)):
-            jobs.append((prompt_key, chat.prompt_ids))
-        return jobs
-
-    def _text_jobs(self, request: AgentRequest, prompt: TextPrompt) -> list[Job]:
-        row, rest = self._texts.rest(prompt, self._free(request))
-        said = (Message("user", str(rest)),)
-        if isinstance(rest, tuple) or short(said) or self._too_long(said, 0):
-            return []
-        return [((rest, row is None), self._rules.chat.text_ids)]
+        """The tokenising that `find` would do, where it may take long: call it, in any thread, before `find`.
+        It changes nothing."""
+        row = None if request.prompt is not None else self._extended(request, self._untrained(request))
+        known = 0 if row is None else len(self.rows[row].messages)
+        new, chat = request.messages[known:], self._rules.chat
+        quick = short(new, sum(map(len, request.tools)) if row is None else 0)
+        if quick and row is not None and not short(request.messages):
+            # All of it is tokenised where the template rewrites the row.
+            quick = self._ids(chat.delta_ids, chat.fold(new, False), self.rows[row].ids[-1]) is not None
+        return None if quick else lambda: self._find(request)
 
     def _folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
         """The number of system messages that the template does not get as such."""
@@ -316,21 +292,20 @@ class Branches:
         return shown + request.messages[len(shown) :], len(shown)
 
     def _find_text(
-        self, request: AgentRequest, prompt: TextPrompt, pending: Sequence[Placement]
+        self, request: AgentRequest, prompt: TextPrompt, pending: Sequence[Placement], side: bool
     ) -> Placement | Refusal:
-        chat, (row, rest) = self._rules.chat, self._texts.rest(prompt, self._free(request))
-        if row is None and (refusal := self._too_many_rows(pending, self._untrained(request))):
+        chat, (row, rest) = self._rules.chat, self._texts.rest(prompt, self._free(side))
+        if row is None and (refusal := self._too_many_rows(pending, side)):
             return refusal
         if isinstance(rest, str):
             tokens = 0 if row is None else len(self.rows[row].ids)
             if refusal := self._too_long((Message("user", rest),), tokens):
                 return refusal
-            key = rest, row is None
-            rest = self._rendered.get(key) or chat.text_ids(*key)
+            rest = self._ids(chat.text_ids, rest, row is None)
         elif rest and max(rest) >= chat.vocabulary:
             raise ConfigError(f"the prompt has the id {max(rest)}; the tokenizer knows {chat.vocabulary}")
         old = () if row is None else self.rows[row].messages
-        return self._placed(request, row, rest, old + request.messages)
+        return self._placed(request, row, rest, old + request.messages, side)
 
     def _too_many_rows(self, pending: Sequence[Placement], side: bool) -> Refusal | None:
         begun = sum(place.row is None for place in pending)
@@ -344,6 +319,7 @@ class Branches:
         row: int | None,
         context: tuple[int, ...],
         messages: tuple[Message, ...],
+        side: bool,
     ) -> Placement | Refusal:
         """The placement with its token limit, or a refusal because its row is full."""
         limits, asked = self._rules.config, request.max_new_tokens
@@ -354,7 +330,6 @@ class Branches:
         if room < 1:
             return row_is_full(limits.max_tokens, len(ids), f"the messages have {len(ids)}")
         most = min(room, limits.max_new_tokens, limits.max_new_tokens if asked is None else asked)
-        side = self._untrained(request)
         return Placement(request, session, row, ids, context, most, messages, side)
 
     def _too_long(self, new: Sequence[Message], tokens: int, characters: int = 0) -> Refusal | None:
@@ -366,18 +341,17 @@ class Branches:
             return None
         return row_is_full(most, tokens + characters // 4, f"{characters} new characters are more")
 
-    def _extended(self, request: AgentRequest) -> int | None:
+    def _extended(self, request: AgentRequest, side: bool) -> int | None:
         """The free row that the request extends: the longest, and of equal ones the first."""
         fit = [
             number
-            for number, row in self._free(request)
+            for number, row in self._free(side)
             if row.request.tools == request.tools and self._extends(row, request.messages)
         ]
         return max(fit, key=lambda number: len(self.rows[number].messages), default=None)
 
-    def _free(self, request: AgentRequest) -> Iterator[tuple[int, TokenRow]]:
+    def _free(self, side: bool) -> Iterator[tuple[int, TokenRow]]:
         """The rows, with their numbers, that a request may extend: a side request none that is trained."""
-        side = self._untrained(request)
         return ((at, row) for at, row in enumerate(self.rows) if not row.busy and row.untrained == side)
 
     def _extends(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
