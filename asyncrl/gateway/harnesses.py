@@ -1,5 +1,5 @@
-"""Coding agents as people run them, without a screen and with all tools permitted: data for `programs.Command`.
-Beside them, functions for `rollout.untrained_agents`."""
+"""Coding agents as people run them, without a screen and with all tools permitted: data for
+`programs.Command`. Beside them, functions for `rollout.untrained_agents`."""
 
 from __future__ import annotations
 

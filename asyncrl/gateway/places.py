@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import Task
@@ -49,37 +48,24 @@ Streams = tuple[int, int, int]
 """Descriptors of a program's standard input, output and error."""
 
 
-class EpisodePlace(Protocol):
-    """Runs programs, in the directory `work`. `root`: the directory of `home` and `tmp`. `endpoint`: as
-    programs reach it. `task`: the sandbox that it is, where the sample has a task."""
-
-    root: str
-    work: str
-    endpoint: Endpoint
-    task: TaskSandbox | None
-
-    async def write(self, path: str, text: str) -> None:
-        """Write a file at a path below `root`."""
-
-    async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
-        """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
-        when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
-
-
 class OpenPlace:
-    """Runs programs without a sandbox: they can do what the user can."""
+    """Runs programs in the directory `work` without a sandbox: they can do what the user can. `root`: the
+    directory of `home` and `tmp`. `endpoint`: as programs reach it."""
 
-    task: TaskSandbox | None = None
+    task = None
 
     def __init__(self, root: Path, endpoint: Endpoint) -> None:
         self.root, self.work, self.endpoint = str(root), f"{root}/work", endpoint
 
     async def write(self, path: str, text: str) -> None:
+        """Write a file at a path below `root`."""
         file = Path(self.root, path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, errors="replace")  # noqa: ASYNC240
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
+        """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
+        when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
         stdin, stdout, stderr = streams
         try:
             process = await asyncio.create_subprocess_exec(
@@ -107,7 +93,8 @@ class OpenPlace:
 
 
 class SandboxPlace:
-    """Runs programs in a sandbox, where they can read only programs and what is shown, or an image."""
+    """Does the same in a sandbox, where programs can read only programs and what is shown, or an image.
+    `task`: the sandbox that it is, where the sample has a task."""
 
     def __init__(self, jail: Jail, endpoint: Endpoint, task: TaskSandbox | None) -> None:
         self.root, self.endpoint, self._jail, self.task = jail.home, endpoint, jail, task
@@ -127,6 +114,9 @@ class SandboxPlace:
             why = "its sandbox ended"  # which no code inside can do
             raise SetupError(f"task {self.task.task.name}: {why}") if self.task else CommandError(why)
         return result.status
+
+
+EpisodePlace = OpenPlace | SandboxPlace
 
 
 @asynccontextmanager

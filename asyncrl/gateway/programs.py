@@ -1,4 +1,4 @@
-"""Programs that lead episodes: the user's own (`command`), and coding agents as people run them (harnesses.py).
+"""Programs that lead episodes: the user's own (`command`), and coding agents as people run them (harnesses).
 
     sample, or prompt ──stdin──► program in a place of its own ──stdout──► its last line, a `command`'s result
 
@@ -109,7 +109,6 @@ class Command:
         *,
         line: Line = "",
         extra_info: str = "",
-        directory: str = "",
         program: str = "",
         arguments: str = "",
         files: str = "",
@@ -126,11 +125,6 @@ class Command:
     ) -> None:
         if not (line or harness.line):
             raise ConfigError("option 'line' is missing; set rollout.agent.command.line")
-        if directory:
-            raise ConfigError(
-                "each episode has a directory of its own: instead of `directory` set `files`, a tree that is "
-                "copied there; paths of the program and its script start where the run does"
-            )
         self.harness, self._extra_info = harness, _names(extra_info)
         words = words_of(line or harness.line) + words_of(arguments, "arguments")
         self._named = words[0]

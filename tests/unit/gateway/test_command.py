@@ -180,7 +180,6 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ),
         ({"command": {"line": "no-such-program --x"}}, "there is no program 'no-such-program'; install it"),
         ({"command": {"line": "./agent.sh"}}, "there is no program './agent.sh'"),
-        ({"command": {"line": "ls", "directory": "/usr"}}, "instead of `directory` set `files`"),
         ({"command": {"line": "ls", "memory_mb": 9}}, "memory_mb, .* need a sandbox; set sandbox: jail"),
         (
             {"command": {"line": "ls", "sandbox": "jail", "show": "/opt, /etc/"}},
