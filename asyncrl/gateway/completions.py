@@ -24,13 +24,13 @@ from asyncrl.gateway.exchange import (
     StreamedText,
     agent_request,
     calls_of,
+    hints,
     new_id,
     openai_error,
     read_body,
     stops_of,
     text_of,
     tool_call,
-    unheeded,
 )
 from asyncrl.types import Message, StopReason
 
@@ -65,7 +65,7 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect, as have those in IGNORED."""
+    """The body of a request. Fields that are not here have no effect."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     model: ModelName | None = None
@@ -82,12 +82,6 @@ class ChatRequest(msgspec.Struct, frozen=True):
     top_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Any = None
-    top_p: Any = None
-    seed: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
 
 
 REFUSED = {"functions": "use tools", "top_logprobs": "only the sampled token's log-prob is known"}
@@ -139,7 +133,7 @@ class ChatExchange:
 
     @property
     def unheeded(self) -> dict[str, str]:
-        return unheeded(self.request, self.ask.form)
+        return hints(self.ask.form)
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         logprobs = _logprobs if self.logprobs else None

@@ -91,7 +91,8 @@ class Exchange(Protocol):
 
     @property
     def unheeded(self) -> dict[str, str]:
-        """The parts of the request that do not do what they say, and what happens to them."""
+        """The parts of the request that do not do what they say, and what happens to them. Beside these,
+        see `without_effect`."""
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]: ...
     def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
@@ -228,15 +229,17 @@ def _own(messages: Iterable[Message]) -> Iterator[Message]:
         yield replace(one, role=role, tool_calls=calls, tool_call_id=own_id(one.tool_call_id), name=name)
 
 
-def unheeded(request: Any, form: AnswerForm) -> dict[str, str]:
-    """The parameters of a request that do not do what their names say, and what they do."""
-    hints = {
-        "tool_choice": bool(form.calls),
-        "parallel_tool_calls": form.once,
-        "response_format": bool(form.schema),
-    }
-    found = {name: SAMPLING for name in IGNORED if getattr(request, name, None) is not None}
-    return found | {name: HINT for name, given in hints.items() if given}
+def without_effect(body: bytes, request: Any) -> dict[str, str]:
+    """The fields of a body that its request does not have, and what happens to them."""
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    names = [name for name in given.keys() - {*request.__struct_fields__} if bytes(given[name]) != b"null"]
+    return {name: SAMPLING if name in IGNORED else "has no effect" for name in names}
+
+
+def hints(form: AnswerForm) -> dict[str, str]:
+    """The parameters of a request that ask for a form of the answer, and what they do."""
+    asked = {"tool_choice": form.calls, "parallel_tool_calls": form.once, "response_format": form.schema}
+    return {name: HINT for name, given in asked.items() if given}
 
 
 def _form(choice: Choice, once: bool, form: AnswerFormat | None, tools: Sequence[str]) -> AnswerForm:

@@ -34,17 +34,16 @@ from asyncrl.gateway.exchange import (
     ToolChoice,
     agent_request,
     calls_of,
+    hints,
     new_id,
     read_body,
     tool_call,
-    unheeded,
 )
 from asyncrl.types import EpisodeEnd, Message, StopReason
 
 BILLING = "x-anthropic-billing-header:"  # a function of the prompt: with it, no two tasks share a prefix
 BILLED = "is left out: prompts of other tasks differ in it"
 SIGNATURE = "asyncrl"  # of thoughts: clients send it back, nobody checks it
-UNUSED = "has no effect"
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -105,7 +104,7 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 class MessagesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect, as have those in exchange.IGNORED."""
+    """The body of a request. Fields that are not here have no effect."""
 
     messages: Annotated[list[Said], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
@@ -115,9 +114,6 @@ class MessagesRequest(msgspec.Struct, frozen=True):
     max_tokens: Limit | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
     thread: Any = None
 
 
@@ -128,8 +124,7 @@ def read(body: bytes) -> MessagesExchange:
     if request.thread is not None:
         text = "'thread': no conversation is kept here; send all messages (tool runners: thread=False)"
         raise ApiError(400, text, "thread_unsupported_request")
-    named = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
-    return MessagesExchange(request, sorted(named - set(MessagesRequest.__struct_fields__)))
+    return MessagesExchange(request)
 
 
 def write_error(error: ApiError) -> dict[str, Any]:
@@ -213,11 +208,9 @@ def _turns(said: Sequence[Said]) -> Iterator[Message]:
 
 @dataclass
 class MessagesExchange:
-    """See `Exchange`. There is one answer. ApiError for a block or a tool that no template can write.
-    `unknown`: names of fields that this API does not have here."""
+    """See `Exchange`. There is one answer. ApiError for a block or a tool that no template can write."""
 
     request: MessagesRequest
-    unknown: Sequence[str] = ()
     ask: AgentRequest = field(init=False)
     count: int = 1
     logprobs: bool = False
@@ -246,8 +239,7 @@ class MessagesExchange:
         sent = self.request
         tools = [tool for tool in sent.tools or () if tool.input_schema is None]
         return (
-            unheeded(sent, self.ask.form)
-            | dict.fromkeys(self.unknown, UNUSED)
+            hints(self.ask.form)
             | {f"a tool {tool.type or tool.name!r}": "has no schema and is left out" for tool in tools}
             | ({"a billing header": BILLED} if self._billed else {})
         )

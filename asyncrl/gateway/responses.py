@@ -33,12 +33,12 @@ from asyncrl.gateway.exchange import (
     StreamedText,
     agent_request,
     calls_of,
+    hints,
     new_id,
     openai_error,
     read_body,
     text_of,
     tool_call,
-    unheeded,
 )
 from asyncrl.gateway.wire_tools import TEXT, WireTool, known_as, wire_tools
 from asyncrl.types import Message, StopReason, ToolCall
@@ -69,7 +69,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect, as have those in exchange.IGNORED."""
+    """The body of a request. Fields that are not here have no effect."""
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
@@ -80,8 +80,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     max_output_tokens: Limit | None = None
     text: TextOptions | None = None
     stream: bool | None = None
-    temperature: Any = None
-    top_p: Any = None
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
@@ -177,7 +175,7 @@ class ResponsesExchange:
         given = {str(tool.get("type")) for tool in self.request.tools or ()}
         kinds = given - {"function", "custom", "namespace"}
         left_out = {f"a tool of type {kind!r}": "is left out" for kind in kinds}
-        return unheeded(self.request, self.ask.form) | left_out
+        return hints(self.ask.form) | left_out
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         [reply] = replies

@@ -236,8 +236,8 @@ class Gateway:
         admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
         if not admitted.asked.done():
             admitted.asked.set_result(None)
-        asked = dialect.read(await _body(request, admitted))
-        self._log_unheeded(asked.unheeded)
+        asked = dialect.read(body := await _body(request, admitted))
+        self._log_unheeded(exchange.without_effect(body, asked.request) | asked.unheeded)
         events = _Events(asked) if asked.request.stream else None
         task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events))
         admitted.running.add(task)

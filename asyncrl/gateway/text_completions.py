@@ -27,13 +27,12 @@ from asyncrl.gateway.exchange import (
     openai_error,
     read_body,
     stops_of,
-    unheeded,
 )
 from asyncrl.types import Message
 
 
 class TextRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect, as have those in exchange.IGNORED."""
+    """The body of a request. Fields that are not here have no effect."""
 
     prompt: Any
     model: ModelName | None = None
@@ -46,9 +45,6 @@ class TextRequest(msgspec.Struct, frozen=True):
     echo: bool | None = None
     suffix: Any = None
     best_of: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    seed: Any = None
 
 
 REFUSED = {"echo": "the prompt is known to you", "suffix": "a text is only continued"}
@@ -95,7 +91,7 @@ class TextExchange:
 
     @property
     def unheeded(self) -> dict[str, str]:
-        return unheeded(self.request, self.ask.form)
+        return {}
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
         logprobs = _logprobs if self.logprobs else None
