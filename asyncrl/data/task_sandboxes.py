@@ -13,8 +13,7 @@ from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError, one_line
 from asyncrl.isolation.images import find_image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
-from asyncrl.isolation.sandbox.jail import Jail
-from asyncrl.isolation.sandbox.spawning import IMAGE_PATH, Shown
+from asyncrl.isolation.sandbox.jail import Jail, Shown
 
 MOST_CHANGES = 700_000  # bytes: as base64 text, with what an agent returned, a result of 1 MiB
 RESULT_SECONDS = 20.0  # to collect what changed, on a busy machine
@@ -43,7 +42,7 @@ class TaskSandbox:
         self.task = task
         self.directory = task.directory or image.directory
         self.workspace = task.workspace or (self.directory,)
-        self.environment = {"PATH": IMAGE_PATH, **image.environment, **task.environment}
+        self.environment = {**image.environment, **task.environment}
         of = "resident" if limits.resident else "memory"  # a program with its children, or a process
         sizes = {of: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
         self.jail = Jail(

@@ -14,6 +14,7 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError
 
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # of an image that names none
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -26,7 +27,7 @@ class Image(msgspec.Struct, frozen=True):
     digest: str
     root: str = ""
     over: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = msgspec.field(default_factory=lambda: {"PATH": PATH})
     directory: str = "/"
     user: str = ""
     size: int = 0

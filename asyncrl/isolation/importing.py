@@ -18,7 +18,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError
 from asyncrl.isolation.images import NAME, Image, find_image, images_directory, list_images
-from asyncrl.isolation.layers import PATH
 from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.unpacking import CHUNK, DELETED, OPAQUE, UNPACK, Bounds, Order
 
@@ -34,7 +33,7 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
         raise ConfigError(f"--name {name!r}: up to 100 letters, digits and . _ -, but not sha256-")
     if source != "-" and not os.path.exists(source):
         raise ConfigError(f"{source}: no such file or directory")
-    image = find_image(over) if over else Image("", environment={"PATH": PATH})
+    image = find_image(over) if over else Image("")
     layers = [root for root in image.layers if root]
     below = tuple(Path(root).parent.name for root in layers)
     if len(below) > MOST_OVER:

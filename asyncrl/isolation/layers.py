@@ -10,10 +10,9 @@ from typing import IO, NoReturn, TypeVar
 import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError
-from asyncrl.isolation.images import Image
+from asyncrl.isolation.images import PATH, Image
 from asyncrl.isolation.sandbox.kernel import MACHINE
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}  # by the name that OCI has for it
 LARGEST_JSON = 4 << 20
 

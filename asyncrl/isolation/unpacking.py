@@ -32,7 +32,7 @@ from asyncrl.isolation.child import Service
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.layers import find_layers, refuse
 from asyncrl.isolation.sandbox import emptying
-from asyncrl.isolation.sandbox.mounts import NEWUSER, unshare
+from asyncrl.isolation.sandbox.kernel import NEWUSER, unshare
 
 OF_A_ROOT = {"bin", "etc", "usr"}  # a name of these at the top: no archive of layers, but a root file system
 MEMORY = 1 << 30  # bytes of address space for the child: tarfile reads some headers whole

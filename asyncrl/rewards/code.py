@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunResult, Sandbox, SandboxLimits
+from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunResult, SandboxLimits
 from asyncrl.isolation.sandbox.detection import check_isolation
-from asyncrl.isolation.sandbox.jail import new_sandbox
+from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.rewards.base import RewardError, rewards
 
 FENCE = "```"
@@ -109,7 +109,7 @@ class Code:
         return passed
 
     @asynccontextmanager
-    async def _started_sandbox(self) -> AsyncIterator[Sandbox]:
+    async def _started_sandbox(self) -> AsyncIterator[Jail]:
         """Start one of `at_once`. RewardError when none comes free."""
         most = MAX_WAIT * self._total
         try:
@@ -117,15 +117,11 @@ class Code:
                 await self._places.acquire()
         except TimeoutError:
             raise RewardError(f"no sandbox was free for {most:g} s; raise at_once") from None
-        sandbox = new_sandbox(self._limits, self._require)
         try:
-            await sandbox.start()
-            yield sandbox
+            async with Jail(self._limits, require=self._require) as sandbox:
+                yield sandbox
         finally:
-            try:
-                await sandbox.close()
-            finally:
-                self._places.release()
+            self._places.release()
 
 
 def passes(case: CodeTest, result: RunResult) -> bool:

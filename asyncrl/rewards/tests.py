@@ -48,7 +48,6 @@ LOGS = "/logs/verifier"
 EMPTY_LOGS = Entry(DIRECTORY, "logs", 0o755), Entry(OPAQUE, "logs/verifier", 0o755)
 SCRIPT = f"exec /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
 LARGEST = 4 << 20  # bytes of a report
-BASE64 = 1.4  # times as long, as files are read
 SAID = 300  # characters of the output that a note has
 LOOK_SECONDS = 10.0
 ILLEGAL = re.compile("[^\t\n\r -~\x80-\ud7ff\ue000-\ufffd]")  # in XML, as pytest sees it
@@ -91,7 +90,7 @@ class JudgedByTests:
         require: str = " ".join(ISOLATION),
     ) -> None:
         self._partial, self._setup_seconds = partial, setup_seconds
-        sizes = {"file": disk_mb, "disk": disk_mb, "resident": memory_mb, "output": int(BASE64 * LARGEST)}
+        sizes = {"file": disk_mb, "disk": disk_mb, "resident": memory_mb, "output": LARGEST}
         self._limits = Limits(memory=0, processes=256, open_files=4096, **sizes)
         self._require = check_isolation(require)
         self._places = asyncio.Semaphore(at_once)

@@ -16,7 +16,7 @@ from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunKind, RunResult, SandboxLimits
 from asyncrl.isolation.sandbox.detection import check_image, check_isolation
-from asyncrl.isolation.sandbox.jail import new_sandbox
+from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.tools.base import MAX_REPLY, Tool, ToolError, tools
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
@@ -41,7 +41,7 @@ class Workspace:
         snapshots: int = 0,
     ) -> None:
         self._made = limits, require
-        self._sandbox = new_sandbox(limits, require)
+        self._sandbox = Jail(limits, require=require)
         self._default = task
         self._task: TaskSandbox | None = None
         self.snapshots = snapshots

@@ -133,7 +133,7 @@ async def test_files_are_written_and_read_with_the_rights_of_the_code() -> None:
         for path, why in (("absent", "No such file"), ("/etc/shadow", "No such|denied"), ("link", "link")):
             with pytest.raises(SandboxError, match=why):
                 await box.read_file(path)
-        await box.write_file("large", bytes(SMALL.output))
+        await box.write_file("large", bytes(SMALL.output + 1))
         with pytest.raises(SandboxError, match="more than 2000 bytes"):
             await box.read_file("large")
         with pytest.raises(SandboxError, match="/dev/x"):
@@ -671,7 +671,7 @@ async def test_a_closed_sandbox_stays_closed() -> None:
 
 
 def test_a_sandbox_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.spawning.START", "raise SystemExit")
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", "raise SystemExit")
     with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
         asyncio.run(Jail(require=()).start())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.isolation.sandbox.mounts import READ_ONLY, copy_mount, place_mount, set_attributes
+from asyncrl.isolation.sandbox.kernel import READ_ONLY, copy_mount, place_mount, set_attributes
 from asyncrl.store.checkpoints import MANIFEST, Checkpoints
 from faults.target import Target
 

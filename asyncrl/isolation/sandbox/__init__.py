@@ -1,2 +1,2 @@
-"""Run untrusted code: `base.Sandbox`. The child of jail.py imports this package before anything
+"""Run untrusted code: jail.py. Its child imports this package before anything
 else, so it stays empty."""

@@ -1,9 +1,9 @@
-"""Collects what changed in a sandbox into an archive, and applies an archive in another sandbox.
+"""Moves files into a sandbox and out of it: one, or all that changed, as an archive for another sandbox.
 
     upper directory of the overlay, or home ── collect ──► archive ── apply ──► the code's files
 
-A child of the warden does both, with the rights of the code, while no other process runs. It imports nothing,
-as an image does not have this library. The owner only reads entries: an archive is untrusted.
+A child of the warden does it, with the rights of the code. It imports nothing, as an image does not have this
+library. The owner only reads entries: an archive is untrusted.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ def request(most: int, top: str, roots: Sequence[str], globs: Iterable[str]) -> 
 
 
 def receive(fd: int, archive: bytearray, most: int) -> None:
-    """Read an archive of `collect`, which has at most `most` bytes and an END."""
+    """Read a file, or an archive of `collect`, which has at most `most` bytes and an END."""
     with open(fd, "rb", 0) as pipe:
         while len(archive) <= most + HEADER.size and (part := pipe.read(CHUNK)):
             archive += part
 
 
 def send(fd: int, archive: bytes) -> None:
-    """Write an archive for `apply`, unless that has given up."""
+    """Write an archive for `apply`, or a file, unless the reader has given up."""
     with suppress(BrokenPipeError), open(fd, "wb", 0) as pipe:
         frames.write_all(pipe.fileno(), archive)
 
@@ -130,15 +130,34 @@ def _read_request(source: bytes) -> tuple[int, list[str], list[str]]:
 # -- in the sandbox, in a child of the warden ----------------------------------------------------------------
 
 
-def run(step: Callable[[str, int, bytes], None], top: str, changed: int, source: bytes) -> int:
-    """Run `collect` or `apply`; returns the exit status. `top`: the directory that can change, `/` in an
+def run(kind: bytes, top: str, changed: int, source: bytes) -> int:
+    """Take the step of a request; returns the exit status. `top`: the directory that can change, `/` in an
     image. `changed`: a descriptor of the directory that holds what did: `top`, or the upper directory."""
     try:
-        step(top, changed, source)
+        STEPS[kind](top, changed, source)
     except (ChangesError, OSError) as error:
         os.write(2, str(error).encode(errors="replace"))
         return 1
     return 0
+
+
+def read_file(_: str, __: int, source: bytes) -> None:
+    """Write a file to the pipe. `source`: the most bytes, and the path."""
+    most, _, path = os.fsdecode(source).partition("\0")
+    with open(path, "rb") as file:
+        data = file.read(int(most) + 1)
+    if len(data) > int(most):
+        raise ChangesError(f"it has more than {most} bytes")
+    frames.write_all(PIPE, data)
+
+
+def write_file(_: str, __: int, source: bytes) -> None:
+    """Write a file from the pipe, and the directories above it. `source`: its path."""
+    path = os.fsdecode(source)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "wb") as file:
+        while data := os.read(PIPE, CHUNK):
+            file.write(data)
 
 
 def collect(top: str, changed: int, source: bytes) -> None:
@@ -264,6 +283,9 @@ def apply(top: str, _: int, source: bytes) -> None:
         for entry in _entries(pipe.read, most):
             applier.apply(entry)
         applier.finish_directories()
+
+
+STEPS = {frames.TAKE: collect, frames.GIVE: apply, frames.READ: read_file, frames.WRITE: write_file}
 
 
 class _Applier:

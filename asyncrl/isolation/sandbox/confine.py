@@ -21,29 +21,6 @@ from typing import NamedTuple
 from asyncrl.isolation.sandbox import imaging, kernel
 from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import check, libc, prctl
-from asyncrl.isolation.sandbox.mounts import (
-    AT_FDCWD,
-    MNT_DETACH,
-    MS_BIND,
-    MS_NODEV,
-    MS_NOEXEC,
-    MS_NOSUID,
-    MS_PRIVATE,
-    MS_REC,
-    NEWIPC,
-    NEWNET,
-    NEWNS,
-    NEWPID,
-    NEWUSER,
-    NEWUTS,
-    NO_DEVICES,
-    NO_SUID,
-    READ_ONLY,
-    enter_root,
-    mount,
-    set_attributes,
-    unshare,
-)
 
 CAPABILITY_VERSION, CAPABILITIES, PR_CAPBSET_DROP = 0x20080522, 64, 24
 ROOT_CAPABILITIES = 0b11011011  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID
@@ -113,9 +90,9 @@ class Confinement(NamedTuple):
 def new_process_namespace(notes: list[str]) -> set[str]:
     """Prepare a process namespace for the next child. Returns those created: `pid`, and `user` if needed."""
     uid, gid = os.geteuid(), os.getegid()
-    if attempt(lambda: unshare(NEWPID), notes):
+    if attempt(lambda: kernel.unshare(kernel.NEWPID), notes):
         return {"pid"}
-    if attempt(lambda: unshare(NEWPID | NEWUSER), notes):
+    if attempt(lambda: kernel.unshare(kernel.NEWPID | kernel.NEWUSER), notes):
         _map_ids((uid, uid), (gid, gid))
         return {"pid", "user"}
     return set()
@@ -131,8 +108,8 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
 def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confinement:
     """All other steps; to be called in the child. `spaces`: what `new_process_namespace` returned."""
     holds = {"orphans"} if "pid" in spaces else set()
-    attempt(lambda: unshare(NEWIPC | NEWUTS), notes)
-    if attempt(lambda: unshare(NEWNET), notes):
+    attempt(lambda: kernel.unshare(kernel.NEWIPC | kernel.NEWUTS), notes)
+    if attempt(lambda: kernel.unshare(kernel.NEWNET), notes):
         holds.add("network")
         if plan.layers:  # tests of many repositories talk to servers of their own
             attempt(raise_loopback, notes)
@@ -205,29 +182,29 @@ def raise_loopback() -> None:
 def new_root(plan: ConfinementPlan, uid: int) -> int:
     """Change to a new read-only root with `shown`, and with HOME, a tmpfs that ends with the last process; or
     to an image's root, whose upper layer is on that tmpfs. Returns `upper` of the Confinement."""
-    unshare(NEWNS)
-    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    kernel.unshare(kernel.NEWNS)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     layers = imaging.copy_layers(plan.layers, uid)
     inside = 0 if plan.user == "root" else uid
     paths = [path for _, path in plan.shown]
-    mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    kernel.mount("tmpfs", NEW_ROOT, "tmpfs", kernel.MS_SAFE, "size=1m,mode=755")
     try:
         _fill(plan.shown, uid)
         sizes = f"size={plan.limits.disk}m,nr_inodes={plan.limits.disk * 256},mode=700"
         sizes += f",uid={uid},gid={uid}" if uid != os.getuid() else ""
-        mount("tmpfs", NEW_ROOT + HOME, "tmpfs", MS_NOSUID | MS_NODEV, sizes)
-        attempt(lambda: mount("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV), [])
+        kernel.mount("tmpfs", NEW_ROOT + HOME, "tmpfs", kernel.MS_SAFE, sizes)
+        attempt(lambda: kernel.mount("proc", f"{NEW_ROOT}/proc", "proc", kernel.MS_SAFE), [])
         for name, source in DEVICES.items():
-            mount(f"/dev/{source}", f"{NEW_ROOT}/dev/{name}", "", MS_BIND)
+            kernel.mount(f"/dev/{source}", f"{NEW_ROOT}/dev/{name}", "", kernel.MS_BIND)
         terminals = f"{NEW_ROOT}/dev/pts"
-        attempt(lambda: mount("devpts", terminals, "devpts", MS_NOSUID | MS_NOEXEC, TERMINALS), [])
+        attempt(lambda: kernel.mount("devpts", terminals, "devpts", kernel.MS_TERMINALS, TERMINALS), [])
         if layers:
             return imaging.enter_image(layers, NEW_ROOT, HOME, paths, uid, inside)
         upper = os.open(NEW_ROOT + HOME, os.O_DIRECTORY | os.O_CLOEXEC)
-        enter_root(NEW_ROOT)
+        kernel.enter_root(NEW_ROOT)
         return upper
     except (OSError, KeyError):
-        libc.umount2(NEW_ROOT.encode(), MNT_DETACH)
+        libc.umount2(NEW_ROOT.encode(), kernel.MNT_DETACH)
         raise
 
 
@@ -247,7 +224,7 @@ def _fill(shown: Sequence[tuple[str, str]], uid: int) -> None:
     }
     for name, text in (names | imaging.FILES).items():
         _write(f"{NEW_ROOT}/etc/{name}", text)
-    set_attributes(AT_FDCWD, NEW_ROOT, READ_ONLY | NO_SUID | NO_DEVICES)
+    kernel.set_attributes(kernel.AT_FDCWD, NEW_ROOT, kernel.SAFE_READ_ONLY)
 
 
 def _write(path: str, text: str) -> None:
@@ -270,7 +247,7 @@ def _show(path: str, target: str) -> None:
         os.mkdir(target)
     else:
         os.close(os.open(target, os.O_CREAT))
-    mount(path, target, "", MS_BIND | MS_REC)
+    kernel.mount(path, target, "", kernel.MS_BIND | kernel.MS_REC)
 
 
 def drop_rights(kept: int) -> None:
@@ -341,7 +318,7 @@ def _become_root() -> None:
     """Become root of a user namespace of its own, in which no other user exists."""
     user, group = os.getuid(), os.getgid()
     prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files of /proc/self are not this user's
-    unshare(NEWUSER)
+    kernel.unshare(kernel.NEWUSER)
     _map_ids((0, user), (0, group))
 
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.sandbox.base import ISOLATION, RunResult, SandboxError
-from asyncrl.isolation.sandbox.jail import FILE_SECONDS, Jail
+from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.wrapper import CANNOT_RUN
 
 log = logging.getLogger("asyncrl.sandbox")
@@ -80,7 +80,7 @@ def check_image(name: str, user: Literal["", "root"] = "") -> Image:
 
 async def _shell_of(image: Image, user: Literal["", "root"]) -> RunResult:
     async with Jail(require=(), image=image, user=user) as jail:
-        return await jail.run("shell", ":", FILE_SECONDS)
+        return await jail.run("shell", ":", DETECT_SECONDS)
 
 
 def check_isolation(require: str) -> frozenset[str]:

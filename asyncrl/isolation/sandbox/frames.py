@@ -5,15 +5,14 @@ Shared by the owner and the child, so it imports nothing that is slow to start.
 
 from __future__ import annotations
 
+import enum
 import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-DONE, FAILED, LATE, DIED, OVER = b"d", b"f", b"l", b"x", b"o"
-
 REQUEST = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
-REPLY = struct.Struct("!ci?QI")  # ending, status, state lost, bytes left out, bytes of the output
+REPLY = struct.Struct("!Bi?QI")  # which ending, status, state lost, bytes left out, bytes of the output
 HELLO = struct.Struct("!BI")  # what there is (bits, see GIVEN), bytes of the notes
 
 ISOLATION = ("network", "files", "processes", "orphans", "memory")
@@ -32,6 +31,19 @@ LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20} | dict.from
 that a source may have: a cell is sent without waiting for its reader, a command is one argument."""
 
 
+class RunEnding(enum.StrEnum):
+    """The end of a run."""
+
+    DONE = "done"
+    FAILED = "failed"  # an exception, or an exit status that is not 0
+    LATE = "late"  # its time ran out, and it was ended
+    DIED = "died"  # the interpreter of the cells ended, or broke
+    OVER = "over"  # all memory together was over `resident`, and everything was killed
+
+
+ENDINGS = tuple(RunEnding)
+
+
 class SandboxLimits(NamedTuple):
     """Sizes are MiB. `memory` (address space), `open_files` and `file` (the largest) are of one process;
     `disk` is of the private directory, `processes` of all processes and threads together, `resident` of the
@@ -47,8 +59,8 @@ class SandboxLimits(NamedTuple):
 
 
 class RunRequest(NamedTuple):
-    """`source` is UTF-8. Of an exec: see `exec_source`, of changes `changes.request`; their streams have been
-    sent before, as descriptors."""
+    """`source` is UTF-8. Of an exec: see `exec_source`, of what files are moved by, changes.py; their streams
+    have been sent before, as descriptors."""
 
     kind: bytes
     seconds: float
@@ -62,14 +74,14 @@ class RunRequest(NamedTuple):
 class RunReply(NamedTuple):
     """`status`: exit status, or minus the signal that ended the process; 0 for a cell that ran."""
 
-    ending: bytes
+    ending: RunEnding
     status: int
     lost: bool
     omitted: int
     output: bytes
 
     def frame(self) -> bytes:
-        return REPLY.pack(*self[:4], len(self.output)) + self.output
+        return REPLY.pack(ENDINGS.index(self.ending), *self[1:4], len(self.output)) + self.output
 
 
 def exec_source(words: Sequence[str], environment: Mapping[str, str], directory: str) -> bytes:

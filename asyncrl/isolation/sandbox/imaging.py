@@ -14,21 +14,7 @@ from _socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, SCM_RIGHTS, SOL_SOCKET, socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from asyncrl.isolation.sandbox.mounts import (
-    ID_MAP,
-    MS_NODEV,
-    MS_NOSUID,
-    NEWUSER,
-    NO_DEVICES,
-    NO_SUID,
-    READ_ONLY,
-    copy_mount,
-    enter_root,
-    mount,
-    place_mount,
-    set_attributes,
-    unshare,
-)
+from asyncrl.isolation.sandbox import kernel
 
 UPPER, WORK, MERGED = "upper", "work", "root"
 KEPT = ("", "proc", "dev", "etc", "sandbox")  # no path of the machine is shown in place of these
@@ -50,11 +36,11 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
         users = _map_user(owner, uid)
     trees = []
     for layer in layers:
-        trees.append(copy_mount(layer))
-        set_attributes(trees[-1], "", READ_ONLY | NO_SUID | NO_DEVICES)
+        trees.append(kernel.copy_mount(layer))
+        kernel.set_attributes(trees[-1], "", kernel.SAFE_READ_ONLY)
         if users >= 0:
             try:
-                set_attributes(trees[-1], "", ID_MAP, users)
+                kernel.set_attributes(trees[-1], "", kernel.ID_MAP, users)
             except OSError as error:
                 told = "this file system cannot map users: keep images on another, or use them not as root"
                 raise OSError(error.errno, told, layer) from error
@@ -70,7 +56,7 @@ def _map_user(owner: os.stat_result, uid: int) -> int:
     if pid == 0:
         try:
             ours.close()
-            unshare(NEWUSER)
+            kernel.unshare(kernel.NEWUSER)
             number = array.array("i", [os.open("/proc/self", os.O_PATH)])
             theirs.sendmsg([b"u"], [(SOL_SOCKET, SCM_RIGHTS, number)])
             theirs.recv(1)  # until it is mapped
@@ -102,17 +88,17 @@ def enter_image(
     for name in (UPPER, WORK, MERGED, *map(str, range(len(layers)))):
         os.mkdir(f"{private}/{name}", 0o755)
     for layer, tree in enumerate(layers):
-        place_mount(tree, f"{private}/{layer}")
+        kernel.place_mount(tree, f"{private}/{layer}")
     _give(f"{private}/{UPPER}", uid)
     lower = ":".join(f"{private}/{layer}" for layer in range(len(layers)))
     upper = os.open(f"{private}/{UPPER}", os.O_DIRECTORY | os.O_CLOEXEC)
     os.setxattr(upper, "user.asyncrl", b"")  # so that directories can replace others: Linux 6.6
     os.removexattr(upper, "user.asyncrl")
     options = f"lowerdir={lower},upperdir={private}/{UPPER},workdir={private}/{WORK},userxattr"
-    mount("overlay", f"{private}/{MERGED}", "overlay", MS_NOSUID | MS_NODEV, options)
+    kernel.mount("overlay", f"{private}/{MERGED}", "overlay", kernel.MS_SAFE, options)
     grafts = {path: _copy(little + path) for path in _outermost(shown)}
-    proc, devices = copy_mount(f"{little}/proc"), copy_mount(f"{little}/dev")
-    enter_root(f"{private}/{MERGED}")
+    proc, devices = kernel.copy_mount(f"{little}/proc"), kernel.copy_mount(f"{little}/dev")
+    kernel.enter_root(f"{private}/{MERGED}")
     for path in ("/proc", "/dev", home):
         _make_directory(path, uid, real=True)
     os.chmod(home, 0o700)
@@ -120,8 +106,8 @@ def enter_image(
     _name_user(uid, number, home)
     for path, copy in grafts.items():
         _graft(path, copy, uid)
-    place_mount(devices, "/dev")
-    place_mount(proc, "/proc")  # last: its links lead to descriptors
+    kernel.place_mount(devices, "/dev")
+    kernel.place_mount(proc, "/proc")  # last: its links lead to descriptors
     return upper
 
 
@@ -138,7 +124,7 @@ def _outermost(paths: Sequence[str]) -> list[str]:
 
 def _copy(path: str) -> int | str:
     """Copy the mount, or the target of a link."""
-    return os.readlink(path) if os.path.islink(path) else copy_mount(path)
+    return os.readlink(path) if os.path.islink(path) else kernel.copy_mount(path)
 
 
 def _graft(path: str, copy: int | str, uid: int) -> None:
@@ -153,7 +139,7 @@ def _graft(path: str, copy: int | str, uid: int) -> None:
         return
     if not os.path.lexists(path):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    place_mount(copy, path)
+    kernel.place_mount(copy, path)
 
 
 def _make_directory(path: str, uid: int, mode: int = 0o755, real: bool = False) -> None:

@@ -8,7 +8,6 @@ Replies are untrusted: they are read as bounded bytes and never unpickled or eva
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import math
 import os
@@ -16,11 +15,14 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import one_line
@@ -34,43 +36,48 @@ from asyncrl.isolation.sandbox.base import (
     RunEnding,
     RunKind,
     RunResult,
-    Sandbox,
     SandboxError,
     SandboxLimits,
 )
 from asyncrl.isolation.sandbox.confine import HOME
+from asyncrl.isolation.sandbox.guard import START
 from asyncrl.isolation.sandbox.imaging import ETC
-from asyncrl.isolation.sandbox.spawning import Shown, spawn
 
 START_SECONDS = 20.0
 LATE_SECONDS = 5.0
 """The warden may answer so much later than asked: one second of grace, and a busy machine."""
-FILE_SECONDS = 10.0  # to write or read one
-CHANGES_SECONDS = 60.0  # to collect or apply them
+MOVE_SECONDS = 60.0  # to move files, or what changed
 END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
 CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
 MAX_OUTPUT = 16 << 20
 OWN_FILES = (*("/proc", "/dev", "/sys"), *(f"/etc/{name}" for name in ETC))  # of every sandbox with an image
-ENDINGS = {
-    frames.DONE: RunEnding.DONE,
-    frames.FAILED: RunEnding.FAILED,
-    frames.LATE: RunEnding.LATE,
-    frames.DIED: RunEnding.DIED,
-    frames.OVER: RunEnding.OVER,
-}
 MISSING = {
     "resident": "no process namespace and /proc, to measure `resident` in",
     "listener": "no network namespace to listen in",
 }
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+ENVIRONMENT = {
+    "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin")),
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # each would take 128 MiB of the address space that is counted as memory
+}
+"""All environment variables of the code: keys and tokens of the trainer's environment are left out."""
+
+Shown = str | tuple[str, str]
+"""A path that the code may read, or such a path and the absolute one at which it is inside."""
 
 
 class Jail:
-    """A `base.Sandbox` made of namespaces, Landlock, seccomp and resource limits (confine.py).
+    """An isolated place for code, with processes, a directory, and no network, made of namespaces, Landlock,
+    seccomp and resource limits (confine.py). Calls run one after the other; nothing runs between two of them.
 
     `require`: isolation that must be in force (words of ISOLATION), else `start` raises SandboxError. `show`:
-    paths that the code may read, beside this Python and the system's programs, and of a pair the first at
-    the place of the second. `listen`: after `start`,
-    `listener` is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
+    what the code may read, beside this Python and the system's programs. `listen`: after `start`, `listener`
+    is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
     caller's, who closes it, and such a sandbox is not started again by itself. `home` is the code's
     directory, after `start`.
 
@@ -123,7 +130,8 @@ class Jail:
         await self.close()
 
     async def start(self) -> None:
-        """Within START_SECONDS."""
+        """Start within START_SECONDS; `run` starts it, too. SandboxError when it does not start, or does not
+        isolate what it must."""
         self._closed = False
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -137,11 +145,19 @@ class Jail:
             raise
 
     async def run(self, kind: RunKind, source: str, seconds: float, stdin: str = "") -> RunResult:
-        return await self._report(_request(kind, source, seconds, stdin.encode(errors="replace")))
+        """Run code; whatever it does is a result. A run that is cancelled ends the sandbox; the next one
+        starts it again, and reports what is lost. ValueError for a source that is too long."""
+        given = (text.encode(errors="replace") for text in (source, stdin))
+        return await self._report(frames.RunRequest(kind[0].encode(), seconds, *given))
 
     async def execute(
         self, program: Program, streams: tuple[int, int, int], seconds: float = math.inf
     ) -> RunResult:
+        """Run a program that lives as long as it likes. Its standard streams are `streams`, descriptors (of
+        pipes, say) that are closed here as soon as it has them: their readers see its output live, and the
+        end when all of its processes have closed it; `output` of the result is empty. It finds no processes
+        of earlier calls and leaves none, but finds and leaves files. Exit status 127 and a line on its
+        standard error: it cannot be run. ValueError for a NUL in a text, or more than 1 MiB of them."""
         ours = list(streams)
         try:
             for fd in ours:
@@ -159,61 +175,70 @@ class Jail:
                 self._passage.send(b"s")
 
     async def write_file(self, path: str, data: bytes) -> None:
-        await self._file(frames.RunRequest(b"w", FILE_SECONDS, os.fsencode(path), data))
+        """Write with the rights of the code. `path`: absolute, or in the directory of the code. SandboxError
+        when it cannot be written."""
+        await self._send(f"file {path!r}", frames.WRITE, os.fsencode(path), data)
 
     async def read_file(self, path: str) -> bytes:
-        return base64.b64decode(await self._file(frames.RunRequest(b"r", FILE_SECONDS, os.fsencode(path))))
+        """Read with the rights of the code. SandboxError when it cannot be read, or is larger than an output
+        may be."""
+        most = self.limits.output
+        return await self._receive(f"file {path!r}", frames.READ, os.fsencode(f"{most}\0{path}"), most)
 
     async def changes(
         self, roots: Sequence[str] = (), skip: Sequence[str] = (), most: int = MOST_CHANGES
     ) -> bytes:
-        ours, theirs = os.pipe()
+        """Collect what was changed, made and deleted, or only what is below `roots`: an archive as changes.py
+        reads it. Names that match a glob of `skip` are left out. SandboxError for more than `most` bytes, a
+        root that is a link, and where the sandbox has ended."""
         top, ours_too = self.home or "/", tuple[str, ...]()
         if self._image:
             shown = (one if isinstance(one, str) else one[1] for one in self._show)
             top, ours_too = "/", (*OWN_FILES, *shown)
         source = changes.request(most, top, roots, (*skip, *ours_too))
-        archive = bytearray()
-        await self._move(frames.TAKE, source, theirs, partial(changes.receive, ours, archive, most))
-        return bytes(archive)
+        return await self._receive("the changes", frames.TAKE, source, most)
 
     async def apply(self, archive: bytes, keep: Sequence[str] = ()) -> None:
-        theirs, ours = os.pipe()
+        """Apply what `changes` returned for another sandbox of the same image. Names that match a glob of
+        `keep` stay as they are here. SandboxError when it cannot be applied."""
         source = changes.request(len(archive), "/", (), keep)
-        await self._move(frames.GIVE, source, theirs, partial(changes.send, ours, archive))
+        await self._send("the changes", frames.GIVE, source, archive)
 
     async def close(self) -> None:
+        """End every process of it. Never raises but for cancellation, and may be called twice."""
         self._closed = True
         await self._end()
 
     async def _report(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         started = time.monotonic()
         result = await self._ask(request, streams)
-        lost, emptied = self._lost or result.lost, self._emptied or result.emptied
+        lost, emptied = self._lost, self._emptied
         self._lost = self._emptied = False
         return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
 
-    async def _file(self, request: frames.RunRequest) -> str:
-        """The output. Files are read and written with the rights of the code."""
-        result = await self._ask(request)
-        self._lost, self._emptied = self._lost or result.lost, self._emptied or result.emptied
-        if result.ending != RunEnding.DONE or result.omitted:
-            why = f"more than {self.limits.output} bytes" if result.omitted else result.output[-200:].strip()
-            raise SandboxError(f"file {os.fsdecode(request.source)!r} of the sandbox: {why or result.ending}")
-        return result.output
+    async def _receive(self, what: str, kind: bytes, source: bytes, most: int) -> bytes:
+        (ours, theirs), data = os.pipe(), bytearray()
+        await self._move(what, kind, source, theirs, partial(changes.receive, ours, data, most))
+        return bytes(data)
 
-    async def _move(self, kind: bytes, source: bytes, theirs: int, work: Callable[[], None]) -> None:
-        """Collect or apply changes over a pipe. `work` in a thread serves our end, and closes it."""
+    async def _send(self, what: str, kind: bytes, source: bytes, data: bytes) -> None:
+        theirs, ours = os.pipe()
+        await self._move(what, kind, source, theirs, partial(changes.send, ours, data))
+
+    async def _move(
+        self, what: str, kind: bytes, source: bytes, theirs: int, work: Callable[[], None]
+    ) -> None:
+        """Move files over a pipe. `work` in a thread serves our end, and closes it."""
         streams = [theirs]
         serving = asyncio.ensure_future(in_thread(work, "sandbox"))
         try:
-            result = await self._ask(frames.RunRequest(kind, CHANGES_SECONDS, source), streams)
+            result = await self._ask(frames.RunRequest(kind, MOVE_SECONDS, source), streams)
         finally:
             _close(streams)
         await serving
-        self._lost, self._emptied = self._lost or result.lost, self._emptied or result.emptied
         if result.ending is not RunEnding.DONE:
-            raise SandboxError(f"the changes of files: {result.output.strip() or result.ending}")
+            why = result.output.strip() or result.ending
+            raise SandboxError(f"{what} of the sandbox: {why}")
 
     async def _ask(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         if len(request.source) > (most := frames.LARGEST[request.kind]):
@@ -229,14 +254,17 @@ class Jail:
                 await self.start()
             try:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
-                    return await self._exchange(request, streams)
+                    result = await self._exchange(request, streams)
             except (OSError, EOFError, SandboxError):
+                self._lost = self._emptied = True
                 await self._end()
-                return RunResult(RunEnding.DIED, "", lost=True, emptied=True)
+                return RunResult(RunEnding.DIED, "")
             except BaseException:  # cancelled: the reply would answer the next question
                 self._lost = self._emptied = True
                 await self._end()
                 raise
+            self._lost |= result.lost
+            return result
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -260,16 +288,37 @@ class Jail:
         ours, theirs = socket.socketpair()
         self._passage, their_passage = socket.socketpair()
         self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
-        plan = (self._fallback, self._listen, self._user, self._directory)
         with theirs, their_passage:
-            streams = (theirs.fileno(), their_passage.fileno())
             try:
-                self._process = spawn(self.limits, self._image, self._show, *plan, streams=streams)
+                self._process = self._spawn(theirs.fileno(), their_passage.fileno())
             except OSError:
                 ours.close()
                 self._passage.close()
                 raise
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+
+    def _spawn(self, link: int, passage: int) -> subprocess.Popen[bytes]:
+        """Start a Python that knows nothing of our environment. The arguments: see guard.main."""
+        image = self._image
+        system = () if image else (*SYSTEM, *SETTINGS, sys.base_prefix, sys.prefix)
+        arguments = (
+            tuple(self.limits),
+            sysconfig.get_path("purelib"),
+            _existing((*system, *self._show)),
+            image.layers if image else (),
+            image.environment if image else {},
+            *(self._fallback, self._listen, self._user, self._directory),
+        )
+        root = str(Path(__file__).resolve().parents[3])
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START.format(root=root, arguments=arguments)],
+            stdin=link,
+            stdout=passage,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
 
     async def _handshake(self) -> None:
         bits, size = frames.HELLO.unpack(await self._reader.readexactly(frames.HELLO.size))
@@ -301,14 +350,10 @@ class Jail:
         await self._writer.drain()
         header = await self._reader.readexactly(frames.REPLY.size)
         ending, status, lost, omitted, size = frames.REPLY.unpack(header)
-        if ending not in ENDINGS or size > MAX_OUTPUT:
+        if ending >= len(frames.ENDINGS) or size > MAX_OUTPUT:
             raise SandboxError("the sandbox broke the protocol")
         output = (await self._reader.readexactly(size)).decode("utf-8", "replace")
-        return RunResult(ENDINGS[ending], output, status, lost, omitted=omitted)
-
-
-def _request(kind: RunKind, source: str, seconds: float, stdin: bytes) -> frames.RunRequest:
-    return frames.RunRequest(kind[0].encode(), seconds, source.encode(errors="replace"), stdin)
+        return RunResult(frames.ENDINGS[ending], output, status, lost, omitted=omitted)
 
 
 def _close(descriptors: list[int]) -> None:
@@ -317,12 +362,12 @@ def _close(descriptors: list[int]) -> None:
     descriptors.clear()
 
 
-def new_sandbox(
-    limits: SandboxLimits,
-    require: Iterable[str],
-    image: Image | None = None,
-    user: Literal["", "root"] = "",
-    directory: str = "",
-) -> Sandbox:
-    """Make a sandbox that is not started yet. `require`: words of ISOLATION. See `Jail` for the others."""
-    return Jail(limits, require=require, image=image, user=user, directory=directory)
+def _existing(shown: Iterable[Shown]) -> list[tuple[str, str]]:
+    """Keep what exists, links resolved beside their names; a directory before what is in it."""
+    found: dict[str, str] = {}
+    for one in shown:
+        path, target = (one, "") if isinstance(one, str) else one
+        if os.path.exists(path):
+            inside = (target,) if target else (os.path.abspath(path), os.path.realpath(path))
+            found |= {name: os.path.realpath(path) if target else name for name in inside}
+    return sorted(((path, target) for target, path in found.items()), key=lambda pair: len(pair[1]))

@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl.isolation.sandbox.spawning import SYSTEM
+from asyncrl.isolation.sandbox.jail import SYSTEM
 
 
 def needed_by(program: str) -> list[str]:

@@ -7,12 +7,11 @@ Code never runs in a copy of this process: /proc/self/exe of one leads past the 
 Between two requests only the warden runs; all other processes are stopped. During a request it waits for
 output, the end of the process, the time limit and its owner. The owner sends nothing during a request, so
 a readable connection means that the owner has closed it. The streams of an exec are the owner's, as is the
-pipe of changes: their descriptors come over fd 1, and a word that ends an exec.
+pipe by which files are moved: their descriptors come over fd 1, and a word that ends an exec.
 """
 
 from __future__ import annotations
 
-import binascii
 import fcntl
 import os
 import resource
@@ -26,9 +25,9 @@ from functools import partial
 
 from asyncrl.isolation.sandbox import changes, confine, emptying, frames, kernel
 from asyncrl.isolation.sandbox.confine import Confinement, ConfinementPlan
-from asyncrl.isolation.sandbox.frames import GIVE, READ, TAKE, WRITE, RunReply, RunRequest, SandboxLimits
+from asyncrl.isolation.sandbox.frames import GIVE, TAKE, RunEnding, RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
-from asyncrl.isolation.sandbox.watched import LINK, PIPE, BoundedOutput, WatchedProcess
+from asyncrl.isolation.sandbox.watched import LINK, BoundedOutput, WatchedProcess
 from asyncrl.isolation.wrapper import CANNOT_RUN
 
 PASSAGE = 1  # the one that brings the streams of an exec, and takes the listener to the owner
@@ -56,7 +55,7 @@ class Warden:
         """Answer requests until the owner closes the connection, then end every process."""
         bits = sum(1 << bit for bit, name in enumerate(frames.GIVEN) if name in self._confinement.holds)
         notes = self._confinement.notes.encode()[:2000]
-        answers = {b"c": self._cell, b"e": self._execute, TAKE: self._changes, GIVE: self._changes}
+        answers = {b"c": self._cell, b"e": self._execute, **dict.fromkeys(changes.STEPS, self._move)}
         try:
             if listener := self._confinement.listener:
                 number = struct.pack("i", listener.fileno())
@@ -82,21 +81,21 @@ class Warden:
         self._cells += 1
         kept = BoundedOutput(self._limits.output)
         if not process.send_cell(self._cells, request.source):
-            return self._lose(process, kept, frames.DIED)
+            return self._lose(process, kept, RunEnding.DIED)
         in_time = process.watch(kept, request.seconds)
         if not in_time:
             kernel.kill(-process.pid, signal.SIGINT)
             if not process.watch(kept, GRACE):
-                return self._lose(process, kept, frames.LATE)
+                return self._lose(process, kept, RunEnding.LATE)
         raised = process.cell_raised(self._cells)
         if raised is None:
-            return self._lose(process, kept, frames.DIED)
+            return self._lose(process, kept, RunEnding.DIED)
         self._signal_all(signal.SIGSTOP)
         process.drain(kept)
-        ending = frames.LATE if not in_time else frames.FAILED if raised else frames.DONE
+        ending = RunEnding.LATE if not in_time else RunEnding.FAILED if raised else RunEnding.DONE
         return RunReply(ending, 0, False, *kept.join())
 
-    def _lose(self, process: WatchedProcess, kept: BoundedOutput, ending: bytes) -> RunReply:
+    def _lose(self, process: WatchedProcess, kept: BoundedOutput, ending: RunEnding) -> RunReply:
         """The interpreter ended or broke the protocol: end every process. The next cell starts a new one."""
         self._kill_all()
         process.drain(kept)
@@ -106,15 +105,15 @@ class Warden:
     def _program(self, request: RunRequest) -> RunReply:
         """Run a program or a shell command to its end. What a shell started in the background may live on, if
         the command itself ended in time."""
-        shell, lost, keep = request.kind != b"p", False, -1
+        shell, lost, keep = request.kind == b"s", False, -1
         if not shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()
             keep = _file(request.source)
             if not self._has_image:  # where all files stay: it has more than the home
                 emptying.empty(self._confinement.home)
-        body = COMMANDS.get(request.kind, partial(self._run_program, keep))
+        body = partial(_run_shell, request.source) if shell else partial(self._run_program, keep)
         cpu = 0 if shell else int(request.seconds) + 2  # a shell's background processes may live longer
-        process = self._fork(lambda: body(request.source), _file(request.stdin), theirs=keep, cpu=cpu)
+        process = self._fork(body, _file(request.stdin), theirs=keep, cpu=cpu)
         kept = BoundedOutput(self._limits.output)
         in_time = process.watch(kept, request.seconds)
         if in_time and shell:
@@ -122,10 +121,13 @@ class Warden:
         else:
             lost |= self._kill_all_and_forget()
         lost |= self._interpreter_ended()
+        return self._ended(process, kept, in_time, lost)
+
+    def _ended(self, process: WatchedProcess, kept: BoundedOutput, in_time: bool, lost: bool) -> RunReply:
         process.drain(kept)
         process.close()
         status = self._status.pop(process.pid, 0)
-        ending = frames.LATE if not in_time else frames.FAILED if status else frames.DONE
+        ending = RunEnding.LATE if not in_time else RunEnding.FAILED if status else RunEnding.DONE
         return RunReply(ending, status, lost, *kept.join())
 
     def _execute(self, request: RunRequest) -> RunReply:
@@ -142,23 +144,20 @@ class Warden:
         self._kill_all()
         process.close()
         status = self._status.pop(pid, 0)
-        failed = frames.FAILED if status else frames.DONE
-        return RunReply(frames.OVER if over else failed if ended else frames.LATE, status, lost, 0, b"")
+        failed = RunEnding.FAILED if status else RunEnding.DONE
+        return RunReply(RunEnding.OVER if over else failed if ended else RunEnding.LATE, status, lost, 0, b"")
 
-    def _changes(self, request: RunRequest) -> RunReply:
-        """Collect or apply changes of files, over the owner's pipe. No other process runs meanwhile."""
+    def _move(self, request: RunRequest) -> RunReply:
+        """Move files over the owner's pipe. While changes are, no other process runs."""
         (pipe,), changed = self._passed("i"), os.dup(self._confinement.upper)
         top = "/" if self._has_image else self._confinement.home
-        step = changes.collect if request.kind == TAKE else changes.apply
-        process = self._fork(lambda: changes.run(step, top, changed, request.source), pipe, theirs=changed)
+        step = partial(changes.run, request.kind, top, changed, request.source)
+        process = self._fork(step, pipe, theirs=changed)
         kept = BoundedOutput(self._limits.output)
         in_time = process.watch(kept, request.seconds)
         kernel.kill(process.pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
-        process.drain(kept)
-        process.close()
-        ending = frames.LATE if not in_time else frames.FAILED if status else frames.DONE
-        return RunReply(ending, status, False, *kept.join())
+        self._status[process.pid] = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+        return self._ended(process, kept, in_time, lost=False)
 
     def _passed(self, form: str) -> tuple[int, ...]:
         """Take descriptors that the owner has sent, perhaps after a word to stop what had ended."""
@@ -190,7 +189,7 @@ class Warden:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a first cell that is late before this Python is up
         return self._exec_python(control, f"serve_cells({control})")
 
-    def _run_program(self, keep: int, _: bytes) -> int:
+    def _run_program(self, keep: int) -> int:
         """`keep`: a file that holds the source."""
         return self._exec_python(keep, f"os._exit(run_program(open({keep}, 'rb').read()))")
 
@@ -316,22 +315,6 @@ def _exec(words: list[str], environment: Mapping[str, str], directory: str = "."
 
 def _run_shell(command: bytes) -> int:
     return _exec([confine.shell(), "-c", command.decode("utf-8", "replace")], os.environ)
-
-
-def _write_file(path: bytes) -> None:
-    os.makedirs(os.path.dirname(path) or b".", exist_ok=True)
-    with open(os.fsdecode(path), "wb") as file:
-        while data := os.read(0, PIPE):
-            file.write(data)
-
-
-def _read_file(path: bytes) -> None:
-    with open(os.fsdecode(path), "rb") as file:
-        while data := file.read(3 * PIPE):
-            frames.write_all(1, binascii.b2a_base64(data, newline=False))
-
-
-COMMANDS: dict[bytes, Callable[[bytes], object]] = {b"s": _run_shell, WRITE: _write_file, READ: _read_file}
 
 
 def _run_exec(source: bytes) -> int:
