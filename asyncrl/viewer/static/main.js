@@ -48,7 +48,8 @@ function header(tab, now) {
   document.title = `${one.name} · asyncrl`;
   const left = one.eta === null ? "" : `, ${clock(one.eta)} left`;
   const steps = one.total_steps ? `step ${one.step} of ${one.total_steps}` : "no step yet";
-  element("state").textContent = `${one.ended || one.phase} · ${steps} · ${clock(one.seconds)}${left}`;
+  const doing = one.ended.split(":")[0] || one.phase;
+  element("state").textContent = `${doing} · ${steps} · ${clock(one.seconds)}${left}`;
 }
 
 /** How old what is shown is, and whether the server still answers. */
