@@ -2,32 +2,18 @@
 import { make } from "view/dom.js";
 
 const DEFAULTS = { tab: "overview", run: "0" };
-const KEPT = ["run"]; // what another tab takes over
 
-export function route() {
-  return { ...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
-}
+export const route = () =>
+  ({ ...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) });
 
-/** The address after some changes; null or "" takes a part out, and another tab begins anew. */
+/** The address after some changes; null or "" takes a part out, and another tab takes over only the run. */
 export function address(changes) {
-  const now = route();
-  const moved = changes.tab && changes.tab !== now.tab;
-  const base = moved ? Object.fromEntries(KEPT.map((name) => [name, now[name]])) : now;
-  const parts = Object.entries({ ...base, ...changes }).filter(([name, value]) => {
-    const text = value === null || value === undefined ? "" : String(value);
-    return text !== "" && text !== DEFAULTS[name];
-  });
-  return `#${new URLSearchParams(parts)}`;
+  const now = route(), base = (changes.tab ?? now.tab) === now.tab ? now : { run: now.run };
+  const given = ([name, value]) => !["", DEFAULTS[name]].includes(String(value ?? ""));
+  return `#${new URLSearchParams(Object.entries({ ...base, ...changes }).filter(given))}`;
 }
 
 /** Change the address. `replace`: the browser's back button skips what was there. */
-export function go(changes, replace = false) {
-  const next = address(changes);
-  if (next === (location.hash || "#")) return;
-  history[replace ? "replaceState" : "pushState"](null, "", next);
-  dispatchEvent(new HashChangeEvent("hashchange"));
-}
+export const go = (changes, replace = false) => location[replace ? "replace" : "assign"](address(changes));
 
-export function link(changes, ...children) {
-  return make("a", { href: address(changes) }, ...children);
-}
+export const link = (changes, ...children) => make("a", { href: address(changes) }, ...children);
