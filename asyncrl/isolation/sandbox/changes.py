@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import io
+import marshal
 import os
 import re
 import stat
@@ -103,10 +104,9 @@ def request(most: int, top: str, roots: Sequence[str], globs: Iterable[str]) -> 
     """Make the source of a request. `roots`: absolute directories, which must lie below `top`; none for all.
     ValueError for another one, or a NUL."""
     below = [os.path.relpath(root, top) for root in roots or (top,)]
-    words = [*("" if path == "." else path for path in below), *globs]
-    if any(path.startswith("../") for path in below) or any("\0" in word for word in words):
+    if any(path.startswith("../") or "\0" in path for path in below):
         raise ValueError(f"only directories below {top} have changes, not {roots!r}")
-    return os.fsencode("\0".join((str(most), str(len(below)), *words)))
+    return marshal.dumps((most, ["" if path == "." else path for path in below], list(globs)))
 
 
 def receive(fd: int, archive: bytearray, most: int) -> None:
@@ -120,11 +120,6 @@ def send(fd: int, archive: bytes) -> None:
     """Write an archive for `apply`, or a file, unless the reader has given up."""
     with suppress(BrokenPipeError), open(fd, "wb", 0) as pipe:
         frames.write_all(pipe.fileno(), archive)
-
-
-def _read_request(source: bytes) -> tuple[int, list[str], list[str]]:
-    most, count, *words = os.fsdecode(source).split("\0")
-    return int(most), words[: int(count)], words[int(count) :]
 
 
 # -- in the sandbox, in a child of the warden ----------------------------------------------------------------
@@ -143,10 +138,10 @@ def run(kind: bytes, top: str, changed: int, source: bytes) -> int:
 
 def read_file(_: str, __: int, source: bytes) -> None:
     """Write a file to the pipe. `source`: the most bytes, and the path."""
-    most, _, path = os.fsdecode(source).partition("\0")
+    most, path = marshal.loads(source)
     with open(path, "rb") as file:
-        data = file.read(int(most) + 1)
-    if len(data) > int(most):
+        data = file.read(most + 1)
+    if len(data) > most:
         raise ChangesError(f"it has more than {most} bytes")
     frames.write_all(PIPE, data)
 
@@ -162,7 +157,7 @@ def write_file(_: str, __: int, source: bytes) -> None:
 
 def collect(top: str, changed: int, source: bytes) -> None:
     """Write an archive to the pipe: all that changed below some directories, but names that are left out."""
-    most, roots, skip = _read_request(source)
+    most, roots, skip = marshal.loads(source)
     with open(PIPE, "wb", CHUNK, closefd=False) as pipe:
         collector = _Collector(top, changed, pipe, most, skip)
         try:
@@ -277,7 +272,7 @@ class _Collector:
 def apply(top: str, _: int, source: bytes) -> None:
     """Apply the archive from the pipe to what this sandbox sees. Names that are kept stay as they are here,
     also where the archive deletes a directory around them."""
-    most, _roots, keep = _read_request(source)
+    most, _roots, keep = marshal.loads(source)
     with open(PIPE, "rb", CHUNK, closefd=False) as pipe:
         applier = _Applier(top, keep)
         for entry in _entries(pipe.read, most):

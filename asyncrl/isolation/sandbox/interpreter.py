@@ -45,24 +45,12 @@ def serve_cells(control: int) -> NoReturn:
         os.write(control, DONE.pack(number, raised))
 
 
-def run_program(source: bytes, name: str = "<program>") -> int:
-    """Run a whole program as `python FILE` would, threads and exit handlers included; its exit status."""
+def run_program(source: bytes) -> None:
+    """Run a whole program as `python FILE` would."""
     open_streams(1)
     main = fresh_main()
-    status = 0
-    try:
-        exec(_compiled(source, name), main.__dict__)
-    except SystemExit as end:
-        status = _exit_status(end)
-    except BaseException as error:
-        status = 1
-        show(error)
-    if "threading" in sys.modules:
-        sys.modules["threading"]._shutdown()
-    if "atexit" in sys.modules:
-        sys.modules["atexit"]._run_exitfuncs()
-    _flush()
-    return status
+    sys.excepthook = lambda kind, error, frames: show(error)
+    exec(_compiled(source, "<program>"), main.__dict__)
 
 
 def fresh_main() -> types.ModuleType:
@@ -143,13 +131,6 @@ def _read(fd: int, size: int) -> bytes:
             raise EOFError
         data += part
     return data
-
-
-def _exit_status(end: SystemExit) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return (end.code or 0) & 0xFF
-    print(end.code, file=sys.stderr)
-    return 1
 
 
 def _flush() -> None:

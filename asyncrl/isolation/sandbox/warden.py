@@ -13,6 +13,7 @@ pipe by which files are moved: their descriptors come over fd 1, and a word that
 from __future__ import annotations
 
 import fcntl
+import marshal
 import os
 import resource
 import signal
@@ -106,12 +107,13 @@ class Warden:
         """Run a program or a shell command to its end. What a shell started in the background may live on, if
         the command itself ended in time."""
         shell, lost, keep = request.kind == b"s", False, -1
+        body = partial(_run_shell, request.source)
         if not shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()
             keep = _file(request.source)
+            body = partial(self._exec_python, keep, f"run_program(open({keep}, 'rb').read())")
             if not self._has_image:  # where all files stay: it has more than the home
                 emptying.empty(self._confinement.home)
-        body = partial(_run_shell, request.source) if shell else partial(self._run_program, keep)
         cpu = 0 if shell else int(request.seconds) + 2  # a shell's background processes may live longer
         process = self._fork(body, _file(request.stdin), theirs=keep, cpu=cpu)
         kept = BoundedOutput(self._limits.output)
@@ -188,10 +190,6 @@ class Warden:
     def _serve_cells(self, control: int) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a first cell that is late before this Python is up
         return self._exec_python(control, f"serve_cells({control})")
-
-    def _run_program(self, keep: int) -> int:
-        """`keep`: a file that holds the source."""
-        return self._exec_python(keep, f"os._exit(run_program(open({keep}, 'rb').read()))")
 
     def _exec_python(self, keep: int, call: str) -> int:
         """Become the Python inside, which runs a call of interpreter.py."""
@@ -319,7 +317,7 @@ def _run_shell(command: bytes) -> int:
 
 def _run_exec(source: bytes) -> int:
     """Become a program that the kernel ends first when the machine has no memory left."""
-    directory, words, environment = frames.read_exec(source)
+    words, environment, directory = marshal.loads(source)
     prctl(PR_SET_DUMPABLE, 1)  # else the file below is not this user's
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
