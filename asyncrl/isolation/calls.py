@@ -41,25 +41,21 @@ async def call_user(
     seconds: float | None = None,
     *,
     blocking: bool = False,
-    running: set[asyncio.Task[Any]] | None = None,
     live: set[object] | None = None,
 ) -> Any:
     """Call a sync or async function; `blocking`: a sync one, called in a thread of its own.
 
     After `seconds` it is cancelled, and not waited for: CallTimeout. With a deadline (`math.inf` is one), all
-    that it raises is an Exception. A task is in `running` as long as it is waited for; something is in `live`
-    until the function has really ended, which may be later.
+    that it raises is an Exception. Something is in `live` until the function has really ended, which may be
+    later.
     """
     work = partial(_run_counted, function, blocking, live if live is not None else set())
     if seconds is None:
         return await work()
     task = start(work)
-    running = running if running is not None else set()
-    running.add(task)
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
-        running.discard(task)
         if not task.done():
             cancel_later(task)
     if not task.done():

@@ -1,7 +1,7 @@
 """Limits of tools, and tools in processes of their own (`process=True`): what runs past its deadline is
 killed, with its children.
 
-ToolPool.call ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
+CallLimits.call_process ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
 """
 
 from __future__ import annotations
@@ -56,28 +56,6 @@ def source_of(tool: Tool) -> ToolSource:
     return ToolSource(f"{module}:{name}", arguments)
 
 
-class ToolPool:
-    """The processes of one tool: as many as calls run side by side."""
-
-    def __init__(self, tool: Tool, size: int) -> None:
-        self.pool = ProcessPool(
-            CALLS,
-            source_of(tool),
-            name="the process of the tool",
-            size=size,
-            largest=MAX_ANSWER,
-            start_seconds=START_SECONDS,
-            env=inherited(tool.env),
-        )
-
-    async def call(self, arguments: str) -> tuple[str, float]:
-        """(text, reward). ToolError is the tool's own answer; ChildError: it failed, or its process."""
-        answer = await self.pool.call(arguments)
-        if answer.refused:
-            raise ToolError(answer.content)
-        return answer.content, answer.reward
-
-
 def _loaded(source: ToolSource) -> Callable[[str], ToolAnswer]:
     """Load the tool, in the child."""
     found = load_object(source.spec, "tool")
@@ -101,12 +79,23 @@ CALLS = Service("asyncrl.tools.process:CALLS", _loaded, ToolSource, str, ToolAns
 
 class CallLimits:
     """`live`: calls that have begun and not really ended. They may outlive the wait for them: threads cannot
-    be stopped, and coroutines may ignore cancellation."""
+    be stopped, and coroutines may ignore cancellation. `pool`: with `process=True`, as many processes as
+    calls run side by side."""
 
     def __init__(self, tool: Tool) -> None:
         self.live: set[object] = set()
         most = tool.concurrency or (os.cpu_count() if tool.process else None)
-        self.processes = ToolPool(tool, most or 1) if tool.process else None
+        self.pool: ProcessPool[ToolSource, str, ToolAnswer] | None = None
+        if tool.process:
+            self.pool = ProcessPool(
+                CALLS,
+                source_of(tool),
+                name="the process of the tool",
+                size=most or 1,
+                largest=MAX_ANSWER,
+                start_seconds=START_SECONDS,
+                env=inherited(tool.env),
+            )
         self._places = asyncio.Semaphore(most) if most else None
         self._pause = 1 / tool.rate if tool.rate else 0.0
         self._next = 0.0  # the loop's time at which a call may begin
@@ -131,6 +120,14 @@ class CallLimits:
                 yield
             finally:
                 self._awaited -= 1
+
+    async def call_process(self, arguments: str) -> tuple[str, float]:
+        """(text, reward). ToolError is the tool's own answer; ChildError: it failed, or its process."""
+        assert self.pool is not None
+        answer = await self.pool.call(arguments)
+        if answer.refused:
+            raise ToolError(answer.content)
+        return answer.content, answer.reward
 
     async def _pace(self) -> None:
         """Only a call that begins delays the next one; a call that gives up does not."""

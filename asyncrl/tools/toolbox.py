@@ -60,7 +60,7 @@ class Toolbox:
 
     async def close(self) -> None:
         """End what tools share: their processes and connections, within a deadline. Never raises."""
-        pools = [limits.processes.pool.close() for limits in self.call_limits.values() if limits.processes]
+        pools = [limits.pool.close() for limits in self.call_limits.values() if limits.pool]
         ends = {tool.end for tool in self.tools.values() if tool.end is not None}
         ended = (call_user(end, CLOSE_SECONDS) for end in ends)
         for problem in await asyncio.gather(*pools, *ended, return_exceptions=True):
@@ -177,7 +177,6 @@ class ToolSession:
         self._episode, self._snapshots = episode, snapshots
         self._tools: dict[str, Tool] = {}
         self._objects: dict[int, EpisodeObject] = {}  # by the identity of Tool.state
-        self._running: set[asyncio.Task[Any]] = set()
 
     @property
     def schemas(self) -> tuple[str, ...]:
@@ -206,7 +205,7 @@ class ToolSession:
             snapshots = self._snapshots.of(self._episode, tools[0].name) if self._snapshots else None
             made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit, snapshots)
             opening = partial(made.open, self._sample, merged_arguments(tools, asked))
-            await call_user(opening, limit, running=self._running)
+            await call_user(opening, limit)
         except SetupError:
             raise
         except Exception as problem:
@@ -284,12 +283,10 @@ class ToolSession:
         return joined or None
 
     async def close(self) -> None:
-        """Cancel what runs and close what was made, within about CLOSE_SECONDS. Raises only when cancelled;
-        the closing then goes on in the background."""
+        """Close what was made, within about CLOSE_SECONDS. Raises only when cancelled; the closing then goes
+        on in the background."""
         self._tools = {}
         objects, self._objects = list(self._objects.values()), {}
-        for task in self._running:
-            task.cancel()
         await asyncio.gather(*(one.close() for one in objects))
 
     # -- one call ------------------------------------------------------------------------------------
@@ -299,10 +296,8 @@ class ToolSession:
         limits, limit = self._box.call_limits[tool.name], self._box.limit(tool)
         async with limits.place(limit):
             here = partial(self._run_here, tool, keywords)
-            run = partial(limits.processes.call, arguments) if limits.processes else here
-            result: tuple[str, float] = await call_user(
-                partial(_attempts, tool, run), limit, running=self._running
-            )
+            run = partial(limits.call_process, arguments) if tool.process else here
+            result: tuple[str, float] = await call_user(partial(_attempts, tool, run), limit)
             return result
 
     async def _run_here(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:

@@ -306,27 +306,6 @@ def test_closing_has_a_deadline_and_never_raises(monkeypatch: pytest.MonkeyPatch
     assert play([hangs], sample(), call("thing"))[0].content == "called"
 
 
-async def test_close_cancels_calls_that_run() -> None:
-    began, cancelled = asyncio.Event(), asyncio.Event()
-
-    @tool
-    async def endless() -> str:
-        began.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        return ""
-
-    session = Toolbox({"endless": endless}).session(sample())
-    await session.open()
-    running = asyncio.create_task(session.call(call("endless")))
-    await began.wait()
-    await session.close()
-    assert (await running).error == "RuntimeError: it was cancelled"
-    assert cancelled.is_set()
-
-
 def test_what_tools_share_is_ended_once_and_never_raises() -> None:
     ends: list[str] = []
 
