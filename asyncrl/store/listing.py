@@ -2,7 +2,7 @@
 
 A condition is `[column, operator, value]`, with the operators = >= <=. Conditions "=" on the same column are
 alternatives; a value [low, high] is a range without its end, null in it is open, null alone is what is not
-known. Columns are those of COLUMNS, and `components.NAME`.
+known. Columns are those of COLUMNS, `components.NAME`, and `tool`: one that was called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DISTINCT = 8  # values of a number that facets show one by one; of more they sho
 MOST_VALUES, MOST_COMPONENTS, MOST_WORDS = 20, 6, 10  # of a facet; facets; of a search
 LOOKED_AT = 200  # episodes, for the names of their components
 TEXTS = ("question", "answer", "truth")
-COMPONENT = "components."
+COMPONENT, CALLED = "components.", "tool"
 BOUND = "(SELECT value ->> '$[#-1].config.buffer.max_staleness' FROM meta WHERE key = 'launches')"
 
 COLUMNS = {
@@ -130,8 +130,10 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
     """One for each column with "=", and one for each other condition. ConfigError."""
     equal, found = defaultdict[str, list[Clause]](list), list[Clause]()
     for name, operator, value in conditions:
-        what = column(name)
-        if operator != "=":
+        what = "" if name == CALLED else column(name)
+        if name == CALLED:
+            equal[name].append(Clause("e.uid IN (SELECT uid FROM calls WHERE tool IS ?)", (_bounded(value),)))
+        elif operator != "=":
             found.append(Clause(f"{what} {operator} ?", (_bounded(value),)))
         elif isinstance(value, tuple):
             ends = [(end, sign) for end, sign in zip(value, (">=", "<"), strict=True) if end is not None]

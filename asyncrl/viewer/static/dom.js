@@ -14,10 +14,22 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A part that opens at a click. `id` keeps it open when what is around it is drawn anew. */
+/** A part that opens at a click; functions among its children are called then. */
 export function fold(title, open, ...children) {
-  const attributes = { open, "data-fold": title.textContent ?? title };
-  return make("details", attributes, make("summary", {}, title), ...children);
+  const later = children.filter((one) => typeof one === "function");
+  const place = make("details", { open }, make("summary", {}, title),
+    ...children.filter((one) => typeof one !== "function"));
+  const fill = () => place.append(...later.splice(0).map((one) => one()));
+  place.addEventListener("toggle", fill);
+  if (open) fill();
+  return place;
+}
+
+/** The folds in a place, by title; of those with the same title the first, the second, and so on. */
+function folds(place) {
+  const seen = {}, count = (title) => (seen[title] = (seen[title] ?? 0) + 1);
+  const titled = [...place.querySelectorAll("details")].map((one) => [one.firstChild.textContent, one]);
+  return new Map(titled.map(([title, one]) => [`${title} ${count(title)}`, one]));
 }
 
 /** Draw `data` into `place`, unless it is what is there. Scroll, focus and what was opened stay. */
@@ -26,12 +38,11 @@ export function redraw(place, data, draw) {
   const text = JSON.stringify(data);
   if (drawn.get(place) === text) return;
   drawn.set(place, text);
-  const folds = () => [...place.querySelectorAll("[data-fold]")];
-  const open = Object.fromEntries(folds().map((one) => [one.dataset.fold, one.open]));
+  const open = new Map([...folds(place)].map(([title, one]) => [title, one.open]));
   const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
   const { scrollTop, scrollLeft } = place;
   place.replaceChildren(...[draw(data)].flat().filter(Boolean));
-  folds().forEach((one) => (one.open = open[one.dataset.fold] ?? one.open));
+  folds(place).forEach((one, title) => (one.open = open.get(title) ?? one.open));
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
   Object.assign(place, { scrollTop, scrollLeft });
 }
@@ -72,7 +83,8 @@ export function clock(value) {
 /** A bar as long as a share, with the figure beside it. */
 export function meter(share, text, hue = "var(--accent)") {
   const width = `${100 * Math.min(1, Math.max(0, share ?? 0))}%`;
-  return make("span", { class: "meter", title: text }, make("span", { style: { width, background: hue } }));
+  const inside = make("span", { style: { width, background: hue } });
+  return make("span", { class: "meter", title: text, role: "img", "aria-label": text }, inside);
 }
 
 export const badge = (text, kind = "") => make("span", { class: `badge ${kind}` }, text);

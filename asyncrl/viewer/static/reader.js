@@ -1,7 +1,7 @@
 // The reader: one episode as a conversation; its tokens coloured by what is chosen.
 import { FULL, PALETTE, badge, fold, make, meter, number, percent, seconds } from "view/dom.js";
 import { address } from "view/route.js";
-import { branches, messages, parts } from "view/parts.js";
+import { branches, escaped, line, messages, parts } from "view/parts.js";
 
 const MOST = 20000; // characters of a text that are shown at once
 const MOST_TOKENS = 8000; // of a turn that are drawn one by one, at once
@@ -19,8 +19,11 @@ const COLOURS = {
   versions: {
     name: "version", values: (turn) => turn.versions, says: () => "the policy that wrote the token",
     paint: (value) => shade(0.7, PALETTE[value % PALETTE.length]),
-    scale: ({ episode }) => [...counted(episode.turns.flatMap((turn) => turn.versions))].slice(0, VERSIONS)
-      .map(([version, count]) => [version, `version ${version}: ${number(count)} tokens`]),
+    scale: ({ episode }) => {
+      const all = episode.turns.flatMap((turn) => turn.versions);
+      const count = (version) => number(all.filter((one) => one === version).length);
+      return [...new Set(all)].slice(0, VERSIONS).map((one) => [one, `version ${one}: ${count(one)} tokens`]);
+    },
   },
   lags: {
     name: "lag", values: (turn) => turn.lags,
@@ -59,11 +62,7 @@ function maskOf(turn, at) {
   return why.filter(Boolean).join(", ");
 }
 
-function counted(values) {
-  const found = new Map();
-  values.forEach((one) => found.set(one, (found.get(one) ?? 0) + 1));
-  return new Map([...found].sort(([one], [other]) => one - other));
-}
+const maskedOf = (turn) => turn.ids.filter((_, at) => maskOf(turn, at)).length;
 
 /** A colour with what it needs to know of an episode, for all its turns alike. */
 export function painter(episode, name) {
@@ -76,10 +75,11 @@ export function painter(episode, name) {
 
 export function draw(episode, colour, buttons) {
   const paint = painter(episode, colour), rows = branches(episode.turns), long = episode.turns.length >= MANY;
-  const prompt = episode.turns[0]?.agent ? [] : history(episode.prompt, "prompt", "few-shot message");
-  const drawn = rows.map((row) => drawRow(row, rows, episode, paint));
-  const gone = episode.missing ? kept(episode) : [];
-  const turns = make("div", { class: "turns" }, ...prompt, ...drawn, ...gone);
+  const turns = make("div", { class: "turns" },
+    ...(episode.turns[0]?.agent ? [] : history(episode.prompt)),
+    ...rows.map((row) => drawRow(row, rows, episode, paint)),
+    episode.missing ? make("p", { class: "alert" }, episode.missing) : null,
+    ...messages(episode.text).map((one) => message(one, one.role === "system"))); // all that was kept of it
   return make("article", { "data-uid": episode.uid },
     head(episode, buttons), colours(episode, paint, colour ?? ""),
     make("div", { class: long ? "long" : null }, long ? contents(episode) : null, turns));
@@ -88,7 +88,7 @@ export function draw(episode, colour, buttons) {
 /** The question, what came of it, what it earned. */
 function head(episode, buttons) {
   const { listed, result, oldest, newest, turns, stats } = episode, train = listed.kind === "train";
-  const masked = turns.reduce((sum, turn) => sum + turn.ids.filter((_, at) => maskOf(turn, at)).length, 0);
+  const masked = turns.reduce((sum, turn) => sum + maskedOf(turn), 0);
   const facts = [
     listed.step === null ? "in no batch" : `${train ? "batch" : "validation at step"} ${listed.step}`,
     episode.landed ? `ended: ${result.end}` : "not over", `${number(listed.turns)} turns`,
@@ -102,9 +102,9 @@ function head(episode, buttons) {
   const question = JSON.stringify([["sample", "=", listed.sample], ["kind", "=", listed.kind]]);
   const same = address({ where: question, order: "-step", search: null, start: null });
   const pair = (name, ...values) => [make("dt", {}, name), make("dd", {}, ...values)];
+  const masks = { href: address({ colour: "masked" }), id: "masked" };
   const components = Object.entries(listed.components).flatMap(([name, value]) =>
     pair(name, make("span", {}, number(value)), meter(value, `${name} ${number(value)}`)));
-  const where = { href: address({ colour: "masked" }), id: "masked" };
   return make("div", {},
     make("div", { class: "bar" }, make("b", {}, episode.uid), badge(listed.kind), badge(listed.state),
       listed.reason ? badge(listed.reason) : null, listed.mode === "greedy" ? badge("greedy") : null,
@@ -113,107 +113,97 @@ function head(episode, buttons) {
     make("dl", { class: "outcome" }, ...pair("answer", bounded(listed.answer || "–", 400)),
       ...pair("truth", bounded(listed.truth || "–", 400)),
       ...pair("score", make("b", {}, number(listed.score))), ...components),
-    make("p", { class: "dim" }, facts.filter(Boolean).join(" · "), masked
-      ? make("a", where, ` · ${number(masked)} tokens masked`) : null),
-    make("p", {}, make("a", { href: same, id: "same-question" },
-      train ? "all episodes of this question" : "this question at every validation")));
+    make("p", { class: "dim" }, facts.filter(Boolean).join(" · "),
+      masked ? make("a", masks, ` · ${number(masked)} tokens masked`) : null),
+    make("a", { href: same, id: "same-question" },
+      train ? "all episodes of this question" : "this question at every validation"));
 }
+
+export const chip = (href, on, attributes, ...children) =>
+  make("a", { class: "chip", href, "aria-current": on ? "true" : null, ...attributes }, ...children);
 
 /** The choice of a colour, and what its strength says. */
 function colours(episode, paint, chosen) {
-  const links = Object.entries(COLOURS).map(([key, { name }]) => {
-    const current = { "aria-current": key === chosen ? "true" : null, "data-colour": key };
-    return make("a", { class: "chip", href: address({ colour: key }), ...current }, name);
-  });
-  const bar = make("div", { class: "bar" }, make("span", { class: "dim" }, "colour"), ...links);
-  if (!paint.values) return make("div", { class: "colours" }, bar);
-  const none = chosen !== "advantages" ? paint.none ?? "nothing is known of it, of this episode"
-    : `no advantages: ${episode.no_advantage}`;
-  if (!episode.turns.some((turn) => paint.values(turn)?.length))
-    return make("div", { class: "colours" }, bar, make("p", { class: "alert" }, none));
-  const patches = paint.scale(paint).map(([value, label]) => make("span", { class: "patch" },
+  const chips = Object.entries(COLOURS).map(([key, { name }]) =>
+    chip(address({ colour: key }), key === chosen, { "data-colour": key }, name));
+  const patches = () => paint.scale(paint).map(([value, label]) => make("span", { class: "patch" },
     make("span", { class: "key", style: { background: paint.paint(value, paint) } }), label));
-  const legend = make("p", { class: "legend dim" }, `${paint.says(paint)}: `, ...patches);
-  return make("div", { class: "colours" }, bar, legend);
+  const none = chosen === "advantages" ? `no advantages: ${episode.no_advantage}`
+    : paint.none ?? "nothing is known of it, of this episode";
+  return make("div", { class: "colours" },
+    make("div", { class: "bar" }, make("span", { class: "dim" }, "colour"), ...chips),
+    !paint.values ? null : !episode.turns.some((turn) => paint.values(turn)?.length)
+      ? make("p", { class: "alert" }, none)
+      : make("p", { class: "legend dim" }, `${paint.says(paint)}: `, ...patches()));
 }
 
 /** Every turn in a line, to go there. */
 function contents({ uid, turns }) {
-  const lines = turns.map((turn) => {
-    const failed = turn.replies.some((one) => one.error);
-    const go = () => {
-      const place = () => document.getElementById(`turn-${uid}-${turn.index}`);
-      if (!place()) document.querySelectorAll(".aside > details").forEach((one) => one.unfold());
-      place().scrollIntoView();
-    };
-    return make("button", { onclick: go, class: failed ? "bad" : null },
+  const go = ({ index }) => {
+    const place = document.getElementById(`turn-${uid}-${index}`);
+    place.closest(".aside > details")?.setAttribute("open", "");
+    place.scrollIntoView();
+  };
+  return make("nav", { class: "contents", "aria-label": "Turns" }, ...turns.map((turn) => {
+    const failed = turn.replies.some((one) => one.error), click = { onclick: () => go(turn) };
+    return make("button", { ...click, class: failed ? "bad" : null },
       `${turn.index + 1} ${failed ? "✗ " : ""}${gist(turn)}`);
-  });
-  return make("nav", { class: "contents", "aria-label": "Turns" }, ...lines);
-}
-
-/** An episode whose turns are gone: the text that was kept of it, if one was. */
-function kept({ missing, text }) {
-  const shown = messages(text ?? "").map((one) => message(one, !["assistant", "user"].includes(one.role)));
-  return [make("p", { class: "alert" }, missing), ...shown];
+  }));
 }
 
 // -- turns --------------------------------------------------------------------------------------------------
 
 function drawRow(row, rows, episode, paint) {
-  const { turns, parent, after, shared, aside, agent } = row, id = `${episode.uid}-row-${row.row}`;
-  const drawn = turns.map((turn, at) => () => drawTurn(turn, at ? null : row, episode, paint));
+  const { turns, parent, after, shared, aside, agent } = row;
+  const drawn = turns.map((turn, at) => drawTurn(turn, at ? null : row, episode, paint));
   if (aside) {
     const more = `${turns.length} turn${turns.length > 1 ? "s" : ""}, from turn ${turns[0].index + 1} on`;
     const title = `sub-agent ${agent}: ${line(row.title, LINE)} (${more})`;
-    return make("div", { class: "row aside" }, unfolds(title, id, false, ...drawn));
+    return make("div", { class: "row aside" }, fold(title, false, ...drawn));
   }
   const where = after ? `goes on after turn ${parent.turns[after - 1].index + 1}` : "begins anew";
-  const same = `${number(shared)} characters are the same`;
-  const from = parent ? ` · ${where} of row ${parent.row + 1}, rewritten; ${same}` : "";
+  const from = parent ? ` · ${where} of row ${parent.row + 1}; ${number(shared)} characters alike` : "";
   return make("div", { class: "row", style: { marginLeft: `${1.2 * Math.min(DEEP, row.depth)}rem` } },
     rows.length > 1 ? make("p", { class: "row-head dim" }, `row ${row.row + 1} ${agent}${from}`) : null,
-    ...drawn.map((one) => one()));
+    ...drawn);
 }
 
 /** `row`: the one that it begins, whose context is shown from where it leaves others on. */
 export function drawTurn(turn, row, episode, paint) {
-  const id = `${episode.uid}-${turn.index}`, { observation } = turn;
-  const earned = episode.result.turn_rewards?.[turn.index];
-  const masked = turn.ids.filter((_, at) => maskOf(turn, at)).length;
+  const { index, observation } = turn;
+  const earned = episode.result.turn_rewards?.[index];
   const facts = [turn.agent, `${number(turn.ids.length)} tokens`, seconds(turn.seconds),
     turn.stop === "stop" ? "" : `stopped by ${turn.stop}`, earned ? `reward ${number(earned)}` : "",
-    masked ? `${masked} masked` : "", observation?.reward ? `of it ${number(observation.reward)} here` : ""];
+    maskedOf(turn) ? `${maskedOf(turn)} masked` : "",
+    observation?.reward ? `of it ${number(observation.reward)} here` : ""];
   const read = turn.agent ? messages(turn.context.text.slice(row?.shared ?? 0)) : [];
-  return make("section", { class: "turn", id: `turn-${id}` },
-    make("h4", {}, `turn ${turn.index + 1}`,
+  return make("section", { class: "turn", id: `turn-${episode.uid}-${index}` },
+    make("h4", {}, `turn ${index + 1}`,
       make("span", { class: "dim" }, ` of ${episode.turns.length} · ${facts.filter(Boolean).join(" · ")}`)),
-    ...(row ? history(read, id, "message before") : read.map((one) => message(one, true))),
-    make("div", { class: "role model" }, make("span", { class: "who" }, "model"), ...model(turn, paint, id)),
+    ...(row ? history(read) : read.map((one) => message(one, true))),
+    make("div", { class: "role model" }, make("span", { class: "who" }, "model"), ...model(turn, paint)),
     ...(observation?.messages ?? []).map((one) => message(one, false)),
-    make("div", { class: "context" }, unfolds(`what the model read: ${number(turn.context.ids.length)}`
-      + " tokens", `${id}-context`, false, () => bounded(turn.context.text))));
+    make("div", { class: "context" }, fold(`what the model read: ${number(turn.context.ids.length)} tokens`,
+      false, () => bounded(turn.context.text))));
 }
 
 /** The model's words; its thoughts and calls folded to a line each, with what answered a call. */
-function model(turn, paint, id) {
+function model(turn, paint) {
   const found = parts(turn), open = Boolean(paint.values);
   const calls = found.filter((part) => part.kind === "call");
   const read = calls.length === turn.replies.length; // which reply is of which call
-  const shown = found.map((part, at) => {
-    const body = () => (open ? tokens(turn, part, paint) : bounded(part.text)), name = `${id}-${at}`;
+  const shown = found.map((part) => {
+    const body = () => (open ? tokens(turn, part, paint) : bounded(part.text));
     if (part.kind === "words") return body();
-    const thought = `thinking · ${number(part.to - part.from)} tokens`;
-    if (part.kind === "thought") return unfolds(thought, name, open, body);
-    const reply = read ? turn.replies[calls.indexOf(part)] : null;
-    if (!reply) return unfolds(`call: ${line(part.text, LINE)}`, name, open, body);
-    return answered(reply, name, open, open ? body : () => bounded(given(reply.call).join("\n")));
+    if (part.kind === "thought") return fold(`thinking · ${number(part.to - part.from)} tokens`, open, body);
+    if (!read) return fold(`call: ${line(part.text, LINE)}`, open, body);
+    const reply = turn.replies[calls.indexOf(part)];
+    return answered(reply, open, open ? body : () => bounded(given(reply.call).join("\n")));
   });
-  const others = read ? [] : turn.replies.map((reply, at) => answered(reply, `${id}-reply-${at}`, false));
-  return [...shown, ...others];
+  return read ? shown : [...shown, ...turn.replies.map((reply) => answered(reply, false))];
 }
 
-function answered(reply, id, open, body) {
+function answered(reply, open, ...body) {
   const failed = Boolean(reply.error || reply.refused);
   const gave = `${failed ? "✗" : "→"} ${line(reply.error || reply.content, LINE) || "(nothing)"}`;
   const title = make("span", {}, make("code", {}, called(reply.call)),
@@ -221,24 +211,21 @@ function answered(reply, id, open, body) {
   const inside = make("div", { class: "role tool" },
     make("span", { class: "who" }, reply.refused ? "refused" : "tool"),
     reply.error ? make("div", { class: "bad" }, bounded(reply.error, 2000)) : null, bounded(reply.content));
-  return unfolds(title, id, open || failed, ...(body ? [body] : []), inside);
+  return fold(title, open || failed, ...body, () => inside);
 }
 
-/** The arguments of a call, as `name: value`. */
+/** The arguments of a call, as `name: value`; of a single one the value. */
 function given(call) {
   try {
+    const some = Object.entries(JSON.parse(call.arguments));
     const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-    return Object.entries(JSON.parse(call.arguments)).map(([name, value]) => `${name}: ${text(value)}`);
+    return some.map(([name, value]) => (some.length > 1 ? `${name}: ${text(value)}` : text(value)));
   } catch {
     return [call.arguments];
   }
 }
 
-/** A call in a line; a single argument without its name. */
-export function called(call, most = LINE) {
-  const some = given(call);
-  return line(`${call.name} ${some.length === 1 ? some[0].replace(/^\w+: /, "") : some.join(", ")}`, most);
-}
+const called = (call, most = LINE) => line(`${call.name} ${given(call).join(", ")}`, most);
 
 /** What a turn did, in a few words. */
 export function gist(turn) {
@@ -250,13 +237,12 @@ export function gist(turn) {
 // -- messages -----------------------------------------------------------------------------------------------
 
 /** What a row begins with: the system's message and those before the last one are folded. */
-function history(some, id, what) {
+function history(some) {
   const first = some[0]?.role === "system" ? 1 : 0, last = some.slice(first).at(-1);
-  const between = some.slice(first, -1), earlier = between.map((one) => () => message(one, false));
-  const title = `${between.length} ${between.length > 1 ? what.replace("message", "messages") : what}`;
+  const between = some.slice(first, -1).map((one) => () => message(one, false)), many = between.length;
   return [
     first ? message(some[0], true) : null,
-    between.length ? unfolds(title, `${id}-before`, false, ...earlier) : null,
+    many ? fold(`${many} message${many > 1 ? "s" : ""} before`, false, ...between) : null,
     last ? message(last, false) : null,
   ].filter(Boolean);
 }
@@ -269,72 +255,36 @@ function message({ role, content, tool_calls: calls }, folded) {
   const more = text.length > LINE ? ` · ${number(text.length)} characters` : "";
   if (!folded) return make("div", { class: `role ${role}` }, who, bounded(text));
   return make("div", { class: `role ${role}` },
-    unfolds(make("span", {}, who, ` ${line(text, LINE)}${more}`), null, false, () => bounded(text)));
+    fold(make("span", {}, who, ` ${line(text, LINE)}${more}`), false, () => bounded(text)));
 }
 
 // -- texts of others, and tokens of them --------------------------------------------------------------------
 
-// Characters that control a terminal or turn the direction of what follows are shown, not obeyed.
-const HIDDEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
-const shown = (code) => (code < 128 ? `^${String.fromCharCode(code ^ 64)}` : `⟨${code.toString(16)}⟩`);
-export const escaped = (text) => text.replace(HIDDEN, (one) => shown(one.charCodeAt(0)));
-
-export function line(text, most) {
-  const short = escaped(text.slice(0, 4 * most)).replace(/\s+/g, " ").trim();
-  return short.length > most || text.length > 4 * most ? `${short.slice(0, most - 1)}…` : short;
-}
-
 /** A text, at first only its beginning: a node of megabytes would hold up the page. */
 export function bounded(text, most = MOST) {
-  const place = make("div", { class: "text" }, escaped(text.slice(0, most)));
-  let end = most;
-  const more = make("button", { onclick: () => {
-    more.before(escaped(text.slice(end, 10 * end)));
-    end *= 10;
-    offer();
-  } });
-  const offer = () => {
-    const next = 10 * end < text.length ? `${number(9 * end)} more` : "all";
-    more.textContent = `show ${next} of ${number(text.length)} characters`;
-    if (end < text.length) place.append(more);
-    else more.remove();
+  const part = (start, end) => [escaped(text.slice(start, end)), end < text.length ? more(end) : ""];
+  const more = (end) => {
+    const some = 10 * end < text.length ? `${number(9 * end)} more` : "all";
+    const show = ({ target }) => target.replaceWith(...part(end, 10 * end));
+    return make("button", { onclick: show }, `show ${some} of ${number(text.length)} characters`);
   };
-  offer();
-  return place;
-}
-
-/** A fold whose inside is made when it is opened: a function among its children is called then. */
-export function unfolds(title, id, open, ...children) {
-  const place = fold(title, open);
-  let full = false;
-  const fill = () => {
-    if (!full) place.append(...children.map((child) => (typeof child === "function" ? child() : child)));
-    full = true;
-  };
-  if (id) place.dataset.fold = id;
-  else delete place.dataset.fold;
-  if (open) fill();
-  else place.addEventListener("toggle", fill, { once: true });
-  place.unfold = () => (fill(), (place.open = true));
-  return place;
+  return make("div", { class: "text" }, ...part(0, most));
 }
 
 function tokens(turn, { from, to }, paint) {
-  const values = paint.values(turn) ?? [], place = make("div", { class: "text" });
-  const add = (start) => {
-    const end = Math.min(to, start + MOST_TOKENS);
-    for (let at = start; at < end; at++) {
-      const background = (values[at] ?? null) === null ? "" : paint.paint(values[at], paint);
-      const seen = { "data-at": at, class: maskOf(turn, at) ? "masked" : null, style: { background } };
-      place.append(make("span", seen, visible(turn.texts[at])));
-    }
-    const next = () => (more.remove(), add(end)), more = make("button", { onclick: next }, "more tokens");
-    if (end < to) place.append(more);
+  const values = paint.values(turn) ?? [];
+  const token = (at) => {
+    const background = (values[at] ?? null) === null ? "" : paint.paint(values[at], paint);
+    const seen = { "data-at": at, class: maskOf(turn, at) ? "masked" : null, style: { background } };
+    return make("span", seen, visible(turn.texts[at]));
   };
-  add(from);
-  place.addEventListener("pointermove", (event) => point(event, turn));
-  place.addEventListener("pointerleave", () => tip.remove());
-  return place;
+  const part = (start) => {
+    const end = Math.min(to, start + MOST_TOKENS), more = ({ target }) => target.replaceWith(...part(end));
+    const some = Array.from({ length: end - start }, (_, at) => token(start + at));
+    return end < to ? [...some, make("button", { onclick: more }, "more tokens")] : some;
+  };
+  const heard = { onpointermove: (event) => point(event, turn), onpointerleave: () => tip.remove() };
+  return make("div", { class: "text", ...heard }, ...part(from));
 }
 
 // An empty text, or one of line breaks only, has still a place to point at.

@@ -10,73 +10,60 @@ export async function ask(name, query = {}) {
   const given = Object.entries(query).filter(([, value]) => !["", null, undefined].includes(value));
   const parameters = new URLSearchParams(given).toString();
   const address = parameters ? `${name}?${parameters}` : name;
-  const answer = isFile ? fromFile(name, address, query) : await fromServer(address);
+  const gone = ({ message }) => ({ error: `no answer (${message}): does asyncrl view still run?` });
+  const answer = isFile ? fromFile(name, address, query)
+    : await fetch(`api/${address}`, { signal: AbortSignal.timeout(DEADLINE) })
+      .then((one) => one.json()).catch(gone);
   if (answer.error) throw new Error(answer.error);
   return answer;
 }
 
-async function fromServer(address) {
-  try {
-    return await (await fetch(`api/${address}`, { signal: AbortSignal.timeout(DEADLINE) })).json();
-  } catch (error) {
-    throw new Error(`no answer (${error.message}): does asyncrl view still run?`);
-  }
-}
-
-// Lists and tools are in the file once for a run, whatever is asked of them.
-const ONCE = { episodes: found, tools: (answer) => answer };
-
 function fromFile(name, address, query) {
-  const answer = recorded[ONCE[name] ? `${name}?run=${query.run ?? 0}` : address];
+  const once = ["episodes", "tools"].includes(name); // for a run, whatever is asked of them
+  const answer = recorded[once ? `${name}?run=${query.run ?? 0}` : address];
   if (!answer) return { error: "this is not in the file: asyncrl view, without --html, shows all" };
-  return answer.error || !ONCE[name] ? answer : ONCE[name](answer, query);
+  return name === "episodes" && !answer.error ? found(answer, query) : answer;
 }
 
 // -- episodes in the file, as the server lists those of the run (store/listing.py) --------------------------
+
+const turnsOf = (one, run) => recorded[`episode?${new URLSearchParams({ run, uid: one.uid })}`]?.turns ?? [];
 
 function value(one, column) {
   return (column.startsWith("components.") ? one.components[column.slice(11)] : one[column]) ?? null;
 }
 
-/** "=": a value, or [low, high], where null is open and high is not in. */
-function meets(one, [column, operator, wanted]) {
-  const has = value(one, column);
-  if (operator === "=" && !Array.isArray(wanted)) return has === wanted;
-  if (has === null) return false;
-  if (operator === ">=") return has >= wanted;
-  if (operator === "<=") return has <= wanted;
-  const [low, high] = wanted;
-  return (low === null || has >= low) && (high === null || has < high);
-}
-
-/** Conditions "=" on one column are alternatives. `but`: a column that may be as it likes. */
-function fits(one, where, but = "") {
-  const equal = where.filter(([column, operator]) => operator === "=" && column !== but);
-  return where.every((each) => each[1] === "=" || meets(one, each))
-    && equal.every(([column]) => equal.some((each) => each[0] === column && meets(one, each)));
+/** `wanted`: a value, or [low, high], where null is open and high is not in. */
+function meets(one, [column, , wanted], run) {
+  const has = value(one, column), [low, high] = Array.isArray(wanted) ? wanted : [];
+  const called = () => turnsOf(one, run).flatMap((turn) => turn.replies.map((each) => each.call.name));
+  if (column === "tool") return called().includes(wanted);
+  if (!Array.isArray(wanted)) return has === wanted;
+  return has !== null && (low === null || has >= low) && (high === null || has < high);
 }
 
 function said(one, run) {
-  const turns = recorded[`episode?${new URLSearchParams({ run, uid: one.uid })}`]?.turns ?? [];
-  const told = turns.flatMap((turn) => [turn.texts.join(""), ...turn.replies.map((each) => each.content)]);
-  return [one.question, one.answer, one.truth, ...told].join("\n").toLowerCase();
+  const told = (turn) => [turn.texts.join(""), ...turn.replies.map((each) => each.content)];
+  return [one.question, one.answer, one.truth, ...turnsOf(one, run).flatMap(told)].join("\n").toLowerCase();
 }
 
 function found(answer, { run = 0, where, order, search }) {
   const conditions = JSON.parse(where || "[]");
   const words = (search ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   const known = answer.episodes.filter((one) => words.every((word) => said(one, run).includes(word)));
-  const count = (column, wanted) =>
-    known.filter((one) => fits(one, conditions, column) && meets(one, [column, "=", wanted])).length;
-  const facets = answer.facets.map((facet) => {
-    const values = facet.values.map((each) => ({ ...each, count: count(facet.column, each.value) }));
-    return { ...facet, values };
+  // Conditions on one column are alternatives. `but`: a column that may be as it likes.
+  const fits = (one, but) => conditions.every(([column]) => column === but
+    || conditions.some((each) => each[0] === column && meets(one, each, run)));
+  const facets = answer.facets.map(({ column, label, values }) => {
+    const count = ({ value: wanted }) =>
+      known.filter((one) => fits(one, column) && meets(one, [column, "=", wanted], run)).length;
+    return { column, label, values: values.map((each) => ({ ...each, count: count(each) })) };
   });
-  const episodes = known.filter((one) => fits(one, conditions)), column = (order ?? "").replace("-", "");
+  const episodes = known.filter((one) => fits(one)), column = (order ?? "").replace("-", "");
   const sign = order?.startsWith("-") ? -1 : 1;
   const compared = (a, b) => (a === null) - (b === null) || sign * ((a > b) - (a < b));
   if (column) episodes.sort((one, other) => compared(value(one, column), value(other, column)));
-  const transcripts = Object.keys(recorded).filter((name) => name.startsWith(`episode?run=${run}&`)).length;
+  const transcripts = answer.episodes.filter((one) => turnsOf(one, run).length).length;
   const searched = words.length ? { transcripts, of: answer.episodes.length } : null;
   return { episodes, facets, total: episodes.length, start: 0, searched };
 }

@@ -100,7 +100,10 @@ async def found(tab: Tab) -> None:
     _, calls, failed, _, p50, _, error = await tab.run(cells)
     assert (calls, failed, error) == ("5", "40%", "exit status 1 (×2)") and p50.endswith("ms")
     await click(tab, "#tools a")
-    await shows(tab, "0.0,0.1")
+    await shows(tab, "1.1,0.0,0.1")  # that called it
+    await goes(tab, "sub=tools")
+    await click(tab, "#tools a.bad")
+    await shows(tab, "0.0,0.1")  # in which it failed
 
 
 async def read(tab: Tab) -> None:
@@ -109,7 +112,7 @@ async def read(tab: Tab) -> None:
     await tab.until('document.querySelector("article")?.dataset.uid === "0.0"')
     text = 'document.querySelector("article").textContent'
     summaries = '[...document.querySelectorAll("article summary")].map(one => one.textContent).join("|")'
-    assert "12 few-shot messages" in await tab.run(summaries)
+    assert "12 messages before" in await tab.run(summaries)
     assert "thinking" in await tab.run(summaries) and "First I look" not in await tab.run(text)
     assert "no such file" in await tab.run(text), "what failed is open"
     await tab.run('document.querySelectorAll("article summary").forEach(one => one.click())')
@@ -144,7 +147,7 @@ async def compared(tab: Tab) -> None:
     await tab.press("g")
     await tab.until('document.querySelectorAll(".column").length === 2')
     marked = '[...document.querySelectorAll("mark")].map(one => one.textContent).join("|")'
-    assert await tab.run(marked) == "8"
+    assert (await tab.run(marked)).strip() == "8"
     assert await tab.run('document.querySelectorAll(".same").length') == 2
     assert "differs from turn 3" in await tab.run('document.querySelectorAll(".column")[1].textContent')
     await tab.press("n")
@@ -158,12 +161,12 @@ async def an_agents(tab: Tab) -> None:
     where it was."""
     await goes(tab, "uid=1.0")
     await tab.until('document.querySelectorAll(".contents button").length === 40')
-    aside = '[...document.querySelectorAll(".aside summary")].map(one => one.textContent)'
+    aside = '[...document.querySelectorAll(".aside > details > summary")].map(one => one.textContent)'
     search, title = await tab.run(aside)
     assert "Find where parse is called (3 turns, from turn 21 on)" in search and "A title for" in title
     heads = '[...document.querySelectorAll(".row-head")].map(one => one.textContent)'
     assert "goes on after turn 1 of row 1" in (await tab.run(heads))[1]
-    assert await tab.run('!document.getElementById("turn-1.0-39")')
+    assert await tab.run('!document.querySelector(".aside > details[open]")')
     await click(tab, ".contents button:last-child")
     await tab.until('document.getElementById("turn-1.0-39").textContent.includes("Test fix")')
     assert await tab.run('document.querySelectorAll("#turn-1\\\\.0-23 .role.system").length') == 0, "repeated"

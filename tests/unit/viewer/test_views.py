@@ -96,6 +96,8 @@ def test_tools_are_added_up(views: Views) -> None:
     found = views.answer("tools", {})
     assert [(one["tool"], one["calls"]) for one in found] == [("calculator", 3), ("search", 1)]
     assert views.answer("tools", {"where": '[["group","=",0]]'})[0]["calls"] == 1
+    assert uids(views, ["tool", "=", "search"]) == ["0.0"] and uids(views, ["tool", "=", "none"]) == []
+    assert len(uids(views, ["tool", "=", "search"], ["tool", "=", "calculator"])) == 4
 
 
 def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views) -> None:
