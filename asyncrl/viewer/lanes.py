@@ -1,6 +1,6 @@
 """The picture of a run's timeline: a window in time, and nothing smaller than a pixel of it.
 
-    timeline/*.jsonl ──► (process, row) ──► columns ──► window(from, to) ──► lanes: processes, rows, spans
+    timeline/*.jsonl ──► spans, each of a row of a process ──► window(from, to) ──► processes, rows, spans
 
 A row is a line of the picture, and belongs to a process. What a trainer rank does follows one after another
 and is one row; of other processes, where many tasks run at once, each name is a row of its own. Spans that
@@ -10,66 +10,26 @@ sampled on a server. Pauses between two launches are left out. Files are read on
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.timeline import BUSY, START, Line, TimelineFile, files
+from asyncrl.observe.timeline import START, Line, TimelineFile, files
 from asyncrl.runtime.activity import DECODE
 from asyncrl.runtime.weight_loader import LOAD
-from asyncrl.viewer import columns
-from asyncrl.viewer.columns import COORDINATOR, Arrays, Columns, Key, Pause, Shown, Step, Total
 from asyncrl.viewer.meanings import MEANINGS, meaning
+from asyncrl.viewer.spans import COORDINATOR, SPAN, by_row, merged, shares, since_start, totals
 
 PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
 MOST_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
 MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
-FARTHEST = 1e9  # seconds from the run's start that can be asked for
-OTHER = "others"
-WORK, HELD = "work", "version"  # rows: a trainer's, and the version that an engine holds
-AT_ONCE = 20_000  # lines of a file
 MOST_STEPS = 400  # on the ruler
-PROCESS = {"rollout": "worker"}  # what people call it, by the role in a file's name
+FARTHEST = 1e9  # seconds from the run's start that can be asked for
+OTHER, WORK = "others", "work"  # rows; a trainer's is WORK
 ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines follow
-
-
-class LaneRow(msgspec.Struct):
-    """A line of the picture, which took `share` of its process's time. A span is [start, end, name, calls,
-    seconds, longest, text]. Its times are seconds since the window's start; `name` is the number of its name;
-    `calls` how many calls or spans are in it, `seconds` what they took together, and `longest` one of them.
-    `text`: details, "" for spans that were merged."""
-
-    title: str
-    meaning: int
-    share: float
-    spans: list[Shown]
-
-
-class LaneProcess(msgspec.Struct):
-    title: str
-    rows: list[LaneRow]
-
-
-class LaneWindow(msgspec.Struct, rename={"since": "from", "until": "to"}):
-    """The whole run is from `start` to `end`, the window from `since` to `until`: seconds of `time.time`.
-    Spans of less than `pixel` seconds are merged. `steps`: [step, end] of the trainer; `marks`: [time, text];
-    both since the run's start. `totals` of the window: [kind of process, name, calls, seconds, longest]."""
-
-    start: float
-    end: float
-    since: float
-    until: float
-    pixel: float
-    names: list[str]
-    meanings: list[int]  # of the names
-    processes: list[LaneProcess]
-    steps: list[Step]
-    marks: list[tuple[float, str]]
-    totals: list[Total]
-    kinds: tuple[str, ...] = MEANINGS
 
 
 class LaneReader:
@@ -78,123 +38,112 @@ class LaneReader:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._files: dict[Path, TimelineFile] = {}
-        self._rows: dict[Key, Columns] = {}
+        self._spans = np.empty(0, SPAN)
+        self._rows: dict[tuple[str, str], int] = {}  # numbers by process and title
+        self._names: dict[str, int] = {}
+        self._texts: dict[str, int] = {}
         self._begun: dict[str, list[float]] = {}  # when processes began
-        self._pauses: list[Pause] = []
 
     def window(
         self, since: float | None = None, until: float | None = None, step: int | None = None
-    ) -> LaneWindow:
+    ) -> dict[str, Any]:
         """Return what lies between two times, in seconds since the run's start, or the time of a step; all of
         it by default. Raises OSError, and ConfigError where a time is no number or beyond FARTHEST, or where
-        there is no such step."""
+        there is no such step.
+
+        All times are seconds since the run's start. A row took `share` of its process's time; a span of it is
+        [start, end, name, calls, seconds, longest, text]: the number of its name among `names`, how many
+        calls or spans are in it, what they took together, one of them at most, and details of a single one.
+        Those of less than `pixel` seconds are merged. `names`: [meaning, title]. `steps`: [step, end];
+        `marks`: [time, text]. `totals`: of the window."""
         if not all(time is None or abs(time) <= FARTHEST for time in (since, until)):  # nan neither
             raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{FARTHEST:g}")
         self._update()
-        rows = self._arrays()
-        start = float(min((row["start"].min() for row in rows.values()), default=0.0))
-        end = float(max((row["end"].max() for row in rows.values()), default=0.0))
-        work = self._rows.get(("trainer 0", WORK), Columns())
-        steps = (
-            columns.steps_of(rows["trainer 0", WORK], work.names["step"], start)
-            if "step" in work.names
-            else []
-        )
+        if not len(self._spans):
+            return {"processes": []}
+        spans, marks = since_start(self._spans, self._begun)
+        made = spans["name"] == self._names.get("step", -1)
+        made &= spans["row"] == self._rows.get(("trainer 0", WORK), -1)
+        steps = list(zip(spans["step"][made].tolist(), spans["end"][made].tolist(), strict=True))
         if step is not None:
-            since, until = columns.step_window(steps, step)
-        since = start if since is None else start + since
-        until = end if until is None else start + until
-        until, pixels, share = max(until, since + 1e-6), PIXELS, columns.shares(rows)
-        inside = {key: columns.within(row, since, until) for key, row in rows.items()}
-        while sum(min(len(row["end"]), pixels) for row in inside.values()) > MOST_SPANS and pixels > 1:
-            pixels = pixels * 9 // 10
-        while True:  # spans that overlap may still be more
-            pixel, names = (until - since) / pixels, dict[str, int]()
-            lanes = {title: LaneProcess(title, []) for title in sorted({who for who, _ in rows}, key=_place)}
-            numbers = {key: row.numbers(names) for key, row in self._rows.items()}
-            for key, row in inside.items():
-                spans = columns.merged(self._rows[key], row, numbers[key], since, pixel)
-                number, title = meaning(key[1])
-                lanes[key[0]].rows.append(LaneRow(title, number, share[key], spans))
-            count = sum(len(row.spans) for lane in lanes.values() for row in lane.rows)
-            if count <= MOST_SPANS or pixels < 2:
-                break
-            pixels //= 2
-        for lane in lanes.values():
-            lane.rows.sort(key=lambda row: (row.meaning, -row.share))
-        ticks = [one for one in steps if since <= one[1] + start <= until]
-        known = [meaning(name) for name in names]
-        acting = {key: row for key, row in inside.items() if not key[1].startswith(HELD)}
-        return LaneWindow(
-            *(start, end, since, until, pixel, [name for _, name in known], [number for number, _ in known]),
-            *(list(lanes.values()), ticks[:: len(ticks) // MOST_STEPS + 1]),
-            columns.marks(self._begun, self._pauses, start),
-            columns.totals(acting, numbers, since, until),
-        )
+            if step not in (ends := dict(steps)):  # the last time, where it was made again
+                last = max(ends, default="none")
+                raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last}")
+            until = ends[step]
+            since = max((end for _, end in steps if end < until), default=0.0)
+        since, length = since or 0.0, float(spans["end"].max())
+        until = max(length if until is None else until, since + 1e-6)
+        reaches = (spans["end"] >= since) & (spans["start"] <= until)
+        inside = spans if reaches.all() else spans[reaches]  # 50 MB for a million spans
+        pixel = (until - since) / PIXELS
+        while len(shown := merged(inside, since, pixel)) > MOST_SPANS and pixel < until - since:
+            pixel *= 1.25 * len(shown) / MOST_SPANS
+        ticks = [one for one in steps if since <= one[1] <= until]
+        names = [meaning(name) for name in self._names]
+        kinds = [process.partition(" ")[0] for process, _ in self._rows]
+        processes = sorted({process for process, _ in self._rows}, key=_place)
+        share = shares(spans, np.array([processes.index(process) for process, _ in self._rows]))
+        drawn = by_row(shown, list(self._texts), len(share), pixel)
+        lanes: dict[str, list[dict[str, Any]]] = {process: [] for process in processes}
+        order = sorted(self._rows.items(), key=lambda row: (meaning(row[0][1])[0], -share[row[1]]))
+        for (process, name), at in order:
+            lanes[process].append({"title": meaning(name)[1], "share": share[at], "spans": drawn[at]})
+        return {
+            "length": length,
+            "window": (since, until),
+            "pixel": pixel,
+            "names": names,
+            "kinds": MEANINGS,
+            "processes": [{"title": process, "rows": rows} for process, rows in lanes.items()],
+            "steps": ticks[:: len(ticks) // MOST_STEPS + 1],
+            "marks": marks,
+            "totals": totals(inside, kinds, names, since, until),
+        }
 
     def _update(self) -> None:
         """Read what was added since the last call."""
         for file in files(self._run_dir):
             file = self._files.setdefault(file.path, file)
-            _, _, index = file.path.stem.rpartition("-")
-            name = COORDINATOR if file.role == COORDINATOR else f"{PROCESS.get(file.role, file.role)} {index}"
-            added = file.added()
-            while lines := list(islice(added, AT_ONCE)):
-                alike: dict[tuple[str, str, str], list[Line]] = {}
-                for line in lines:
-                    alike.setdefault((line.name, line.engine, line.error), []).append(line)
-                for some in alike.values():
-                    self._add(file.role, name, some)
+            if len(added := np.fromiter(self._added(file), SPAN)):
+                self._spans = np.concatenate([self._spans, added])
 
-    def _arrays(self) -> dict[Key, Arrays]:
-        """The columns of all rows, without pauses. A version is held until the next one; the last, to the end
-        of what its process has recorded."""
-        found = {key: row.arrays() for key, row in self._rows.items()}
-        self._pauses = columns.pauses(found, self._begun.get(COORDINATOR, [])[1:])
-        for row in found.values():
-            row |= {name: columns.without(row[name], self._pauses) for name in ("start", "end")}
-        ends: dict[str, float] = {}
-        for (process, _), row in found.items():
-            ends[process] = max(ends.get(process, 0.0), float(row["end"].max()))
-        for (process, title), row in found.items():
-            if title.startswith(HELD):
-                order = np.argsort(row["start"], kind="stable")
-                row.update({name: column[order] for name, column in row.items()})
-                row["end"] = np.append(row["start"][1:], max(ends[process], row["start"][-1]))
-                row["seconds"] = row["end"] - row["start"]
-        return found
+    def _added(self, file: TimelineFile) -> Iterator[tuple[float, ...]]:
+        kind, index = "worker" if file.role == "rollout" else file.role, file.path.stem.rpartition("-")[2]
+        process = kind if kind == COORDINATOR else f"{kind} {index}"
+        known: dict[tuple[str, str, str], tuple[int, int, int]] = {}
+        for line in file.added():
+            if line.name == START:
+                self._begun.setdefault(process, []).append(line.start)
+                continue
+            key, took = (line.name, line.engine, line.error), line.end - line.start
+            if key not in known:
+                known[key] = self._numbers(file.role, process, line)
+            seconds = took if line.seconds < 0 else line.seconds
+            longest = min(seconds / max(line.calls, 1), took) if line.longest < 0 else line.longest
+            epoch, step = line.version if line.version[0] >= 0 else (-1, line.step)
+            yield line.start, line.end, seconds, longest, *known[key], line.calls, step, line.micro, epoch
 
-    def _add(self, role: str, of: str, lines: list[Line]) -> None:
-        """Add spans of one name, engine and error, in the order of the file."""
-        line = lines[0]
-        if line.name == START:
-            self._begun.setdefault(of, []).extend(one.start for one in lines)
-            return
-        process, row, text = of, line.name, line.error
-        lane = " (validation)" * (line.engine == "eval")  # an embedded engine has a second one for validation
-        decoding, on, server = line.name.partition(f"{DECODE} on ")
+    def _numbers(self, role: str, process: str, line: Line) -> tuple[int, int, int]:
+        """Number its row, name and text."""
+        row = name = line.name
+        text = line.error
+        decoding, on, server = name.partition(f"{DECODE} on ")
         if on and not decoding:
-            process, row, text = server, DECODE, of
-        elif role in BUSY and DECODE not in BUSY[role]:
+            process, row, name, text = server, DECODE, DECODE, process
+        elif role == "trainer":
             row = WORK
-        elif line.name == LOAD:
-            if not line.error:  # from here on the engine holds it: an event, of which the next is the end
-                events = [msgspec.structs.replace(one, start=one.end) for one in lines]
-                self._row(process, HELD + lane).extend(events, HELD, "")
-            row = LOAD + lane
+        elif name == LOAD:
+            row += " (validation)" * (line.engine == "eval")  # a second engine that a worker has for it
         elif line.engine:
             process = line.engine
-        self._row(process, row).extend(lines, DECODE if row == DECODE else line.name, text)
-
-    def _row(self, process: str, title: str) -> Columns:
-        key = process, title
-        if key not in self._rows and sum(who == process for who, _ in self._rows) >= MOST_ROWS:
-            key = process, OTHER
-        return self._rows.setdefault(key, Columns())
+        if (process, row) not in self._rows and sum(of == process for of, _ in self._rows) >= MOST_ROWS:
+            row = OTHER
+        number = self._rows.setdefault((process, row), len(self._rows))
+        named = self._names.setdefault(name, len(self._names))
+        return number, named, self._texts.setdefault(text, len(self._texts))
 
 
-def _place(title: str) -> tuple[int, str, int]:
+def _place(process: str) -> tuple[int, int, str]:
     """Order processes: the coordinator, trainer ranks, workers, engines, each by number."""
-    kind, _, number = title.partition(" ")
-    place = ORDER.index(kind) if kind in ORDER else len(ORDER)
-    return place, kind, int(number) if number.isdigit() else 0
+    kind = process.partition(" ")[0]
+    return ORDER.index(kind) if kind in ORDER else len(ORDER), len(process), process

@@ -22,7 +22,6 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "train": (TRAIN, "forward and backward"),
     "step": (TRAIN, "optimizer step"),
     "trying the largest micro-batch": (TRAIN, "rehearsal: the largest micro-batch"),
-    "version": (WEIGHTS, "weights held"),
     "snapshot": (WEIGHTS, "snapshot of the weights"),
     "write_weights": (WEIGHTS, "write weights"),
     "push": (WEIGHTS, "push weights"),

@@ -23,7 +23,7 @@ from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer.compare import compare, step_of
 from asyncrl.viewer.episodes import Decode, decoder, search, transcript
-from asyncrl.viewer.lanes import LaneReader, LaneWindow
+from asyncrl.viewer.lanes import LaneReader
 from asyncrl.viewer.overview import overview
 from asyncrl.viewer.series import Measured, marks, series
 
@@ -162,7 +162,7 @@ class Views:
             found = transcript(path, config, reader, uid, self._decoder(config.model.path))
             return found | {"listed": listed[0]}
 
-    def _lanes(self, query: Query) -> LaneWindow:
+    def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run."""
         path = self._path(query)
         since, until, step = (_number("lanes", query, key) for key in ("from", "to", "step"))

@@ -1,19 +1,15 @@
 // The tab of time: what each process did when. Above, the whole run with the window; beside, sums by name of
 // the window or of a selected stretch, and the chosen span. A window is asked for again, with finer spans.
 import { card, clock, make, number, percent, redraw, seconds, table } from "view/dom.js";
-import {
-  byId, isHeld, isSame, kindOf, layout, length, nameOf, paint, secondAt, sign, spanAt, spansOf, view,
-} from "view/lanes.js";
+import { byId, isShort, kindOf, lanes, paint, sign, spansOf, view } from "view/lanes.js";
 import { go, link } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
-const PAUSE = 150; // milliseconds without a change before the spans of a window are asked for
 const MOST = 14; // names of a stretch
+const HINT = "Drag: sums of a stretch. Click, j k: a span. Ctrl + wheel, + −: zoom. ← →: move. 0: whole run.";
 
 let run = null; // the number of the run that is shown
-let asked = 0; // answers of earlier questions are not drawn
-let wanted = ""; // the window of the address
-let timer = 0;
+let timer = 0; // of a window that will be asked for
 
 export async function show(place, route, state, current) {
   if (run !== route.run) {
@@ -22,303 +18,249 @@ export async function show(place, route, state, current) {
     place.replaceChildren(...skeleton());
     new ResizeObserver(paint).observe(byId("lanes"));
   }
-  const asks = route.step ? { step: route.step } : route.from ? { from: route.from, to: route.to } : {};
-  const key = JSON.stringify(asks), goesOn = !state.runs[run]?.ended, mine = ++asked;
-  if (view.data && key === wanted && !goesOn) return paint();
-  if (!view.whole || goesOn) view.whole = await ask("lanes", { run });
-  if (!view.whole.processes.length) {
+  const { step, from, to } = route, over = state.runs[run]?.ended;
+  const whole = (over && view.whole) || await ask("lanes", { run });
+  const data = (step || from) && !isFile ? await ask("lanes", { run, step, from, to }) : whole;
+  if (!current()) return;
+  if (!whole.processes.length) {
     run = null; // all is made anew once there is something
     return place.replaceChildren(make("p", { class: "dim" }, "No process has recorded anything yet."));
   }
-  const answer = key === "{}" || isFile ? view.whole : await ask("lanes", { run, ...asks });
-  if (mine !== asked || !current()) return;
-  [view.data, wanted] = [answer, key];
-  view.shown = [answer.from - answer.start, answer.to - answer.start];
-  if (isFile) view.shown = inFile(route);
+  const rows = data.processes.flatMap(({ title, rows: of }) =>
+    of.map((row) => [`${title}/${row.title}`, { process: title, ...row }]));
+  Object.assign(view, { whole, data, rows: new Map(rows) });
+  view.shown = isFile ? inFile(route) : data.window;
   draw();
 }
 
 /** A page in a file has the whole run only: a step's window is that from the end of the one before. */
 function inFile({ step, from, to }) {
-  const { steps } = view.whole, at = steps.findIndex(([one]) => one >= Number(step));
-  if (at < 0) return within(Number(from) || 0, Number(to) || length());
+  const { steps, length } = view.whole, at = steps.findIndex(([one]) => one >= Number(step));
+  if (at < 0) return within(Number(from) || 0, Number(to) || length);
   return within(steps[at - 1]?.[1] ?? 0, steps[at][1]);
 }
 
 function skeleton() {
   const button = (label, title, act) => make("button", { title, "aria-label": title, onclick: act }, label);
-  const canvas = (id, label) => make("canvas", { id, tabindex: 0, role: "img", "aria-label": label });
   const step = make("input", {
-    id: "time-step", placeholder: "step", size: 6, "aria-label": "go to a step",
+    placeholder: "step", size: 6, "aria-label": "go to a step",
     onchange: (event) => go({ step: event.target.value, from: null, to: null }),
   });
-  const strip = canvas("strip", "The whole run. Drag to choose a window");
-  const lanes = canvas("lanes-canvas", "What each process did when. Up, down: a lane; j, k: a span in it");
-  listen(strip, lanes);
-  const told = "Drag: sums of a stretch. Click: a span. Ctrl + wheel, + −: zoom. ← →: move. 0: whole run.";
+  const canvas = (id, text) => make("div", { class: "lane", id: `${id}-lane` },
+    make("span", { class: "dim" }, text), make("canvas", { id, role: "img", "aria-label": text }));
+  const strip = canvas("strip", "whole run"), place = make("div", { id: "lanes" });
+  listen(strip.lastChild, place);
   return [
     make("div", { class: "bar" }, make("label", {}, "go to ", step),
       button("−", "zoom out, key −", keys["-"]), button("+", "zoom in, key +", keys["+"]),
-      button("whole run", "the whole run, key 0", keys[0]), make("span", { id: "time-legend" })),
+      button("whole run", "the whole run, key 0", keys[0]),
+      make("span", { id: "time-legend", class: "legend" })),
     make("div", { class: "time" },
-      make("div", { class: "card" },
-        make("div", { class: "lanes" }, make("span", { class: "dim" }, "the whole run"), strip),
-        make("div", { id: "lanes", class: "lanes" }, make("div", { id: "lane-labels" }), lanes),
-        make("p", { class: "dim" }, told)),
+      card("", strip, canvas("ruler", "step, time"), place, make("p", { class: "dim" }, HINT)),
       make("div", { id: "time-panel" })),
-    make("div", { class: "tip", id: "time-tip", hidden: "" }),
   ];
 }
 
 function draw() {
-  view.lines = layout(view.data.processes);
-  const labels = view.lines.map(({ row, ...label }) => label);
-  redraw(byId("lane-labels"), labels, () => labels.map(label));
-  const { kinds } = view.whole, present = [...new Set(view.whole.meanings)].sort();
-  redraw(byId("time-legend"), [present, [...view.hidden]], () => present.map((kind) => make("button", {
-    id: `meaning-${kind}`, "aria-pressed": String(!view.hidden.has(kind)), title: "show or hide",
-    onclick: () => turn(view.hidden, kind),
-  }, sign(kind), kinds[kind])));
+  const shape = [...view.rows].map(([key, row]) => [key, isShort(row)]), { kinds } = view.whole;
+  redraw(byId("lanes"), shape, () => [make("div", { id: "over" }), ...lanes(view.data.processes)]);
+  const known = [...new Set(view.whole.names.map(([kind]) => kind))].sort();
+  redraw(byId("time-legend"), known, () => known.map((kind) => make("span", {}, sign(kind), kinds[kind])));
   panel();
   paint();
-}
-
-function label({ title, key, open, level, process }, at) {
-  const style = { paddingLeft: `${level * 14 + (key ? 0 : 14)}px` };
-  const attributes = { id: `lane-${at}`, title: process ? `${title}, ${process}` : title, style };
-  if (!key) return make("div", attributes, title);
-  const act = () => turn(view.turned, key), arrow = open ? "▾" : "▸";
-  return make("button", { ...attributes, "aria-expanded": String(open), onclick: act }, `${arrow} ${title}`);
-}
-
-function turn(set, key) {
-  if (!set.delete(key)) set.add(key);
-  draw();
 }
 
 // -- the panel -----------------------------------------------------------------------------------------
 
 function panel() {
-  const { stretch, chosen, data, shown } = view;
-  const title = shown[1] - shown[0] >= length() * 0.999 ? "Whole run" : "This window";
-  const told = stretch ?? { span: shown, sums: sumsOf(data), title };
+  const { stretch, chosen, data, whole } = view, title = data === whole ? "Whole run" : "This window";
+  const told = stretch ?? { title, span: data.window, sums: data.totals };
   const marks = data.marks.map(([at, text]) => [clock(at), text]);
-  redraw(byId("time-panel"), [told, chosen?.line.process, chosen?.span, marks], () => [
+  redraw(byId("time-panel"), [told, chosen, marks], () => [
     chosen && spanCard(chosen),
-    marks.length ? card("Began again", table(null, marks)) : null,
-    card(told.title ?? "Selected", make("p", {}, interval(told.span), ...buttons()), ...figures(told)),
-  ].filter(Boolean));
+    marks.length && card("Began again", table(null, marks)),
+    card(told.title, make("p", {}, interval(told.span)), stretch && make("div", { class: "bar" },
+      make("button", { onclick: () => move(stretch.span) }, "zoom to it"),
+      make("button", { onclick: keys.Escape, title: "key Esc" }, "clear")), ...figures(told)),
+  ]);
 }
-
-const sumsOf = (answer) => answer.totals.map(([of, at, calls, took, longest]) =>
-  ({ of, name: answer.names[at], kind: answer.meanings[at], calls, took, longest }));
 
 function interval([from, to]) {
-  const tenth = to - from < 60 ? (at) => `.${Math.floor(10 * (at % 1))}` : () => "";
-  const [first, last] = [from, to].map((at) => clock(Math.floor(at)) + tenth(at));
-  return `${seconds(to - from)}, from ${first} to ${last}`;
+  const told = to - from < 10 ? (at) => `${at.toFixed(2)} s` : clock;
+  return `${seconds(to - from)}, from ${told(from)} to ${told(to)}`;
 }
 
-const buttons = () => (view.stretch ? [
-  " ", make("button", { id: "zoom-to", onclick: () => move(view.stretch.span, 0) }, "zoom to it"),
-  " ", make("button", { id: "no-stretch", onclick: keys.Escape, title: "key Esc" }, "clear"),
-] : []);
-
-/** What the trainer did, which does one thing at a time; then all sums, the most seconds first. Shares are of
- * the time of all processes of a kind. */
+/** Sums by name, the most seconds first. Shares are of the time of all processes of a kind. */
 function figures({ span, sums, note }) {
   if (!sums?.length) return [make("p", { class: "dim" }, sums ? "nothing was recorded here" : "…")];
-  const many = (of) => view.whole.processes.filter((one) => kindOf(one.title) === of).length || 1;
-  const time = (of) => Math.max((span[1] - span[0]) * many(of), 1e-9);
-  const trained = sums.filter(({ of }) => of === "trainer");
-  const parts = view.whole.kinds.map((name, kind) => {
-    const took = trained.reduce((all, one) => all + (one.kind === kind ? one.took : 0), 0);
-    return { name, kind, share: took / time("trainer") };
-  }).filter(({ share }) => share >= 0.02).sort((a, b) => b.share - a.share);
-  const told = parts.map(({ name, kind, share }, at) =>
-    make("span", {}, sign(kind), `${percent(share)} ${name}${at < parts.length - 1 ? "," : ""}`));
+  const many = (of) => view.whole.processes.filter(({ title }) => kindOf(title) === of).length;
   const rows = sums.slice(0, MOST).map(({ of, name, kind, calls, took, longest }) => {
     const what = make("span", {}, sign(kind), name, make("span", { class: "dim" }, ` ${of}`));
-    return [what, number(calls), seconds(took), busy(took, time(of)), seconds(longest)];
+    return [what, number(calls), seconds(took), busy(took, (span[1] - span[0]) * many(of)), seconds(longest)];
   });
-  const more = sums.length > MOST ? `and ${sums.length - MOST} more, that took less` : "";
-  return [
-    told.length ? make("p", { class: "headline" }, "The trainer: ", ...told) : null,
-    table(["what", "count", "total", "share", "longest"], rows, { class: "figures" }),
-    make("p", { class: "dim" }, [more, note].filter(Boolean).join("; ")),
-  ];
+  const more = sums.length > MOST && `and ${sums.length - MOST} more, that took less`;
+  const head = ["what", "count", "total", "share", "longest"];
+  return [table(head, rows, { class: "figures" }), make("p", { class: "dim" }, more), make("p", {}, note)];
 }
 
 /** How much of a time was spent; more than all of it by several at once. */
 function busy(took, of) {
-  const share = took / of;
+  const share = took / Math.max(of, 1e-9);
   return share > 1.01 ? `${number(share)} at once` : percent(share);
 }
 
 /** What is said of a span, under the pointer and in its card. */
-function facts({ span: [start, end, , calls, took, longest, text] }) {
-  const many = `${number(calls)}: ${seconds(took)}, the longest ${seconds(longest)}`;
-  const found = { busy: end > start && busy(took, end - start), calls: calls > 1 && many, details: text };
-  return Object.entries(found).filter(([, value]) => value);
+function facts({ start, end, calls, took, longest, text }) {
+  const many = calls > 1 && `${number(calls)}: ${seconds(took)}, the longest ${seconds(longest)}`;
+  const told = { busy: busy(took, end - start), calls: many, details: text };
+  return Object.entries(told).filter(([, value]) => value);
 }
 
-function spanCard(found) {
-  const { line, name, kind, start, end, span } = found, own = /^step (\d+)/.exec(span[6])?.[1];
-  const step = Number(own ?? view.data.steps.find(([, at]) => at >= end)?.[0] ?? 0);
-  const where = JSON.stringify([["step", "=", step]]);
+function spanCard(span) {
+  const own = /^step (\d+)/.exec(span.text)?.[1];
+  const step = Number(own ?? view.data.steps.find(([, at]) => at >= span.end)?.[0] ?? 0);
   const links = make("span", {}, `step ${step}: `, link({ tab: "charts", step }, "charts"), ", ",
-    link({ tab: "episodes", where }, "episodes"));
-  const rows = [["process", line.process], ["when", interval([start, end])], ...facts(found)];
-  return card("Chosen", make("h3", { id: "chosen" }, sign(kind), name),
-    table(null, step ? [...rows, ["during", links]] : rows),
-    make("button", { id: "zoom-span", title: "key Enter on the lanes", onclick: near }, "zoom to it"));
+    link({ tab: "episodes", where: JSON.stringify([["step", "=", step]]) }, "episodes"));
+  const rows = [["process", span.process], ["when", interval([span.start, span.end])], ...facts(span)];
+  return card("Chosen", make("h3", { id: "chosen" }, sign(span.kind), span.title),
+    table(null, step ? [...rows, ["during", links]] : rows), make("button", { onclick: near }, "zoom to it"));
 }
 
 /** The sums of a stretch are the server's; a page in a file adds up what it has. */
 async function select(span) {
-  const stretch = { span, sums: null, note: "" };
+  const stretch = { span, title: "Selected", sums: null };
   view.stretch = stretch;
   panel();
-  paint();
-  if (isFile) Object.assign(stretch, { sums: added(span), note: "about: short spans are merged in a file" });
-  else stretch.sums = sumsOf(await ask("lanes", { run, from: span[0], to: span[1] }));
+  if (isFile) Object.assign(stretch, { sums: added(span), note: "About: short spans are merged in a file." });
+  else stretch.sums = (await ask("lanes", { run, from: span[0], to: span[1] })).totals;
   if (view.stretch === stretch) panel();
 }
 
 function added([from, to]) {
-  const found = new Map();
-  const lines = view.whole.processes.flatMap(({ title, rows }) => rows.map((row) => ({ title, row })));
-  for (const one of lines.filter(({ row }) => !isHeld(row)).flatMap(spansOf)) {
-    const { name, kind, start, end, span } = one, of = kindOf(one.line.title);
-    const part = end > start ? (Math.min(end, to) - Math.max(start, from)) / (end - start) : 1;
+  const found = {};
+  for (const one of [...view.rows.keys()].flatMap(spansOf)) {
+    const { title: name, kind, start, end } = one, of = kindOf(one.process);
     if (end < from || start > to) continue;
-    const sum = found.get(of + name) ?? { of, name, kind, calls: 0, took: 0, longest: 0 };
-    sum.calls += span[3];
-    sum.took += span[4] * part;
-    sum.longest = Math.max(sum.longest, span[5]);
-    found.set(of + name, sum);
+    const sum = (found[of + name] ??= { of, name, kind, calls: 0, took: 0, longest: 0 });
+    sum.calls += one.calls;
+    sum.took += (one.took * (Math.min(end, to) - Math.max(start, from))) / (end - start || 1);
+    sum.longest = Math.max(sum.longest, one.longest);
   }
-  return [...found.values()].sort((a, b) => b.took - a.took);
+  return Object.values(found).sort((a, b) => b.took - a.took);
 }
 
 // -- moving --------------------------------------------------------------------------------------------
 
 function within(from, to) {
-  const width = Math.min(Math.max(to - from, 1e-3), length());
-  const start = Math.min(Math.max(from, 0), length() - width);
+  const { length } = view.whole, width = Math.min(Math.max(to - from, 1e-3), length);
+  const start = Math.min(Math.max(from, 0), length - width);
   return [start, start + width];
 }
 
 /** Show another window at once; its finer spans are asked for when nobody has moved it for a moment. */
-function move([from, to], pause = PAUSE) {
+function move([from, to]) {
   view.shown = within(from, to);
-  panel();
   paint();
   clearTimeout(timer);
-  timer = setTimeout(() => {
-    const [first, last] = view.shown, all = last - first >= length() * 0.999;
-    go({ step: null, from: all ? null : first.toFixed(3), to: all ? null : last.toFixed(3) }, true);
-  }, pause);
+  const [first, last] = view.shown.map((at) => at.toFixed(3));
+  timer = setTimeout(() => go({ step: null, from: first, to: last }, true), 150);
 }
 
-function zoom(factor, at = (view.shown[0] + view.shown[1]) / 2) {
-  const [from, to] = view.shown;
-  move([at - (at - from) * factor, at + (to - at) * factor]);
-}
+const width = () => view.shown[1] - view.shown[0];
+const by = (share) => move(view.shown.map((at) => at + width() * share));
 
-const by = (share) => {
-  const step = (view.shown[1] - view.shown[0]) * share;
-  move([view.shown[0] + step, view.shown[1] + step]);
-};
+function zoom(factor, at = view.shown[0] + width() / 2) {
+  move(view.shown.map((one) => at + (one - at) * factor));
+}
 
 /** The window around the chosen span. */
 const near = () => {
   const { start, end } = view.chosen, room = Math.max((end - start) / 2, 1e-3);
-  move([start - room, end + room], 0);
+  move([start - room, end + room]);
 };
 
-function choose(found) {
-  view.chosen = found;
-  if (found) view.lane = nameOf(found.line);
+function choose(span) {
+  view.chosen = span;
   panel();
   paint();
 }
 
-/** The next span of the lane that the keys are on, or the one before. */
+/** The next span of the lane that has the focus, or of the chosen span; or the one before. */
 function next(by) {
-  const rows = view.lines.filter((line) => line.row);
-  const line = rows.find((one) => nameOf(one) === view.lane) ?? rows[0];
-  const found = line ? spansOf(line) : [], same = view.chosen && nameOf(view.chosen.line) === nameOf(line);
-  const at = same ? found.findIndex((one) => isSame(one, view.chosen)) + by : -1;
-  const one = found[same ? at : found.findIndex(({ end }) => end >= view.shown[0])];
+  const key = document.activeElement.dataset.lane ?? view.chosen?.key ?? [...view.rows.keys()][0];
+  const spans = spansOf(key), { start } = view.chosen?.key === key ? view.chosen : { start: NaN };
+  const at = spans.findIndex((one) => Math.abs(one.start - start) < view.data.pixel);
+  const one = at < 0 ? spans.find(({ end }) => end >= view.shown[0]) : spans[at + by];
   if (!one) return;
   choose(one);
-  const half = (view.shown[1] - view.shown[0]) / 2;
+  const half = width() / 2;
   if (one.end < view.shown[0] || one.start > view.shown[1]) move([one.start - half, one.start + half]);
 }
 
-function lane(by) {
-  const rows = view.lines.filter((line) => line.row).map(nameOf), at = rows.indexOf(view.lane);
-  view.lane = rows[Math.min(Math.max(at + by, 0), rows.length - 1)] ?? "";
-  paint();
-}
-
-export const keys = {
-  "+": () => zoom(0.625), "=": () => zoom(0.625), "-": () => zoom(1.6), 0: () => move([0, length()], 0),
-  ArrowLeft: () => by(-0.2), ArrowRight: () => by(0.2), j: () => next(1), k: () => next(-1),
-  Escape: () => { view.stretch = null; choose(null); },
-};
+export const keys = Object.fromEntries(Object.entries({
+  "+": () => zoom(0.625), "=": () => zoom(0.625), "-": () => zoom(1.6), ArrowLeft: () => by(-0.2),
+  ArrowRight: () => by(0.2), 0: () => go({ step: null, from: null, to: null }, true),
+  j: () => next(1), k: () => next(-1), Escape: () => { view.stretch = null; choose(null); },
+}).map(([key, act]) => [key, () => view.data && act()]));
 
 // -- the pointer ---------------------------------------------------------------------------------------
 
-function listen(strip, lanes) {
-  const place = (event) => (event.offsetX / Math.max(strip.clientWidth, 1)) * length();
-  const half = () => (view.shown[1] - view.shown[0]) / 2;
-  dragged(strip, place, (span) => { view.shown = within(...span); paint(); }, (span) => move(span, 0),
-    (event) => move([place(event) - half(), place(event) + half()], 0));
-  dragged(lanes, secondAt, (span) => { view.stretch = { span, sums: null }; paint(); }, select,
+const tip = make("div", { class: "tip" });
+
+/** The second under the pointer, where a picture shows those of a window. */
+function secondAt(event, [from, to]) {
+  const { left, width: wide } = byId("ruler").getBoundingClientRect();
+  return from + Math.min(Math.max((event.clientX - left) / wide, 0), 1) * (to - from);
+}
+
+function spanAt(event) {
+  const { lane } = event.target.dataset, at = secondAt(event, view.shown), slack = width() / 500;
+  const near = ({ start, end }) => start - slack <= at && at <= end + slack;
+  const found = lane ? spansOf(lane).filter(near) : [];
+  return found.findLast(({ start, end }) => start <= at && at <= end) ?? found.at(-1) ?? null;
+}
+
+function listen(strip, place) {
+  const whole = (event) => secondAt(event, [0, view.whole.length]);
+  const shown = (event) => secondAt(event, view.shown);
+  dragged(strip, whole, (span) => { view.shown = within(...span); paint(); }, move,
+    (event) => move([whole(event) - width() / 2, whole(event) + width() / 2]));
+  dragged(place, shown, (span) => { view.stretch = { span }; paint(); }, select,
     (event) => choose(spanAt(event)));
-  lanes.addEventListener("wheel", (event) => {
-    const zooms = event.ctrlKey || event.metaKey;
-    if (!zooms && !event.deltaX) return; // the page scrolls
+  place.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
     event.preventDefault();
-    zooms ? zoom(event.deltaY > 0 ? 1.25 : 0.8, secondAt(event)) : by(event.deltaX / 1000);
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, shown(event));
   }, { passive: false });
-  lanes.addEventListener("pointermove", (event) => {
-    const found = event.buttons ? null : spanAt(event), tip = byId("time-tip");
-    tip.hidden = !found;
-    if (!found) return;
-    const told = facts(found).map(([what, text]) => `${what} ${text}`);
-    tip.textContent = [found.name, seconds(found.end - found.start), ...told].join("\n");
-    tip.style.left = `${Math.max(0, Math.min(event.clientX + 12, innerWidth - 300))}px`;
-    tip.style.top = `${event.clientY + 12}px`;
+  place.addEventListener("toggle", paint, true);
+  place.addEventListener("pointermove", (event) => {
+    const span = event.buttons ? null : spanAt(event);
+    if (!span) return tip.remove();
+    const told = facts(span).map(([what, text]) => `${what} ${text}`);
+    tip.textContent = [span.title, seconds(span.end - span.start), ...told].join("\n");
+    const left = Math.max(0, Math.min(event.clientX + 12, innerWidth - 300));
+    Object.assign(tip.style, { left: `${left}px`, top: `${event.clientY + 12}px` });
+    document.body.append(tip);
   });
-  lanes.addEventListener("pointerleave", () => { byId("time-tip").hidden = true; });
-  const own = { ArrowUp: () => lane(-1), ArrowDown: () => lane(1), Enter: () => view.chosen && near() };
-  lanes.addEventListener("keydown", (event) => {
-    if (!own[event.key]) return;
-    event.preventDefault();
-    own[event.key]();
-  });
+  place.addEventListener("pointerleave", () => tip.remove());
 }
 
 /** Calls `moving` while a stretch is dragged, `done` with it; a press without a drag is a `click`. */
-function dragged(canvas, second, moving, done, click) {
-  let from = null, place = 0, far = false;
-  canvas.addEventListener("pointerdown", (event) => {
-    [from, place, far] = [second(event), event.clientX, false];
-    canvas.setPointerCapture(event.pointerId);
+function dragged(place, second, moving, done, click) {
+  let from = null; // where it began
+  const span = (event) => [second(from), second(event)].sort((a, b) => a - b);
+  const far = (event) => Math.abs(event.clientX - from.clientX) > 3;
+  place.addEventListener("pointerdown", (event) => {
+    if (event.target.tagName === "CANVAS") from = event;
   });
-  canvas.addEventListener("pointermove", (event) => {
-    if (from === null) return;
-    far ||= Math.abs(event.clientX - place) > 3;
-    if (far) moving([from, second(event)].sort((a, b) => a - b));
+  place.addEventListener("pointermove", (event) => {
+    if (!from || !far(event)) return;
+    place.setPointerCapture(event.pointerId);
+    moving(span(event));
   });
-  canvas.addEventListener("pointerup", (event) => {
-    if (from === null) return;
-    const span = [from, second(event)].map((at) => Math.min(Math.max(at, 0), length())).sort((a, b) => a - b);
+  place.addEventListener("pointerup", (event) => {
+    if (from) far(event) ? done(span(event)) : click(event);
     from = null;
-    far ? done(span) : click(event);
   });
-  canvas.addEventListener("pointercancel", () => { from = null; });
+  place.addEventListener("pointercancel", () => { from = null; });
 }

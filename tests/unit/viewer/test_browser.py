@@ -60,20 +60,21 @@ async def zoomed_in(tab: Tab) -> None:
     panel, address = 'document.getElementById("time-panel").innerText', "location.hash"
     await tab.until(f'{panel}.includes("WHOLE RUN") && {panel}.includes("4,000")')
     assert "2 at once" in await tab.run(panel)
-    lanes = '[...document.querySelectorAll("#lane-labels > *")].map(o => o.textContent).join()'
-    assert await tab.run(lanes) == "trainer 0,▾ worker 0,generate,▸ short (1 lane)"
-    await tab.run('document.querySelector("#lane-labels > :last-child").click()')
-    await tab.until(f'{lanes}.endsWith("▾ short (1 lane),wait for fresher weights")')
+    names = '[...document.querySelectorAll("#lanes .lane")].filter(o => o.checkVisibility())'
+    lanes = f"{names}.map(o => o.innerText).join()"
+    assert await tab.run(lanes) == "trainer 0,worker 0,generate,short (1 of worker 0)"
+    await tab.run(f"{names}.at(-1).parentElement.click()")
+    await tab.until(f'{lanes}.endsWith("short (1 of worker 0),wait for fresher weights")')
     await tab.run('location.hash = "tab=time&from=1000&to=1010"')
     await tab.until(f'{panel}.includes("THIS WINDOW") && {panel}.includes("10 s, from")')
     left, wide, top = await tab.run("""(place => [place.left, place.width, place.top])(
-        document.getElementById("lanes-canvas").getBoundingClientRect())""")
-    await tab.drag((left + 0.2 * wide, top + 48), (left + 0.5 * wide, top + 48))  # from 1002 to 1005
+        document.querySelector("[data-lane='trainer 0/trainer']").getBoundingClientRect())""")
+    await tab.drag((left + 0.2 * wide, top + 8), (left + 0.5 * wide, top + 8))  # from 1002 to 1005
     await tab.until(
         f'{panel}.includes("SELECTED") && /forward and backward trainer\\s+[45]\\s/.test({panel})'
     )
     assert "100%" in await tab.run(panel)
-    place = (left + 0.55 * wide, top + 48)
+    place = (left + 0.55 * wide, top + 8)
     await tab.drag(place, place)
     await tab.until('document.getElementById("chosen").textContent === "forward and backward"')
     assert "step 1005: charts, episodes" in await tab.run(panel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,8 +12,7 @@ import pytest
 import asyncrl
 from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import START, Timeline
-from asyncrl.viewer.columns import MOST_TOTALS
-from asyncrl.viewer.lanes import MOST_ROWS, MOST_SPANS, LaneReader, LaneRow, LaneWindow
+from asyncrl.viewer.lanes import MOST_ROWS, MOST_SPANS, LaneReader
 from asyncrl.viewer.meanings import MEANINGS, SPANS, meaning
 
 T = 1_700_000_000.0
@@ -39,48 +39,53 @@ def write(run_dir: Path) -> None:
         file.close()
 
 
-def rows_of(window: LaneWindow) -> dict[tuple[str, str], LaneRow]:
-    return {(process.title, row.title): row for process in window.processes for row in process.rows}
+def rows_of(window: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Its rows by process and title; of a span the title of its name in place of the number."""
+    titles = [title for _, title in window["names"]]
+    return {
+        (process["title"], row["title"]): row
+        | {"spans": [(start, end, titles[name], *rest) for start, end, name, *rest in row["spans"]]}
+        for process in window["processes"]
+        for row in process["rows"]
+    }
 
 
 def test_each_process_has_its_rows(tmp_path: Path) -> None:
     write(tmp_path)
     window = LaneReader(tmp_path).window()
-    assert (window.start, window.end) == (T, T + 19)
-    assert [process.title for process in window.processes] == ["trainer 0", "worker 0", "engine 0"]
-    rows, name = rows_of(window), window.names
-    work = [(span[0], span[1], name[span[2]], span[-1]) for span in rows["trainer 0", "trainer"].spans]
+    assert (window["length"], window["window"]) == (19, (0, 19))
+    assert [process["title"] for process in window["processes"]] == ["trainer 0", "worker 0", "engine 0"]
+    rows = rows_of(window)
+    work = [(*span[:3], span[-1]) for span in rows["trainer 0", "trainer"]["spans"]]
     assert work[:3] == [
         (0.0, 0.5, "snapshot of the weights", "v0 (epoch 1)"),
         (2.0, 4.0, "forward and backward", "step 1, micro-batch 0"),
         (4.0, 5.0, "optimizer step", "step 1"),
     ]
-    held = [span[:2] for span in rows["worker 0", "weights held"].spans]
-    assert held == [(2.0, 12.0), (12.0, 19.0)]  # until the next one is in
-    assert rows["worker 0", "push weights"].spans[1][:2] == (10.5, 12.0)
-    assert rows["engine 0", "generate"].spans[0][3:] == (12, 21.0, 1.75, "worker 0")
-    assert rows["engine 0", "load weights"].spans[0][-1] == "v0 (epoch 1), no room"
-    assert ("engine 0", "weights held") not in rows  # it could not load it
-    assert window.steps == [(1, 5.0), (2, 15.0)]
-    assert window.marks == []
+    assert rows["worker 0", "push weights"]["spans"][1][:2] == (10.5, 12.0)
+    assert rows["engine 0", "generate"]["spans"][0][3:] == (12, 21.0, 1.75, "worker 0")
+    assert rows["engine 0", "load weights"]["spans"][0][-1] == "v0 (epoch 1), no room"
+    assert window["steps"] == [(1, 5.0), (2, 15.0)]
+    assert window["marks"] == []
 
 
 def test_a_window_shows_what_reaches_into_it(tmp_path: Path) -> None:
     write(tmp_path)
     rows = rows_of(LaneReader(tmp_path).window(3, 4.5))
-    assert [span[:2] for span in rows["trainer 0", "trainer"].spans] == [(-1.0, 1.0), (1.0, 2.0)]
+    assert [span[:2] for span in rows["trainer 0", "trainer"]["spans"]] == [(2.0, 4.0), (4.0, 5.0)]
 
 
 def test_what_is_added_is_read_and_half_a_line_waits(tmp_path: Path) -> None:
     reader, path = LaneReader(tmp_path), tmp_path / "timeline" / "trainer-0.jsonl"
-    assert reader.window().processes == []
+    assert reader.window()["processes"] == []
     path.parent.mkdir()
     path.write_text('{"name":"train","start":1,"end":2}\nnot a line\n{"name":"step","sta')
-    assert reader.window().end == 2
+    assert reader.window()["length"] == 1
     with path.open("a") as file:
         file.write('rt":2,"end":4}\n{"name":"back","start":9,"end":8}\n')
-    assert reader.window().end == 4
-    assert reader.window().names == ["forward and backward", "optimizer step"]
+    window = reader.window()
+    assert window["length"] == 3
+    assert [title for _, title in window["names"]] == ["forward and backward", "optimizer step"]
 
 
 def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
@@ -97,16 +102,31 @@ def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
                 timeline.record(f"tool {tool}", T + at, T + at + 2, calls=5, seconds=8.0)
         timeline.close()
     window = LaneReader(tmp_path).window()
-    encoded = msgspec.json.encode(window)
-    assert len(encoded) < 1_000_000
+    assert len(msgspec.json.encode(window)) < 1_000_000
     rows = rows_of(window)
-    work = rows["trainer 0", "trainer"].spans
-    assert {window.names[span[2]] for span in work} == {"forward and backward"}
-    assert {round(span[4] / window.pixel, 3) for span in work} == {1.0}  # busy all the time: so each pixel is
-    assert sum(len(row.spans) for row in rows.values()) <= MOST_SPANS
-    assert len([title for process, title in rows if process == "worker 3"]) == MOST_ROWS + 1
-    calls = sum(span[3] for (process, _), row in rows.items() if process == "worker 3" for span in row.spans)
-    assert calls == (MOST_ROWS + 20) * 10 * 5
+    work = rows["trainer 0", "trainer"]["spans"]
+    assert {span[2] for span in work} == {"forward and backward"}
+    busy = [span[4] / (span[1] - span[0]) for span in work]
+    assert busy[:-1] == pytest.approx([1.0] * (len(work) - 1), abs=0.01)  # all the time: so each of them is
+    assert sum(span[3] for span in work) == 8_000
+    assert sum(len(row["spans"]) for row in rows.values()) <= MOST_SPANS
+    mine = [row for (process, _), row in rows.items() if process == "worker 3"]
+    assert len(mine) == MOST_ROWS + 1
+    assert sum(span[3] for row in mine for span in row["spans"]) == (MOST_ROWS + 20) * 10 * 5
+
+
+def test_spans_below_a_pixel_do_not_fill_a_lane(tmp_path: Path) -> None:
+    """One of a millisecond in each second, where a pixel is many seconds, or less than one."""
+    coordinator = Timeline(tmp_path / "timeline" / "coordinator-0.jsonl")
+    for at in range(10_000):
+        coordinator.record("commit", T + at, T + at + 0.001)
+    coordinator.close()
+    reader = LaneReader(tmp_path)
+    ((_, row),) = rows_of(reader.window()).items()
+    assert row["share"] == pytest.approx(0.001, rel=0.01)
+    assert max(span[4] / (span[1] - span[0]) for span in row["spans"]) < 0.002
+    ((_, row),) = rows_of(reader.window(0, 900)).items()
+    assert row["spans"][0][:5] == (0.0, 0.6, "commit", 1, 0.001)  # a pixel wide
 
 
 def test_a_bar_is_by_its_seconds_and_so_are_shares_and_totals(tmp_path: Path) -> None:
@@ -122,17 +142,16 @@ def test_a_bar_is_by_its_seconds_and_so_are_shares_and_totals(tmp_path: Path) ->
     reader = LaneReader(tmp_path)
     window = reader.window()
     rows = rows_of(window)
-    shares = {title: row.share for (_, title), row in rows.items()}
+    shares = {title: row["share"] for (_, title), row in rows.items()}
     assert shares == {"generate": 1.0, "tool of the user": 0.04, ACKS: 0.007}
-    assert rows["worker 0", ACKS].spans[0][:5] == (0.0, 2.0, window.names.index(ACKS), 813, 0.014)
+    assert rows["worker 0", ACKS]["spans"][0][:5] == (0.0, 2.0, ACKS, 813, 0.014)
     part = reader.window(51, 55)
-    found = [(kind, part.names[name], *rest) for kind, name, *rest in part.totals]
+    found = [tuple(one[key] for key in ("of", "name", "calls", "took", "longest")) for one in part["totals"]]
     assert found == [
         ("worker", "generate", 30, 32.0, 1.5),  # half of the first and of the last span
         ("worker", "tool of the user", 4, 2.0, 1.75),
         ("worker", ACKS, 3 * 813, 0.028, round(0.014 / 813, 6)),
     ]
-    assert len(window.totals) <= MOST_TOTALS
 
 
 ACKS = "acks: the window is full"
@@ -144,7 +163,7 @@ def test_a_step_is_found_the_last_time_where_it_was_made_again(tmp_path: Path) -
         trainer.record("step", T + 10 * place, T + 10 * place + 1, step=step)
     trainer.close()
     window = LaneReader(tmp_path).window(step=3)
-    assert (window.since - T, window.until - T) == (31, 41)
+    assert window["window"] == (31, 41)
     with pytest.raises(ConfigError, match=r"step 7 is not in the timeline; the last one is 4"):
         LaneReader(tmp_path).window(step=7)
 
@@ -165,9 +184,10 @@ def test_what_began_again_is_marked_and_pauses_between_launches_are_left_out(tmp
             timeline.record("step", T + 90_010, T + 90_050, step=2)
         timeline.close()
     window = LaneReader(tmp_path).window()
-    assert window.marks == [(100.0, "worker 0 began again"), (450.0, "launched again, 89550 s later")]
-    assert [span[:2] for span in window.processes[0].rows[0].spans] == [(0, 400), (400, 450), (460, 500)]
-    assert window.steps == [(1, 450.0), (2, 500.0)]
+    assert window["marks"] == [(100.0, "worker 0 began again"), (450.0, "launched again, 89550 s later")]
+    ((_, row),) = rows_of(window).items()
+    assert [span[:2] for span in row["spans"]] == [(0, 400), (400, 450), (460, 500)]
+    assert window["steps"] == [(1, 450.0), (2, 500.0)]
 
 
 def test_every_name_that_is_recorded_has_a_meaning() -> None:

@@ -257,13 +257,13 @@ def test_lanes_of_a_window_and_of_another_run_in_the_same_directory(tmp_path: Pa
     run_dir = save_run(tmp_path / "what? 50%")
     views = Views([run_dir], ended)
     assert views.answer("episodes", {})["total"] == 8  # the name is none of an address
-    assert views.answer("lanes", {}).end == 4000
+    assert views.answer("lanes", {})["length"] == 4000
     window = views.answer("lanes", {"from": "1000", "to": "1002"})
-    (row,) = window.processes[0].rows
-    assert [span[-1] for span in row.spans] == ["step 999", "step 1000", "step 1001", "step 1002"]
+    (row,) = window["processes"][0]["rows"]
+    assert [span[-1] for span in row["spans"]] == ["step 999", "step 1000", "step 1001", "step 1002"]
     (run_dir / "timeline" / "trainer-0.jsonl").write_text('{"name":"train","start":1,"end":2}\n')
     (run_dir / "started").write_text("another run")
-    assert views.answer("lanes", {}).end == 2
+    assert views.answer("lanes", {})["length"] == 1
 
 
 def test_a_store_of_another_version_is_named(tmp_path: Path) -> None:
