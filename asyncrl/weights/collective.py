@@ -7,7 +7,7 @@ the sender, rank 0 of a group, to the server.
 
     keeper                                trainer                        server
     VersionRequest            ──►  its turn; rank 0 listens
-    /init_weights_update_group ◄── BroadcastPlan(group)  ───────────────► joins rank 0
+    /init_weights_update_group ◄── Plan(buckets, group)  ───────────────► joins rank 0
     BucketRequest(i)          ──►  bucket i is ready
     /update_weights_from_...  ◄──  BucketReady(i), broadcasts ──────────► receives, loads
       (until then bucket i + 1 is read, flattened and hashed)
@@ -30,7 +30,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from itertools import chain
@@ -42,7 +42,7 @@ from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.group import ServerGroup, background
-from asyncrl.weights.manifest import Layout, Superseded, TensorEntry, WeightsRef, describe, split
+from asyncrl.weights.manifest import Superseded, TensorEntry, WeightsRef, describe, split
 from asyncrl.weights.ranges import joined
 from asyncrl.weights.snapshot import Snapshot, whole
 
@@ -170,29 +170,23 @@ class EngineConnection:
         self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > request.version)
 
     def _push(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
-        buckets = tuple(snapshot.layout[part] for part in self._parts(snapshot))
-        entries: dict[str, TensorEntry] = {}
-        with closing(self._flattened(snapshot, buckets, entries)) as flattened:
-            ready = next(flattened)  # raises Superseded before the engine has done anything
-            self._broadcast(buckets, chain((ready,), flattened), request.ranks, deadline)
-        manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout))
-        messages.send_answer(self._socket, messages.Sent(manifest), deadline)
-
-    def _broadcast(
-        self, buckets: Sequence[Layout], flattened: Iterator[Tensor], ranks: int, deadline: float
-    ) -> None:
-        group, port = self._join(1 + ranks, deadline)
-        plan = messages.Plan(tuple(buckets), group.name, port, group.backend)
-        messages.send_answer(self._socket, plan, deadline)
+        parts = list(split(snapshot.layout, self._sender.bucket_bytes))
+        entries: list[TensorEntry] = []
         under_way: Future[None] | None = None
-        for index, ready in enumerate(flattened):  # read while the one before is under way
-            self._arrived(index, under_way, deadline)
-            messages.send_answer(self._socket, messages.BucketReady(index), deadline)
-            under_way = group.broadcast(ready)
-        self._arrived(len(buckets), under_way, deadline)
-
-    def _parts(self, snapshot: Snapshot) -> Iterator[slice]:
-        return split(snapshot.layout, self._sender.bucket_bytes)
+        with closing(self._flattened(snapshot, parts, entries)) as flattened:
+            first = next(flattened)  # raises Superseded before the engine has done anything
+            group, port = self._join(1 + request.ranks, deadline)
+            buckets = tuple(snapshot.layout[part] for part in parts)
+            plan = messages.Plan(buckets, group.name, port, group.backend)
+            messages.send_answer(self._socket, plan, deadline)
+            for index, ready in enumerate(chain((first,), flattened)):  # read while the last one is under way
+                self._arrived(index, under_way, deadline)
+                messages.send_answer(self._socket, messages.BucketReady(index), deadline)
+                under_way = group.broadcast(ready)
+            self._arrived(len(parts), under_way, deadline)
+        messages.send_answer(
+            self._socket, messages.Sent(describe(snapshot.version, tuple(entries))), deadline
+        )
 
     def _join(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
         """The engine's group, and the port where a new one is to be joined."""
@@ -206,16 +200,16 @@ class EngineConnection:
         return self._group, self._group.port
 
     def _flattened(
-        self, snapshot: Snapshot, buckets: Sequence[Layout], entries: dict[str, TensorEntry]
+        self, snapshot: Snapshot, parts: list[slice], entries: list[TensorEntry]
     ) -> Generator[Tensor]:
-        """Each bucket as the bytes of its tensors, one behind the other; `entries` get their checksums. An
-        error in reading them is the trainer's, not the engine's."""
+        """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. An error in
+        reading them is the trainer's, not the engine's."""
         try:
             with snapshot.pin() as pinned:
-                for part, specs in zip(self._parts(snapshot), buckets, strict=True):
-                    shares = dict(zip(snapshot.layout[part], pinned.shares(part), strict=True))
-                    entries.update((spec.name, joined(spec, shares[spec])) for spec in specs)
-                    yield whole(one for spec in specs for one in shares[spec])
+                for part in parts:
+                    of_ranks = pinned.shares(part)
+                    entries += map(joined, snapshot.layout[part], of_ranks)
+                    yield whole(chain.from_iterable(of_ranks))
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:
