@@ -6,7 +6,6 @@ The launcher's checks, a worker and the commands over recorded episodes use them
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -22,12 +21,13 @@ from asyncrl.conversation.requests import Untrained
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.environments import Environment, load_environment
 from asyncrl.episodes.scoring import Scorer
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError
 from asyncrl.gateway import Agent, Command, load_agent, load_untrained
 from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample
+from asyncrl.weights.model_files import read_json
 
 CHECKED = 256  # conversations that are written before the start, which takes less than a second
 
@@ -125,14 +125,7 @@ class EpisodeParts:
 def _ends(path: Path) -> list[int]:
     """The ids with which generation ends, by a model's generation_config.json, which need not be there.
     ConfigError for one that cannot be read: its turns would end elsewhere than the model was trained to."""
-    try:
-        found: Any = json.loads(path.read_bytes()).get("eos_token_id")
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: no readable JSON object ({one_line(error)}); write it anew, or remove it"
-        ) from None
+    found: Any = read_json(path).get("eos_token_id") if path.is_file() else None
     ends = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(end) is int for end in ends):
         raise ConfigError(

@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
 from asyncrl.engines.sglang.receiver import Receiver
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.weights import disk
 from asyncrl.weights.delta import materialise
 from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
+from asyncrl.weights.model_files import weight_shapes
 
 log = logging.getLogger("asyncrl.keeper")
 
@@ -237,13 +236,7 @@ def shapes_of(path: str, tied: bool) -> Shapes | None:
     """Reads the tensors of a model directory from the headers of its files: names as SGLang reads them, which
     a version must use too. None without such files. `tied`: the output embedding is the input's. Raises
     ConfigError."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        for file in sorted(Path(path).glob("*.safetensors")):
-            with safe_open(file, framework="numpy") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model {path}: unreadable weights ({error})") from error
+    shapes = weight_shapes(path)
     optional = {name for name in shapes if name.endswith(BUFFERS)} | ({"lm_head.weight"} if tied else set())
     return Shapes(shapes, frozenset(optional)) if shapes else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from asyncrl.engines.sglang.loader import Shapes, shapes_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import Layout, TensorSpec
+from asyncrl.weights.model_files import INDEX
 
 OWN = {"a.weight": (2, 3), "b.weight": (4,), "lm_head.weight": (5, 2)}
 
@@ -44,7 +46,7 @@ def test_a_tied_embedding_may_be_left_out_but_not_have_another_shape() -> None:
 def test_buffers_in_the_files_of_older_models_are_not_missed(tmp_path: Path) -> None:
     assert shapes_of(str(tmp_path), tied=False) is None
     save_file(
-        {"a": torch.zeros(2), "layers.0.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "m.safetensors"
+        {"a": torch.zeros(2), "layers.0.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "model.safetensors"
     )
     shapes = shapes_of(str(tmp_path), tied=False)
     assert shapes is not None and shapes.differences((TensorSpec("a", (2,), "float32"),)) == ""
@@ -55,7 +57,10 @@ def test_shapes_come_from_all_files_of_a_model(tmp_path: Path) -> None:
     save_file(
         {"b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(5, 2)}, tmp_path / "model-2.safetensors"
     )
+    names = {"a.weight": "model-1", "b.weight": "model-2", "lm_head.weight": "model-2"}
+    files = {name: f"{file}.safetensors" for name, file in names.items()}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
     assert shapes_of(str(tmp_path), tied=False) == Shapes(OWN)
-    (tmp_path / "model-3.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match="unreadable weights"):
+    (tmp_path / "model-2.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="not readable as safetensors"):
         shapes_of(str(tmp_path), tied=False)
