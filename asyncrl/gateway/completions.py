@@ -127,17 +127,16 @@ class ChatExchange:
             form=sent.response_format,
             stops=stops_of(sent.stop),
         )
-        self.count, self.logprobs = sent.n or 1, bool(sent.logprobs)
-        self._head = head("chat.completion.chunk")
+        self.count, self._head = sent.n or 1, head("chat.completion.chunk")
+        self._logprobs = _logprobs if sent.logprobs else lambda reply: None
         self._streamed = [StreamedText(("reasoning_content", "content")) for _ in range(self.count)]
 
     @property
     def unheeded(self) -> dict[str, str]:
         return hints(self.ask.form)
 
-    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
-        logprobs = _logprobs if self.logprobs else None
-        return {**head("chat.completion"), **answers(replies, texts, _content, logprobs)}
+    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
+        return {**head("chat.completion"), **answers(replies, _content, self._logprobs)}
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         for index in range(self.count):
@@ -150,13 +149,13 @@ class ChatExchange:
     def ping(self) -> Iterator[Event]:
         return iter(())
 
-    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
+    def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
         """Stream what was not streamed yet, one chunk per call, the end."""
-        for index, (reply, text) in enumerate(zip(replies, texts, strict=True)):
+        for index, reply in enumerate(replies):
             yield from self.delta(index, *self._streamed[index].rest(reply.message))
             for number, call in enumerate(calls_of(reply)):
                 yield self._delta(index, {"tool_calls": [{"index": number, **call.openai()}]})
-            yield self._delta(index, {}, finish_of(reply), _logprobs(reply, text) if self.logprobs else None)
+            yield self._delta(index, {}, finish_of(reply), self._logprobs(reply))
         if self.request.stream_options is not None and self.request.stream_options.include_usage:
             yield "", {**self._head, "choices": [], "usage": usage_of(replies)}
 
@@ -174,9 +173,8 @@ def head(kind: str, prefix: str = "chatcmpl") -> dict[str, Any]:
 
 def answers(
     replies: Sequence[AgentReply],
-    texts: Sequence[Sequence[str]],
     content: Callable[[AgentReply], dict[str, Any]],
-    logprobs: Callable[[AgentReply, Sequence[str]], Any] | None,
+    logprobs: Callable[[AgentReply], Any],
 ) -> dict[str, Any]:
     """Write the choices of a whole answer, each with its own fields by `content`, and its usage."""
     choices = [
@@ -184,9 +182,9 @@ def answers(
             "index": index,
             **content(reply),
             "finish_reason": finish_of(reply),
-            "logprobs": logprobs and logprobs(reply, text),
+            "logprobs": logprobs(reply),
         }
-        for index, (reply, text) in enumerate(zip(replies, texts, strict=True))
+        for index, reply in enumerate(replies)
     ]
     return {"choices": choices, "usage": usage_of(replies)}
 
@@ -214,11 +212,11 @@ def usage_of(replies: Sequence[AgentReply]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def _logprobs(reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
+def _logprobs(reply: AgentReply) -> dict[str, Any]:
     """Write log-probs of all tokens, markup of calls and the end of turn included."""
     return {
         "content": [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, reply.turn.logprobs, strict=True)
+            for text, logprob in zip(reply.texts, reply.turn.logprobs, strict=True)
         ]
     }

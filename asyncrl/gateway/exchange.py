@@ -49,12 +49,19 @@ class ApiError(AsyncrlError):
 
 
 class AgentReply(msgspec.Struct, frozen=True):
-    """A turn of the model for an agent, its message, and the number of tokens in its prompt."""
+    """A turn of the model for an agent, its message, and the number of tokens in its prompt. `decode`: of the
+    tokenizer. `stopped_at`: the stop text at which it ended."""
 
     message: Message
     turn: Turn
     prompt_tokens: int
-    stopped_at: str = ""  # the stop text at which it ended
+    decode: Callable[[Sequence[int]], str]
+    stopped_at: str = ""
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each token, for log-probs."""
+        return [self.decode((token,)) for token in self.turn.ids]
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:
@@ -81,26 +88,24 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Exchange(Protocol):
-    """A request of one of the APIs, and how that API answers it: as a whole, or as events. `texts`: of each
-    answer, one per id of its turn, for log-probs."""
+    """A request of one of the APIs, and how that API answers it: as a whole, or as events."""
 
     request: Any
     ask: AgentRequest
     count: int
-    logprobs: bool
 
     @property
     def unheeded(self) -> dict[str, str]:
         """The parts of the request that do not do what they say, and what happens to them. Beside these,
         see `without_effect`."""
 
-    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]: ...
+    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
     def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
     def ping(self) -> Iterator[Event]:
         """The events that say that the turn goes on; where there are none, a comment line does."""
 
-    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]: ...
+    def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]: ...
 
 
 @dataclass(frozen=True)

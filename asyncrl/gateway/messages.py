@@ -213,7 +213,6 @@ class MessagesExchange:
     request: MessagesRequest
     ask: AgentRequest = field(init=False)
     count: int = 1
-    logprobs: bool = False
 
     def __post_init__(self) -> None:
         sent = self.request
@@ -244,7 +243,7 @@ class MessagesExchange:
             | ({"a billing header": BILLED} if self._billed else {})
         )
 
-    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies
         message, content = reply.message, list[dict[str, Any]]()
         if message.reasoning:
@@ -268,7 +267,7 @@ class MessagesExchange:
     def ping(self) -> Iterator[Event]:
         yield _event("ping")
 
-    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
+    def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
         """Stream what was not streamed yet, one block per call, the end."""
         [reply] = replies
         yield from self.delta(0, *self._streamed.rest(reply.message))

@@ -145,7 +145,6 @@ class ResponsesExchange:
     request: ResponsesRequest
     ask: AgentRequest = field(init=False)
     count: int = 1
-    logprobs: bool = False
 
     def __post_init__(self) -> None:
         sent = self.request
@@ -177,7 +176,7 @@ class ResponsesExchange:
         left_out = {f"a tool of type {kind!r}": "is left out" for kind in kinds}
         return hints(self.ask.form) | left_out
 
-    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies
         message = reply.message
         kinds = [*self._open]  # what was streamed has its place already
@@ -217,13 +216,13 @@ class ResponsesExchange:
             yield from self._begun(kind)
             yield self._text(kind, "delta", delta=text)
 
-    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
+    def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
         """Stream what was not streamed yet, the ends of the items, one item per call, the end."""
         [reply] = replies
         yield from self.delta(0, *self._streamed.rest(reply.message))
         if not self._open and not reply.message.tool_calls:
             yield from self._begun("message")
-        response = self.whole(replies, texts)
+        response = self.whole(replies)
         yield from self._closed()
         for at, item in enumerate(response["output"]):
             if "call_id" in item:

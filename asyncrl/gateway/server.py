@@ -146,10 +146,10 @@ class _Events:
 
 
 class Gateway:
-    """`decode` gives the text of ids, for clients that ask for log-probs. `address`: of this machine."""
+    """`address`: of this machine."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], address: str = "127.0.0.1") -> None:
-        self._decode, self._address = decode, address
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self._address = address
         self._admitted: dict[str, _Admitted] = {}  # by key
         self._logged: set[str] = set()  # unheeded parameters that were logged
         self._url = ""
@@ -246,7 +246,7 @@ class Gateway:
             if events is not None:
                 return await self._stream(request, dialect, asked, task, events)
             replies = await _outcome(task)
-            response = _json(asked.whole(replies, self._texts(asked, replies)))
+            response = _json(asked.whole(replies))
             await response.prepare(request)
             await response.write_eof()
             return response
@@ -280,16 +280,9 @@ class Gateway:
         except Exception as error:
             await response.write_eof(_written([*last, ("error", dialect.error(_error(request, error)))]))
         else:
-            last += asked.end(replies, self._texts(asked, replies))
+            last += asked.end(replies)
             await response.write_eof(_written(last) + dialect.done)
         return response
-
-    def _texts(self, asked: Exchange, replies: Sequence[AgentReply]) -> list[list[str]]:
-        """The text of each token, where log-probs are asked for."""
-        return [
-            [self._decode((token,)) for token in reply.turn.ids] if asked.logprobs else []
-            for reply in replies
-        ]
 
     def _by_key(self, request: web.Request) -> _Admitted:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")

@@ -86,19 +86,16 @@ class TextExchange:
         said = [Message("user", prompt if isinstance(prompt, str) else "")]
         ask = agent_request(said, (), model=sent.model, choice=None, most=sent.max_tokens, stops=stops)
         self.ask = replace(ask, prompt=prompt)
-        self.count, self.logprobs = sent.n or 1, bool(sent.logprobs)
-        self._head = head("text_completion", "cmpl")
+        self.count, self._head = sent.n or 1, head("text_completion", "cmpl")
+        self._logprobs = _logprobs if sent.logprobs else lambda reply: None
 
     @property
     def unheeded(self) -> dict[str, str]:
         return {}
 
-    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
-        logprobs = _logprobs if self.logprobs else None
-        return {
-            **self._head,
-            **answers(replies, texts, lambda reply: {"text": reply.message.content}, logprobs),
-        }
+    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
+        texts = answers(replies, lambda reply: {"text": reply.message.content}, self._logprobs)
+        return {**self._head, **texts}
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         choices = [{"index": index, "text": "", "finish_reason": None} for index in range(self.count)]
@@ -110,17 +107,17 @@ class TextExchange:
     def ping(self) -> Iterator[Event]:
         return iter(())
 
-    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
-        found = self.whole(replies, texts)
+    def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
+        found = self.whole(replies)
         asked = self.request.stream_options
         if asked is None or not asked.include_usage:
             del found["usage"]
         yield "", found
 
 
-def _logprobs(reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
+def _logprobs(reply: AgentReply) -> dict[str, Any]:
     edges = [0]
-    for text in texts:
+    for text in reply.texts:
         edges.append(edges[-1] + len(text))
-    found = {"tokens": list(texts), "token_logprobs": list(reply.turn.logprobs)}
+    found = {"tokens": reply.texts, "token_logprobs": list(reply.turn.logprobs)}
     return {**found, "top_logprobs": None, "text_offset": edges[:-1]}

@@ -142,8 +142,9 @@ class AgentHost:
     async def _one(self, found: Turn | Placement, on_text: OnText | None) -> AgentReply:
         """Reply with a turn that was not delivered, a recorded one, or one that is sampled and posted."""
         turn = found if isinstance(found, Turn) else await self._turn(found, on_text)
-        branches = self._branches
-        return AgentReply(branches.said(turn), turn, branches.prompt_tokens(turn), branches.stopped_at(turn))
+        branches, decode = self._branches, self._run.context.rules.chat.decode
+        stopped = branches.stopped_at(turn)
+        return AgentReply(branches.said(turn), turn, branches.prompt_tokens(turn), decode, stopped)
 
     async def _turn(self, place: Placement, on_text: OnText | None) -> Turn:
         try:

@@ -128,7 +128,7 @@ class RolloutWorker:
             oldest=lambda: self._oldest,
             snapshots=self._snapshots,
         )
-        gateway = Gateway(parts.rules.chat.decode, config.rollout.agent_address)
+        gateway = Gateway(config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
         self.runner = EpisodeRunner(context, self._player)
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}

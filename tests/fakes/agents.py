@@ -45,7 +45,7 @@ class AgentBench(Bench):
         return self.text(read(request.ids))
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
-        self.shared = Agents(self.agent, Gateway(self.context.rules.chat.decode), self.untrained)
+        self.shared = Agents(self.agent, Gateway(), self.untrained)
         await self.shared.gateway.start()
         try:
             await super().run(frames, **assigned)

@@ -40,10 +40,10 @@ class Dialect(NamedTuple):
         return self.read(json.dumps(self.body(messages, tools, **options)).encode())
 
 
-def reply(message: Message, stop: StopReason = StopReason.STOP) -> AgentReply:
-    """Turn 3, of two tokens after five."""
+def reply(message: Message, stop: StopReason = StopReason.STOP, texts: Sequence[str] = "xy") -> AgentReply:
+    """Turn 3, of two tokens with these texts after five."""
     turn = Turn(3, (7,), (8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop)
-    return AgentReply(message, turn, 5)
+    return AgentReply(message, turn, 5, lambda ids: "".join(texts[one - 8] for one in ids))
 
 
 def events_of(text: str) -> list[Event]:

@@ -55,7 +55,8 @@ class FakeHost:
         if isinstance(self.found, Refusal):
             return self.found
         turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
-        return [AgentReply(Message("assistant", self.found), turn, 1)] * count
+        message = Message("assistant", self.found)
+        return [AgentReply(message, turn, 1, lambda ids: "".join(map(chr, ids)))] * count
 
 
 def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -63,7 +64,7 @@ def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
     def run(**given: Any) -> None:
         async def main() -> None:
-            gateway = Gateway(lambda ids: "".join(map(chr, ids)))
+            gateway = Gateway()
             await gateway.start()
             try:
                 async with asyncio.timeout(30):

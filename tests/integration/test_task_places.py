@@ -104,7 +104,7 @@ async def test_a_program_whose_time_is_up_leaves_what_it_changed(tmp_path: Path,
     given = msgspec.structs.replace(task, seconds=0.5) if of == "task" else task
     seconds = 0.5 if of == "option" else 0.0
     agent = Command(line=f"python {tmp_path}/agent.py", sandbox="jail", seconds=seconds)
-    gateway = Gateway(str)
+    gateway = Gateway()
     await gateway.start()
     try:
         async with gateway.admit(FakeHost()) as endpoint:

@@ -106,7 +106,7 @@ class Worker:
         config = RolloutConfig(max_turns=64, max_tokens=1 << 15, agent="bench", episode_timeout=3600.0)
         rules, scorer = Rules(chat, hermes, config), Scorer([in_loop(lambda **_: 1.0)], 60.0)
         self._context = EpisodeContext(rules, scorer, self._outbox, Waits(), lambda: 0)
-        self.gateway = Gateway(chat.decode)
+        self.gateway = Gateway()
         self._service = asyncio.create_task(self._outbox.run())
         self._episodes = 0
 

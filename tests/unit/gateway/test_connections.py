@@ -80,7 +80,7 @@ def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.
 )
 def test_an_address_that_cannot_be_listened_on_is_named(address: str, why: str) -> None:
     async def main() -> None:
-        gateway = Gateway(str, address)
+        gateway = Gateway(address)
         try:
             await gateway.start()
         finally:
@@ -92,7 +92,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(address: str, why: str) 
 
 def test_agents_get_the_address_that_is_named() -> None:
     async def main() -> None:
-        gateway = Gateway(str, "127.0.0.2")
+        gateway = Gateway("127.0.0.2")
         await gateway.start()
         async with gateway.admit(FakeHost()) as endpoint:
             assert endpoint.base_url.startswith("http://127.0.0.2:")

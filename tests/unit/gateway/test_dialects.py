@@ -230,7 +230,7 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
     calls = [replace(call, id=f"{call.id}-t3") for call in message.tool_calls]
     said = Said(message.reasoning, message.content, calls, end, (5, 2))
     answer, asked = reply(message, stop), dialect.asked([USER])
-    assert dialect.whole(asked.whole([answer], [[]])) == said
+    assert dialect.whole(asked.whole([answer])) == said
     for bit_by_bit in (False, True):
         asked = dialect.asked([USER], stream=True)
         events = [*asked.begin(5)]
@@ -238,7 +238,7 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
             events += asked.delta(0, letter, "")
         for letter in message.content if bit_by_bit else "":
             events += asked.delta(0, "", letter)
-        assert dialect.heard([*events, *asked.end([answer], [[]])]) == said
+        assert dialect.heard([*events, *asked.end([answer])]) == said
 
 
 @every_dialect
@@ -254,27 +254,27 @@ def test_what_was_streamed_otherwise_than_it_turned_out_goes_on(
     dialect: Dialect, streamed: str, message: Message, heard: str
 ) -> None:
     asked = dialect.asked([USER], stream=True)
-    events = [*asked.begin(5), *asked.delta(0, "", streamed), *asked.end([reply(message)], [[]])]
+    events = [*asked.begin(5), *asked.delta(0, "", streamed), *asked.end([reply(message)])]
     said = dialect.heard(events)
     assert (said.content, said.reasoning) == (heard, message.reasoning)
 
 
 def test_log_probs_are_of_all_tokens() -> None:
     asked = CHAT.asked([USER], logprobs=True)
-    (choice,) = asked.whole([reply(Message("assistant", "4"))], [["x", "é"]])["choices"]
+    (choice,) = asked.whole([reply(Message("assistant", "4"), texts="xé")])["choices"]
     second = choice["logprobs"]["content"][1]
     assert second == {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9], "top_logprobs": []}
-    (choice,) = CHAT.asked([USER]).whole([reply(Message("assistant", "4"))], [[]])["choices"]
+    (choice,) = CHAT.asked([USER]).whole([reply(Message("assistant", "4"))])["choices"]
     assert choice["logprobs"] is None
 
 
 def test_several_answers_have_their_numbers() -> None:
     asked = CHAT.asked([USER], n=2, stream=True)
     said = [reply(Message("assistant", text)) for text in ("a", "b")]
-    whole = asked.whole(said, [[], []])
+    whole = asked.whole(said)
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
-    events = [*asked.begin(5), *asked.delta(1, "", "b"), *asked.end(said, [[], []])]
+    events = [*asked.begin(5), *asked.delta(1, "", "b"), *asked.end(said)]
     choices = [data["choices"][0] for _, data in events if data["choices"]]
     heard = [(one["index"], text) for one in choices if (text := one["delta"].get("content"))]
     assert sorted(heard) == [(0, "a"), (1, "b")]
@@ -296,13 +296,13 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     names = [*(("mail__look", "{}"), ("patch", text)), ("mail__patch", text)]
     made = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
     answer = reply(Message("assistant", "", made))
-    output = asked.whole([answer], [[]])["output"]
+    output = asked.whole([answer])["output"]
     wanted = {"type": "function_call", "name": "look", "namespace": "mail", "arguments": "{}"}
     assert output[0].items() >= wanted.items()
     wanted = {"type": "custom_tool_call", "name": "patch", "input": "a\nb"}
     assert output[1].items() >= wanted.items() and "namespace" not in output[1]
     assert output[2].items() >= (wanted | {"namespace": "mail"}).items()
-    streamed = [*asked.begin(5), *asked.end([answer], [[]])]
+    streamed = [*asked.begin(5), *asked.end([answer])]
     done = [data["item"] for kind, data in streamed if kind == "response.output_item.done"]
     assert [one["call_id"] for one in done] == [one["call_id"] for one in output]
     replies = [
@@ -428,7 +428,7 @@ def test_a_free_form_text_that_is_none_is_written_as_the_model_wrote_it() -> Non
     tools = [{"type": "custom", "name": "patch"}]
     asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
     made = Message("assistant", "", (ToolCall("patch", '{"input": 5}', "call_0"),))
-    (item,) = asked.whole([reply(made)], [[]])["output"]
+    (item,) = asked.whole([reply(made)])["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", '{"input": 5}')
 
 
@@ -436,7 +436,7 @@ def test_a_text_to_stop_at_is_named() -> None:
     asked = MESSAGES.asked([USER], stop_sequences=["a", "b"])
     assert asked.ask.stops == ("a", "b")
     answer = replace(reply(Message("assistant", "4"), StopReason.TEXT), stopped_at="b")
-    found = asked.whole([answer], [[]])
+    found = asked.whole([answer])
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "b")
 
 
@@ -462,8 +462,9 @@ def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
         return
     asked = text_completions.read(body)
     assert (asked.ask.prompt, asked.ask.max_new_tokens, asked.count) == (found, 3, 2)
-    answers = [reply(Message("assistant", text)) for text in ("on", "off")]
-    whole = asked.whole(answers, [["o", "n"], ["of", "f"]])
+    texts = {"on": ("o", "n"), "off": ("of", "f")}
+    answers = [reply(Message("assistant", text), texts=of) for text, of in texts.items()]
+    whole = asked.whole(answers)
     assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "on"), (1, "off")]
     assert whole["choices"][1]["logprobs"] == {
         "tokens": ["of", "f"],
@@ -471,5 +472,5 @@ def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
         "top_logprobs": None,
         "text_offset": [0, 2],
     }
-    streamed = [data for _, data in (*asked.begin(5), *asked.end(answers, [["o", "n"], ["of", "f"]]))]
+    streamed = [data for _, data in (*asked.begin(5), *asked.end(answers))]
     assert streamed[-1]["choices"] == whole["choices"] and "usage" not in streamed[-1]

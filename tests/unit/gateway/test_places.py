@@ -187,7 +187,7 @@ def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_pa
             return await command(SAMPLE, endpoint), endpoint.api_key
 
     async def main() -> list[tuple[Any, str]]:
-        gateway = Gateway(str)
+        gateway = Gateway()
         await gateway.start()
         try:
             for host in hosts:
@@ -246,7 +246,7 @@ def test_a_machine_without_namespaces_is_told_before_the_start(monkeypatch: pyte
 
 def played_with(command: Command) -> Any:
     async def main() -> Any:
-        gateway = Gateway(str)
+        gateway = Gateway()
         await gateway.start()
         try:
             async with gateway.admit(FakeHost()) as endpoint:
