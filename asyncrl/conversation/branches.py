@@ -30,6 +30,8 @@ from asyncrl.conversation.requests import (
     AgentRequest,
     Placement,
     Refusal,
+    TextPrompt,
+    TextRows,
     TokenRow,
     Untrained,
     characters_of,
@@ -38,7 +40,6 @@ from asyncrl.conversation.requests import (
     row_is_full,
     short,
 )
-from asyncrl.conversation.text_prompts import TextPrompt, TextRows
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
 from asyncrl.conversation.watch import before
 from asyncrl.errors import ConfigError, ProtocolError

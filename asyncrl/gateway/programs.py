@@ -31,9 +31,16 @@ from asyncrl.data.task_sandboxes import LIMITS, RESULT_SECONDS
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
-from asyncrl.gateway.places import EpisodePlace, check_sandbox, check_tree, open_place, sandbox_place
+from asyncrl.gateway.places import (
+    EpisodePlace,
+    check_sandbox,
+    check_tree,
+    open_place,
+    result_in,
+    sandbox_place,
+    talk,
+)
 from asyncrl.gateway.server import Endpoint
-from asyncrl.gateway.talking import result_in, talk
 from asyncrl.isolation.child import inherited
 from asyncrl.isolation.sandbox.needs import needed_by
 from asyncrl.types import Sample

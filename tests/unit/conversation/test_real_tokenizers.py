@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.conversation import templates
 from asyncrl.conversation.chat import Chat
-from asyncrl.conversation.requests import AgentRequest, TokenRow
-from asyncrl.conversation.text_prompts import TextRows
+from asyncrl.conversation.requests import AgentRequest, TextRows, TokenRow
 from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.gateway import completions, messages, responses

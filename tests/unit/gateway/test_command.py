@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import Command, Endpoint, load_agent, talking
+from asyncrl.gateway import Command, Endpoint, load_agent, places
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 from asyncrl.values import result_of
@@ -127,7 +127,7 @@ async def test_all_that_is_kept_of_an_output_is_not_copied_with_each_part() -> N
         process = await asyncio.create_subprocess_exec("head", "-c", "64M", "/dev/zero", stdout=theirs)
         os.close(theirs)
         started = time.process_time()
-        assert len((await talking._tail(out, limit))[0]) == limit
+        assert len((await places._tail(out, limit))[0]) == limit
         took = time.process_time() - started
         await process.wait()
         return took
