@@ -157,20 +157,22 @@ function list(answer, now) {
 }
 
 function row(one, now, largest) {
-  const { uid, oldest, newest, kind, step, calls, failed_calls: failed } = one;
+  const { uid, oldest, newest, kind, step, stale, calls, failed_calls: failed } = one;
   const versions = newest === null ? "" : oldest === newest ? `v${newest}` : `v${oldest}–${newest}`;
   const under = (...texts) => make("div", { class: "dim" }, ...texts);
   const code = (text) => make("code", {}, line(text, 200));
   const bars = Object.entries(one.components).slice(0, 6).map(([name, value]) =>
     meter(Math.abs(value) / largest[name], `${name} ${number(value)}`, value < 0 ? "var(--bad)" : undefined));
-  const why = { class: "bad", title: `${failed} of ${calls} calls failed: ${one.failed_tool}` };
+  const wrong = failed ? `${failed} of ${calls} calls failed: ${one.failed_tool}` : "";
+  const old = ["some", "all"].includes(stale) ? `${stale} of its tokens are beyond buffer.max_staleness` : "";
+  const flag = (text, title) => title && make("span", { class: "bad", title }, text);
   const choose = { "aria-selected": String(uid === now.uid), onclick: () => go({ uid }) };
   return make("tr", { "data-uid": uid, ...choose }, ...[
     [make("a", { href: address({ uid }) }, line(one.question, 200) || uid),
       under(code(one.answer || "–"), ...(one.truth ? [" · truth ", code(one.truth)] : []))],
     [make("b", {}, number(one.score)), make("div", { class: "parts" }, ...bars)],
-    [number(one.turns), failed ? make("span", why, ` ✗${failed}`) : "", under(number(one.tokens))],
-    [number(one.lag), under(versions)],
+    [number(one.turns), flag(` ✗${failed}`, wrong), under(number(one.tokens))],
+    [number(one.lag), flag(` ✂${stale}`, old), under(versions)],
     [one.end || one.state, under(step === null ? one.state : `${kind === "train" ? "step" : kind} ${step}`)],
   ].map((cell) => make("td", {}, ...cell)));
 }

@@ -1,7 +1,7 @@
 // Episodes side by side, turn beside turn; what the others say otherwise than the first one is marked.
 import { fold, make, number } from "view/dom.js";
 import { address, link } from "view/route.js";
-import { escaped, line } from "view/parts.js";
+import { escaped, line, parts } from "view/parts.js";
 import { bounded, drawTurn, gist, painter } from "view/reader.js";
 
 const MOST = 20000; // characters of a text that are compared
@@ -54,8 +54,10 @@ function cell(turn, reference, episode, colour) {
   const replies = turn.replies.map((one, at) => make("div", { class: "role tool" },
     make("span", { class: "who" }, one.call.name), shown((some) => some.replies[at]?.content ?? "")));
   return make("div", { class: "turn" }, make("h4", {}, `turn ${turn.index + 1}`),
-    make("div", { class: "role model" }, shown((some) => some.texts.join(""))), ...replies);
+    make("div", { class: "role model" }, shown(words)), ...replies);
 }
+
+const words = (turn) => parts(turn).map((part) => part.text).join("");
 
 /** A text, with the words marked that the other one has not. */
 function marked(text, other) {

@@ -82,7 +82,7 @@ export function draw(episode, colour, buttons) {
     ...messages(episode.text).map((one) => message(one, one.role === "system"))); // all that was kept of it
   return make("article", { "data-uid": episode.uid },
     head(episode, buttons), colours(episode, paint, colour ?? ""),
-    make("div", { class: long ? "long" : null }, long ? contents(episode) : null, turns));
+    make("div", { class: long ? "long" : null }, long ? contents(episode, rows) : null, turns));
 }
 
 /** The question, what came of it, what it earned. */
@@ -138,7 +138,8 @@ function colours(episode, paint, chosen) {
 }
 
 /** Every turn in a line, to go there. */
-function contents({ uid, turns }) {
+function contents({ uid, turns }, rows) {
+  const aside = rows.flatMap((row) => (row.aside ? row.turns : []));
   const go = ({ index }) => {
     const place = document.getElementById(`turn-${uid}-${index}`);
     place.closest(".aside > details")?.setAttribute("open", "");
@@ -147,7 +148,7 @@ function contents({ uid, turns }) {
   return make("nav", { class: "contents", "aria-label": "Turns" }, ...turns.map((turn) => {
     const failed = turn.replies.some((one) => one.error), click = { onclick: () => go(turn) };
     return make("button", { ...click, class: failed ? "bad" : null },
-      `${turn.index + 1} ${failed ? "✗ " : ""}${gist(turn)}`);
+      `${turn.index + 1} ${aside.includes(turn) ? "↳ " : ""}${failed ? "✗ " : ""}${gist(turn)}`);
   }));
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ LISTED = '[...document.querySelectorAll("#list tbody tr")].map(row => row.datase
 def test_episodes_are_found_read_and_compared(tmp_path: Path) -> None:
     views = Views([save_conversations(tmp_path / "run")], ended)
     write(tmp_path / "page.html", views)
+    views = Views([tmp_path / "run", save_pages(tmp_path / "pages")], ended)
 
     async def test() -> None:
         server = ViewServer(views)
@@ -33,6 +36,7 @@ def test_episodes_are_found_read_and_compared(tmp_path: Path) -> None:
             async with browser(tmp_path / "profile") as tab:
                 await tab.open(server.url + "#tab=episodes")
                 await found(tab)
+                await walked(tab)
                 await read(tab)
                 await compared(tab)
                 await an_agents(tab)
@@ -52,6 +56,18 @@ def test_episodes_are_found_read_and_compared(tmp_path: Path) -> None:
             await server.close()
 
     asyncio.run(asyncio.wait_for(test(), 280))
+
+
+def save_pages(run_dir: Path) -> Path:
+    """124 episodes, which are listed on two pages."""
+    save_conversations(run_dir, long=1000)
+    with closing(sqlite3.connect(run_dir / "run.db")) as db, db:
+        for table in ("episodes", "records"):
+            db.execute(f"CREATE TEMP TABLE new_{table} AS SELECT * FROM {table} WHERE uid = '0.1'")
+            for number in range(120):
+                db.execute(f"UPDATE new_{table} SET uid = ?", (f"0.1-{number:03}",))
+                db.execute(f"INSERT INTO {table} SELECT * FROM new_{table}")
+    return run_dir
 
 
 async def click(tab: Tab, selector: str) -> None:
@@ -104,6 +120,26 @@ async def found(tab: Tab) -> None:
     await goes(tab, "sub=tools")
     await click(tab, "#tools a.bad")
     await shows(tab, "0.0,0.1")  # in which it failed
+
+
+async def walked(tab: Tab) -> None:
+    """From one episode to the next, by buttons, keys and over the end of a page; to those of its question."""
+    selected = """document.querySelector('#list [aria-selected="true"]')?.dataset.uid"""
+    await goes(tab, "uid=1.0")
+    for step, uid in {'[data-act="›"]': "1.1", "j": "0.0", "k": "1.1", '[data-act="‹"]': "1.0"}.items():
+        await (tab.press(step) if len(step) == 1 else click(tab, step))
+        await tab.until(f"{selected} === '{uid}'")
+        await tab.until(f"""document.querySelector("article").dataset.uid === '{uid}'""")
+    await tab.press("k")  # there is none before
+    await click(tab, "#same-question")
+    await shows(tab, "1.0,1.1")
+    await goes(tab, "run=1&uid=0.1-095")
+    await tab.until(f"{selected} === '0.1-095'")
+    await tab.press("j")
+    await tab.until(f"{selected} === '0.1-096'")
+    assert "101 to 124 of 124" in await tab.run('document.querySelector(".pager").textContent')
+    await tab.press("k")
+    await tab.until(f"{selected} === '0.1-095'")
 
 
 async def read(tab: Tab) -> None:
@@ -164,6 +200,8 @@ async def an_agents(tab: Tab) -> None:
     aside = '[...document.querySelectorAll(".aside > details > summary")].map(one => one.textContent)'
     search, title = await tab.run(aside)
     assert "Find where parse is called (3 turns, from turn 21 on)" in search and "A title for" in title
+    rows = '[...document.querySelectorAll(".contents button")].slice(19, 21).map(one => one.textContent)'
+    assert await tab.run(rows) == ["20 Now step 19.", "21 ↳ I search."]
     heads = '[...document.querySelectorAll(".row-head")].map(one => one.textContent)'
     assert "goes on after turn 1 of row 1" in (await tab.run(heads))[1]
     assert await tab.run('!document.querySelector(".aside > details[open]")')
