@@ -92,7 +92,6 @@ LARGE = frozenset(
     }
 )
 QUANTILES = (("min", "max"), ("p05", "p95"), ("p25", "p75"))  # around a mean, the widest first
-COUNTED = ("rollout/attempts_failed/", "rollout/end/")  # of which a chart leaves out what did not happen
 
 
 class Metric(msgspec.Struct, frozen=True, array_like=True):
@@ -157,7 +156,8 @@ class Chart(msgspec.Struct):
 
 
 def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]:
-    """The charts of which something is known. `happened`: names that are not always 0."""
+    """The charts of which something is known. `happened`: names that are not always 0; but for what a run
+    learns, others are left out."""
     for group, own in CHARTS.items():
         for title, patterns in own.items():
             lines = dict[str, str]()
@@ -167,7 +167,7 @@ def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]
                 elif pattern in names:
                     named = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
                     lines[pattern] = label(pattern) or named
-            lines = {a: b for a, b in lines.items() if a in happened or not a.startswith(COUNTED)}
+            lines = {name: text for name, text in lines.items() if name in happened or group == "learning"}
             if lines:
                 percent = "share" in title or all(one in (SAMPLED, GREEDY) for one in lines)
                 yield Chart(group, title, lines, title in LARGE, percent)

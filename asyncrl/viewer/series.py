@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -17,144 +16,131 @@ import numpy as np
 
 from asyncrl.config import leaves
 from asyncrl.errors import AsyncrlError
+from asyncrl.observe import metrics as metric
 from asyncrl.observe.alerts import WINDOW, alerts
-from asyncrl.observe.metrics import (
-    GREEDY,
-    HELD_OUT,
-    LAG_TOKENS,
-    QUANTILES,
-    SAMPLED,
-    STEP_SECONDS,
-    Row,
-    figures,
-)
+from asyncrl.observe.metrics import Row
 from asyncrl.store.launches import described, launches_of
 from asyncrl.store.reader import RunReader
 
 POINTS = 1000  # places of a curve that a page is sent; a longer stretch is thinned
 LOOKS = 100  # places at which a run is searched for alerts
+CHUNK = 1 << 18  # bytes of the file that are decoded at a time
 LOST = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
 STEP, PLAYED = "training/step", "val-aux/episodes"
 Z = 1.96  # of a 95% interval
 
 
 class Measured:
-    """The metrics of a run, read from their file as it grows: of each name a number for each step, NaN where
-    there is none. A step that was repeated after a crash counts as it was last, with the validation that
-    judged it. In single precision: 50,000 steps of 200 metrics are 40 MB."""
+    """The metrics of a run, read from their file as it grows: of each name a number for each row, NaN where
+    there is none. In single precision: 50,000 steps of 200 metrics are 40 MB."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._begin()
-
-    def _begin(self) -> None:
-        self._read, self._lost = 0, 0.0
-        self._places, self.lost = dict[float, int](), dict[float, int]()  # attempts, by the step before
-        self.named = {STEP: array("d")}
+        self._path, self.read = path, 0
+        self._rows = {STEP: array("f")}
 
     def update(self) -> None:
-        """Read what was written since. A shorter file is read from its start."""
+        """Read what was written since."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self._read:
-                self._begin()
-            file.seek(self._read)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # it is being written
-                self._read += len(line)
-                with suppress(ValueError, KeyError):  # cut by a crash
-                    self._add(_decoded(line))
+            file.seek(self.read)
+            while lines := [line for line in file.readlines(CHUNK) if line.endswith(b"\n")]:
+                self.read += sum(map(len, lines))
+                file.seek(self.read)  # the last line may have been under way
+                if rows := [row for line in lines if STEP in (row := _decoded(line))]:
+                    self._add(rows)
+        trained = ~np.isnan(self._row(metric.STEP_SECONDS))
+        self._order = np.lexsort((trained, self._row(STEP)))
+        self.steps, self._begins = np.unique(self._row(STEP)[self._order], return_index=True)
 
-    def _add(self, row: Row) -> None:
-        place = self._places.setdefault(row[STEP], len(self._places))
-        for name in row.keys() - self.named.keys():
-            self.named[name] = array("f", [math.nan]) * len(self.named[STEP])
-        if place == len(self.named[STEP]):
-            for name, column in self.named.items():
-                column.append(row.get(name, math.nan))
-        else:
-            for name, value in row.items():
-                if STEP_SECONDS in row or math.isnan(self.named[name][place]):
-                    self.named[name][place] = value
-        if LOST[0] in row:
-            before, self._lost = self._lost, sum(row.get(name, 0.0) for name in LOST)
-            if self._lost > before:
-                self.lost[row[STEP]] = int(self._lost - before)
+    def _add(self, rows: Sequence[Row]) -> None:
+        blank = dict.fromkeys(self._rows, math.nan)
+        full = [{**blank, **row} for row in rows]
+        if max(map(len, full)) > len(blank):
+            nothing = self._row("")
+            for name in set[str]().union(*full) - blank.keys():
+                self._rows[name] = array("f", nothing.tobytes())
+            self._add(rows)
+            return
+        columns = np.array([[*row.values()] for row in full], "f").T
+        for values, more in zip(self._rows.values(), columns, strict=True):
+            values.frombytes(more.tobytes())
 
-    def order(self) -> np.ndarray:
-        """The places by step."""
-        return np.argsort(np.array(self.named[STEP]), kind="stable")
+    def _row(self, name: str) -> np.ndarray:
+        return np.array(self._rows.get(name) or np.full(len(self._rows[STEP]), math.nan, "f"))
 
-    def rows(self, places: Sequence[int]) -> list[Row]:
-        some = ({name: column[at] for name, column in self.named.items()} for at in places)
-        return [{name: value for name, value in row.items() if not math.isnan(value)} for row in some]
+    def values(self, name: str) -> np.ndarray:
+        """One for each of `steps`. A step that was repeated after a crash counts as it was last, with the
+        validation that judged it; only what a validation alone has is taken of it."""
+        values = self._row(name)[self._order]
+        known = np.where(np.isnan(values), -1, np.arange(len(values)))
+        last = np.maximum.reduceat(known, self._begins)
+        return np.where(last < 0, math.nan, values[last])
 
-    def steps(self) -> list[int]:
-        """The places of steps that were trained, in their order."""
-        seconds = self.named.get(STEP_SECONDS)
-        return [at for at in self.order().tolist() if seconds and not math.isnan(seconds[at])]
+    def having(self, *names: str) -> np.ndarray:
+        """The places of steps at which one of these is known."""
+        return np.flatnonzero(np.any([~np.isnan(self.values(name)) for name in names], axis=0))
+
+    def rows(self, places: np.ndarray) -> list[Row]:
+        some = {name: self.values(name)[places].tolist() for name in self._rows}
+        rows = [dict(zip(some, row, strict=True)) for row in zip(*some.values(), strict=True)]
+        return [{name: value for name, value in row.items() if not math.isnan(value)} for row in rows]
 
     def known(self) -> tuple[set[str], set[str]]:
         """All names, and those that are not always 0."""
-        return {*self.named}, {name for name, one in self.named.items() if np.any(np.nan_to_num(one))}
-
-    @property
-    def bytes(self) -> int:
-        return sum(column.itemsize * len(column) for column in self.named.values())
+        return {*self._rows}, {name for name in self._rows if np.any(np.nan_to_num(self._row(name)))}
 
 
 def _decoded(line: bytes) -> Row:
+    """Return nothing for a line that a crash has cut."""
     try:
         return msgspec.json.decode(line, type=dict[str, float])
     except msgspec.DecodeError:  # NaN, which JSON has not
-        return json.loads(line)
+        with suppress(ValueError):
+            return json.loads(line)
+        return {}
 
 
-def series(columns: Measured, since: float | None = None, until: float | None = None) -> dict[str, Any]:
-    """`columns`: of each metric a value or None for each place, from a step to another. `step`, `seconds` and
-    `tokens` (trained so far) are what charts have as x. Of a stretch of more than POINTS steps there are the
-    least and the highest value of each bucket, and validations. `lags`: tokens taken by lag, of all steps."""
-    order = columns.order()
-    named = {name: np.array(column)[order] for name, column in columns.named.items()}
-    steps = named[STEP]
-    nothing = np.full(len(steps), math.nan)
-    start = 0 if since is None else max(0, int(np.searchsorted(steps, since)) - 1)  # lines go on to the edges
-    end = len(steps) if until is None else int(np.searchsorted(steps, until, "right")) + 1
-    end = min(end, len(steps))
+def series(
+    columns: Measured, by: str = "step", since: float | None = None, until: float | None = None
+) -> dict[str, Any]:
+    """`columns`: of each metric a value or None for each place. `step`, `seconds` and `tokens` (trained so
+    far) are what charts have as x, and `by` that of `since` and `until`. Of a stretch of more than POINTS
+    steps there are the least and the highest value of each bucket, and validations."""
+    tokens = np.nancumsum(columns.values("trainer/model_tokens"))
+    axes = {"step": columns.steps, "seconds": columns.values("time_s"), "tokens": tokens}
+    x = np.maximum.accumulate(np.nan_to_num(axes.get(by, columns.steps)))
+    start = 0 if since is None else max(0, int(np.searchsorted(x, since)) - 1)  # lines go on to the edges
+    end = len(x) if until is None else min(len(x), int(np.searchsorted(x, until, "right")) + 1)
     edges = np.linspace(start, end, POINTS // 2 + 1).astype(int)
-    thin = end - start > POINTS
+    thin, validated = end - start > POINTS, columns.having(*metric.HELD_OUT)
     slots = np.stack([edges[:-1], edges[1:] - 1], 1).ravel() if thin else np.arange(start, end)
-    held_out = {name: np.flatnonzero(~np.isnan(named[name])) for name in named if name.startswith("val-")}
-    exact = {name: at for name, at in held_out.items() if len(at) <= POINTS // 2}
-    places = np.unique(np.concatenate([slots, *exact.values()]).astype(int))
-    places = places[(places >= start) & (places < end)]
+    places = np.union1d(slots, _some(validated[(validated >= start) & (validated < end)]))
 
     def shown(name: str) -> list[float | None]:
-        column, found = named[name], np.full(len(steps), math.nan)
-        if name in exact or not thin:
+        column, found = columns.values(name), np.full(len(x), math.nan)
+        if not thin or name.startswith("val-"):
             return _listed(column[places])
         low, high = (pick.reduceat(column[:end], edges[:-1]) for pick in (np.fmin, np.fmax))
         rising = column[edges[1:] - 1] >= column[edges[:-1]]
         found[slots] = np.where(rising, [low, high], [high, low]).T.ravel()
         return _listed(found[places])
 
-    lags = {int(name.removeprefix(LAG_TOKENS)): name for name in named if name.startswith(LAG_TOKENS)}
-    known = {name: shown(name) for name in sorted(named.keys() - {STEP, *lags.values()})}
-    modes = [name for name in (SAMPLED, GREEDY) if name in known]
+    names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]
+    known = {name: shown(name) for name in names}
+    modes = [name for name in (metric.SAMPLED, metric.GREEDY) if name in known]
     played = [(count or 0.0) / len(modes) for count in known.get(PLAYED, [])] if modes else []
     for name in modes:
         pairs = [wilson(*one) for one in zip(known[name], played, strict=False)]
         known[f"{name}/low"], known[f"{name}/high"] = ([pair[at] for pair in pairs] for at in (0, 1))
-    tokens = np.nancumsum(named.get("trainer/model_tokens", nothing))
     return {
-        "step": _listed(steps[places]),
-        "seconds": _listed(named.get("time_s", nothing)[places]),
-        "tokens": _listed(tokens[places]),
-        "steps": len(steps),
+        **{name: _listed(values[places]) for name, values in axes.items()},
+        "steps": len(x),
         "columns": known,
         "bands": dict(_bands(known)),
-        "lags": {lag: float(np.nansum(named[name])) for lag, name in sorted(lags.items())},
     }
+
+
+def _some(places: np.ndarray) -> np.ndarray:
+    return places[:: len(places) // (POINTS // 2) + 1]
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
@@ -165,7 +151,7 @@ def _bands(known: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, l
     """Names of both ends of the bands around a mean, the widest first, but for those that never change."""
     for name in known:
         base = name.removesuffix("mean") if name.endswith("/mean") else f"{name}/"
-        pairs = [(base + low, base + high) for low, high in (*QUANTILES, ("low", "high"))]
+        pairs = [(base + low, base + high) for low, high in (*metric.QUANTILES, ("low", "high"))]
         ends = [pair for pair in pairs if known.keys() >= {*pair}]
         if found := [pair for pair in ends if any(len({*known[end]} - {None}) > 1 for end in pair)]:
             yield name, found
@@ -173,28 +159,32 @@ def _bands(known: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, l
 
 def marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
     """What happened at a step: kind and text."""
-    held_out = [columns.named[name] for name in HELD_OUT if name in columns.named]
-    validated = [at for at in columns.order().tolist() if any(not math.isnan(one[at]) for one in held_out)]
-    found = [(row[STEP], "validation", ", ".join(figures(HELD_OUT, row))) for row in columns.rows(validated)]
-    again, lost, keys = dict[float, tuple[str, str]](), dict(columns.lost), dict[str, Any]()
+    steps, trained = columns.steps.tolist(), columns.having(metric.STEP_SECONDS)
+    looks = np.linspace(WINDOW, len(trained), LOOKS if len(trained) >= WINDOW else 0)
+    windows = [trained[end - WINDOW : end] for end in np.unique(looks.astype(int))]
+    validated = _some(columns.having(*metric.HELD_OUT))
+    places = np.unique(np.concatenate([validated, *windows]))
+    rows = dict(zip(places.tolist(), columns.rows(places), strict=True))
+    judged = ((steps[at], metric.figures(metric.HELD_OUT, rows[at])) for at in validated.tolist())
+    found = [(step, "validation", ", ".join(texts)) for step, texts in judged]
+    counted = columns.having(LOST[0])
+    counts = np.sum([np.nan_to_num(columns.values(name)[counted]) for name in LOST], axis=0)
+    grown = zip(counted.tolist(), np.diff(counts, prepend=0.0).tolist(), strict=True)
+    lost = "{:.0f} attempts lost with a worker".format
+    found += [(steps[at], "lost", lost(count)) for at, count in grown if count > 0]
+    keys = dict[str, Any]()
     with suppress(AsyncrlError), closing(RunReader.open(run_dir)) as reader:
-        again |= dict.fromkeys(reader.restarts(), ("restart", "started again"))
         launches = launches_of(run_dir)
         keys |= leaves(launches[-1].config)
+        again = dict.fromkeys(reader.restarts(), ("restart", "started again"))
         for old, new in pairwise(launches):
             again[new.step + 1] = "resume", f"resumed with {described(old.config, new.config)}"
-    for step, (kind, text) in again.items():  # what was under way then is counted with the step before
-        count = lost.pop(step - 1, 0)
-        found.append((step, kind, text + f"; {count} attempts lost" * (count > 0)))
-    found += [(step, "lost", f"{count} attempts lost with a worker") for step, count in lost.items()]
-    steps, before = columns.steps(), set[str]()
-    looks = np.linspace(WINDOW, len(steps), LOOKS).round().astype(int).tolist()
-    for end in sorted({*looks}) if len(steps) >= WINDOW else ():
-        places, until = {*steps[:WINDOW], *steps[end - WINDOW : end]}, columns.named[STEP][steps[end - 1]]
-        rows = sorted(columns.rows([*places.union(validated)]), key=lambda row: row[STEP])
-        now = alerts([row for row in rows if row[STEP] <= until], {}, keys)
+        found += [(step, *what) for step, what in again.items()]
+    before = set[str]()
+    for last in (int(window[-1]) for window in windows):
+        now = alerts([row for at, row in rows.items() if at <= last], {}, keys)
         wrong = {one.name: one.what for one in now if one.level in ("bad", "warn")}
-        found += [(until, "alert", f"{name}: {wrong[name]}") for name in wrong.keys() - before]
+        found += [(steps[last], "alert", f"{name}: {wrong[name]}") for name in wrong.keys() - before]
         before = {*wrong}
     return [{"step": int(step), "kind": kind, "text": text} for step, kind, text in sorted(found)]
 

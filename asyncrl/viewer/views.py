@@ -29,7 +29,7 @@ from asyncrl.viewer.series import Measured, marks, series
 
 Query = Mapping[str, str]
 MOST_LANES = 2  # runs whose timelines are in memory
-KEPT = 64 << 20  # bytes of metrics in memory; of other runs they are read again
+KEPT = 256 << 20  # bytes of files of metrics, a fifth of it in memory; those of other runs are read again
 
 
 class Views:
@@ -102,7 +102,7 @@ class Views:
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
-        """Return the curves of a run, from a step to another."""
+        """Return the curves of a run; of a stretch, by step, seconds or tokens."""
         path = self._path(query)
         since, until = (_number("rows", query, key) for key in ("from", "to"))
         with self._measuring:
@@ -110,10 +110,11 @@ class Views:
             columns = self._columns.pop(key, None) or Measured(path / "metrics.jsonl")
             columns.update()
             self._columns[key] = columns  # the newest one, which stays
-            while sum(one.bytes for one in self._columns.values()) > KEPT and len(self._columns) > 1:
+            while sum(one.read for one in self._columns.values()) > KEPT and len(self._columns) > 1:
                 del self._columns[next(iter(self._columns))]
             drawn = msgspec.to_builtins(list(charts(*columns.known())))
-            return series(columns, since, until) | {"charts": drawn, "marks": marks(path, columns)}
+            found = series(columns, query.get("by", ""), since, until)
+            return found | {"charts": drawn, "marks": marks(path, columns)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
         sides = self._path({"run": query.get("a", "0")}), self._path({"run": query.get("b", "0")})

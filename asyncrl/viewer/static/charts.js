@@ -4,78 +4,46 @@ import { clock, make, number, percent } from "view/dom.js";
 export const DASHES = [[], [7, 4], [2, 3], [12, 3, 2, 3], [5, 2, 1, 2]];
 const SYMBOLS = { restart: "↻", resume: "◆", lost: "✕", alert: "▲", validation: "•" };
 const NEAR = 9; // pixels: marks that are closer are one symbol
+const FEW = 40; // points up to which each is a dot
 const INCREMENTS = {
   step: [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power)),
   seconds: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400],
 };
-const figures = new Map(); // by title: a figure stays while its lines do, and with it the cursor
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const plots = new Map(); // by title; a figure that is made anew goes on with the cursor of the old one
 
 /**
- * `spec`: {title, note, large, percent, log, by, lines, keys, marks, window,
- * onZoom(low, high), onStep(line, at), onKey}.
+ * `spec`: {title, note, large, percent, log, by, lines, legend, marks, window, onZoom(low, high),
+ * onStep(line, at)}.
  * A line: {label, stroke, dash, x, y, raw, bands: [[low, high]], right, steps}; all its lists are aligned.
  */
 export function figure(spec) {
-  const kind = JSON.stringify([spec.note, spec.large, spec.percent, spec.log, spec.by, spec.keys,
-    spec.lines.map(shape)]);
-  const old = figures.get(spec.title);
-  if (old?.kind === kind) {
-    old.update(spec);
-    return old.element;
-  }
-  old?.destroy();
-  const made = build(spec);
-  figures.set(spec.title, { kind, ...made });
-  return made.element;
-}
-
-const shape = (line) => [line.label, line.stroke, line.dash, line.right, line.bands.length,
-  Boolean(line.raw), line.y.length < 40];
-
-function build(first) {
-  let spec = first, chart = null, drawn = "";
   const place = make("div", { class: "plot" });
-  const element = make("figure", { class: spec.large ? "large" : "", tabindex: 0, "data-title": spec.title },
-    make("figcaption", {}, make("b", {}, spec.title),
-      make("span", { class: "legend" }, ...spec.keys.map((one) => key(one, spec)))),
-    place, spec.note ? make("p", { class: "dim note" }, spec.note) : null);
+  const element = make("figure",
+    { class: spec.large && "large", id: `figure-${spec.title}`, tabindex: 0, "data-title": spec.title },
+    make("figcaption", {}, make("b", {}, spec.title), make("span", { class: "legend" }, ...spec.legend)),
+    place, spec.note && make("p", { class: "dim note" }, spec.note));
+  let chart = null;
   const fit = () => {
-    const width = place.clientWidth, height = spec.large ? 260 : 180;
-    if (width < 50) return; // its tab is hidden, or its group folded
-    if (!chart) chart = plot(place, () => spec, width, height);
-    else if (chart.width !== width) chart.setSize({ width, height });
+    const { clientWidth: width, clientHeight: height } = place;
+    if (!width) return; // its tab is hidden, or its group folded
+    if (chart) return chart.setSize({ width, height });
+    const { left = -10, top = -10 } = plots.get(spec.title)?.cursor ?? {};
+    plots.get(spec.title)?.destroy();
+    plots.set(spec.title, chart = plot(place, spec, width, height));
+    chart.setCursor({ left, top }, false);
   };
-  const update = (next) => {
-    spec = next;
-    const now = JSON.stringify([spec.window, spec.marks,
-      spec.lines.map((line) => [line.x.length, line.x.at(-1), line.y])]);
-    if (chart && now !== drawn) {
-      chart.setData(joined(spec), false);
-      chart.setScale("x", limits(spec));
-    }
-    drawn = now;
-  };
-  update(first);
-  const watch = new ResizeObserver(() => requestAnimationFrame(fit));
-  watch.observe(place);
+  new ResizeObserver(fit).observe(place);
   element.addEventListener("keydown", (event) => {
-    const moves = { ArrowLeft: -1, ArrowRight: 1, Enter: 0 };
-    if (!chart || !(event.key in moves)) return;
+    const way = { ArrowLeft: -1, ArrowRight: 1, Enter: 0 }[event.key];
+    if (!chart || way === undefined || event.target !== element) return;
     event.preventDefault();
-    if (event.key === "Enter") return chosen(chart, spec);
-    const left = Math.max(0, chart.cursor.left ?? 0) + moves[event.key] * Math.max(2,
-      chart.over.clientWidth / 100);
-    chart.setCursor({ left: Math.min(left, chart.over.clientWidth), top: chart.over.clientHeight / 2 });
+    if (!way) return chosen(chart, spec);
+    const { clientWidth: width, clientHeight: height } = chart.over;
+    const left = Math.max(0, chart.cursor.left) + way * Math.max(2, width / 100);
+    chart.setCursor({ left: Math.min(left, width), top: height / 2 });
   });
   element.addEventListener("focusout", () => tip.remove());
-  return { element, update, destroy: () => (watch.disconnect(), chart?.destroy()) };
-}
-
-function key(one, spec) {
-  return make("button", { class: "series", "aria-pressed": String(one.shown),
-    onclick: () => spec.onKey(one.label) },
-    line(one.stroke, one.dash), one.label);
+  return element;
 }
 
 /** A piece of a curve, as it is drawn: told apart without its colour, too. */
@@ -88,131 +56,96 @@ export function line(stroke, dash = []) {
 
 // -- what is drawn -----------------------------------------------------------------------------------------
 
-/** Ends of bands, raw values and the line itself, for each line, over all x. */
-function joined(spec) {
-  return uPlot.join(spec.lines.map((line) => [line.x, ...line.bands.flatMap(([low, high]) => [high, low]),
-    ...(line.raw ? [line.raw] : []), line.y]));
-}
-
-function limits(spec) {
-  const [min, max] = spec.window;
-  return min === max ? { min: min - 1, max: max + 1 } : { min, max };
-}
-
-function plot(place, now, width, height) {
-  const spec = now();
+function plot(place, spec, width, height) {
   const series = [{}], bands = [];
-  for (const line of spec.lines) {
-    const scale = line.right ? "right" : "y";
-    line.bands.forEach((_, at) => {
-      const edge = { scale, width: 0, points: { show: false }, spanGaps: true, stroke: line.stroke };
-      series.push(edge, { ...edge });
-      bands.push({ series: [series.length - 2, series.length - 1],
-        fill: `${line.stroke}${["1c", "2a", "3c"][at]}` });
+  for (const { right, stroke, dash, raw, y, bands: own } of spec.lines) {
+    const shared = { scale: right ? "right" : "y", stroke, spanGaps: true, points: { show: false } };
+    own.forEach((_, at) => {
+      series.push({ ...shared, width: 0 }, { ...shared, width: 0 });
+      bands.push({ series: [series.length - 1, series.length - 2], // the upper end, the lower one
+        fill: `${stroke}${["1c", "2a", "3c"][at]}` });
     });
-    const few = { show: line.y.length < 40, size: 5, fill: line.stroke };
-    if (line.raw) series.push({ scale, width: 1, stroke: `${line.stroke}48`, spanGaps: true,
-      points: { show: false } });
-    series.push({ scale, width: 2, stroke: line.stroke, dash: line.dash, spanGaps: true, points: few });
+    if (raw) series.push({ ...shared, width: 1, stroke: `${stroke}48` });
+    series.push({ ...shared, width: 2, dash, points: { show: y.length < FEW, size: 5, fill: stroke } });
   }
-  const dim = colour("--dim"), grid = { stroke: colour("--line"), width: 0.5 };
-  const axis = { stroke: dim, font: "12px system-ui", grid, ticks: { show: false }, gap: 4 };
-  const side = { ...axis, values: (_, splits) => ticks(splits, spec),
-    size: (_, values) => 12 + 7 * longest(values), space: 32 };
+  const colour = (name) => getComputedStyle(place).getPropertyValue(name);
+  const grid = { stroke: colour("--line"), width: 0.5 };
+  const axis = { stroke: colour("--dim"), font: "12px system-ui", grid, ticks: { show: false }, gap: 4 };
+  const side = { ...axis, values: (_, splits) => ticks(splits, spec), space: 32,
+    size: (_, values) => 12 + 7 * Math.max(0, ...(values ?? []).map((text) => text?.length ?? 0)) };
   const right = spec.lines.some((line) => line.right);
-  const range = (scale) => ({ distr: spec.log ? 3 : 1, range: () => reach(now(), scale) });
+  const scale = (own) => ({ distr: spec.log ? 3 : 1, range: () => reach(spec, own) });
   const chart = new uPlot({
     width, height, series, bands, legend: { show: false }, padding: [14, right ? 0 : 12, 0, 0],
-    scales: { x: { time: false, range: (_, min, max) => (min === null ? [0, 1] : [min, max]) },
-      y: range(false), ...(right && { right: range(true) }) },
+    scales: { x: { time: false, range: () => spec.window }, y: scale(false),
+      ...(right && { right: scale(true) }) },
     axes: [{ ...axis, ...(INCREMENTS[spec.by] && { incrs: INCREMENTS[spec.by] }), size: 26, space: 60,
-      values: (_, splits) => splits.map((x) => (spec.by === "seconds" ? clock(x) : number(x))) },
+      values: (_, splits) => splits.map(spec.by === "seconds" ? clock : (x) => number(x)) },
       side, ...(right ? [{ ...side, scale: "right", side: 1, grid: { show: false } }] : [])],
     cursor: {
       y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
-      sync: { key: "x", setSeries: false, filters: { pub: (type) => type.startsWith("mousem")
-        || type === "mouseleave" } },
-      bind: { dblclick: () => () => now().onZoom(null) },
+      sync: { key: "x", setSeries: false, filters: { pub: (type) => /^mouse(move|leave)/.test(type) } },
     },
-    hooks: {
-      setCursor: [(u) => pointed(u, now())],
-      setSelect: [(u) => selected(u, now())],
-      draw: [(u) => drawMarks(u, now())],
-    },
-  }, joined(spec), place);
-  chart.setScale("x", limits(spec));
+    hooks: { setCursor: [(u) => pointed(u, spec)], setSelect: [(u) => selected(u, spec)] },
+  }, uPlot.join(spec.lines.map((line) => [line.x, ...line.bands.flat(), ...(line.raw ? [line.raw] : []),
+    line.y])), place);
+  mark(chart, spec);
   let down = 0;
   chart.over.addEventListener("mousedown", (event) => (down = event.clientX));
-  chart.over.addEventListener("click", (event) => Math.abs(event.clientX - down) < 4 && chosen(chart, now()));
+  chart.over.addEventListener("click", (event) => Math.abs(event.clientX - down) < 4 && chosen(chart, spec));
   return chart;
 }
 
-const longest = (values) => Math.max(0, ...(values ?? []).map((text) => text?.length ?? 0));
-
 /** The ends of an axis: what is known, with a margin; a band reaches out of it rather than fill it. */
 function reach(spec, right) {
-  const { min, max } = limits(spec); // uPlot itself sets x later than y
-  const seen = spec.lines.filter((line) => Boolean(line.right) === right);
-  const within = (line, values) => values.filter((v,
-    i) => v !== null && line.x[i] >= min && line.x[i] <= max);
-  const own = seen.flatMap((line) => [...within(line, line.y), ...(line.raw ? within(line, line.raw) : [])]);
-  const band = seen.flatMap((line) => line.bands.flatMap(([low, high]) => [...within(line, low),
-    ...within(line, high)]));
-  if (!own.length) return spec.log ? [0.1, 1] : [0, 1];
-  const ends = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)],
-    [Infinity, -Infinity]);
-  let [low, high] = ends(own);
+  const lines = spec.lines.filter((line) => Boolean(line.right) === right);
+  let [low, high] = ends(lines, spec.window, (line) => [line.y, line.raw ?? []]);
+  if (low > high) return spec.log ? [0.1, 1] : [0, 1];
   if (spec.log) return low === high ? [low / 2, high * 2] : [low * 0.9, high * 1.1];
   const floor = low >= 0 ? 0 : -Infinity, ceiling = spec.percent && high <= 1 ? 1 : Infinity;
-  if (band.length) {
-    const [least, most] = ends(band), room = Math.max(high - low, (most - least) * 0.6);
-    low = Math.min(low, Math.max(least, low - room / 2));
-    high = Math.max(high, Math.min(most, high + room / 2));
+  const [least, most] = ends(lines, spec.window, (line) => line.bands.flat()), banded = least <= most;
+  if (banded) {
+    const room = Math.max(high - low, (most - least) * 0.6) / 2;
+    [low, high] = [Math.min(low, Math.max(least, low - room)), Math.max(high, Math.min(most, high + room))];
   }
   const flat = high - low < 1e-6 * Math.abs(high); // but for rounding
-  const margin = (flat ? Math.abs(high) || 1 : high - low || 1) * (band.length ? 0.2 : 0.08);
+  const margin = (flat ? Math.abs(high) || 1 : high - low || 1) * (banded ? 0.2 : 0.08);
   return [Math.max(floor, low - margin), Math.min(ceiling + 0.02, high + margin)];
+}
+
+/** The lowest and the highest value in the window. */
+function ends(lines, [from, to], lists) {
+  let low = Infinity, high = -Infinity;
+  for (const line of lines) for (const values of lists(line)) values.forEach((v, i) => {
+    if (v === null || line.x[i] < from || line.x[i] > to) return;
+    [low, high] = [Math.min(low, v), Math.max(high, v)];
+  });
+  return [low, high];
 }
 
 /** Ticks with as many digits as they need: they differ, and are where they say. */
 function ticks(splits, spec) {
   const size = Math.max(...splits.map(Math.abs)), apart = Math.abs(splits[1] - splits[0]) || size || 1;
-  const share = spec.percent && size <= 1.5;
-  const [unit, name] = share ? [0.01, "%"] : size >= 1e9 || size < 1e-3
-    ? [10 ** Math.floor(Math.log10(size || 1)), null]
+  const power = Math.floor(Math.log10(size || 1));
+  const [unit, name] = spec.percent && size <= 1.5 ? [0.01, "%"]
+    : size >= 1e9 || size < 1e-3 ? [10 ** power, `e${power}`]
     : size >= 1e6 ? [1e6, "M"] : size >= 1e4 ? [1e3, "k"] : [1, ""];
   const right = (digits) => splits.every((v) =>
     Math.abs(Number((v / unit).toFixed(digits)) * unit - v) < apart / 50);
   const digits = [0, 1, 2, 3, 4, 5].find(right) ?? 6;
-  const text = (v) => `${Number((v / unit).toFixed(digits))}${name ?? `e${Math.log10(unit).toFixed()}`}`;
-  return splits.map((v) => (v === null ? null : v === 0 ? "0" : text(v)));
+  return splits.map((v) => v && `${Number((v / unit).toFixed(digits))}${name}`);
 }
 
-// -- marks -------------------------------------------------------------------------------------------------
-
-function drawMarks(u, spec) {
-  const { ctx, bbox } = u;
-  ctx.save();
-  ctx.lineWidth = devicePixelRatio;
-  let last = null;
-  u.over.querySelectorAll(".happening").forEach((one) => one.remove());
-  for (const mark of [...spec.marks].sort((a, b) => a.x - b.x)) {
-    const x = u.valToPos(mark.x, "x");
-    if (x < -1 || x > u.over.clientWidth + 1) continue;
-    const at = Math.round(bbox.left + x * devicePixelRatio);
-    ctx.strokeStyle = mark.stroke;
-    ctx.setLineDash(mark.kind === "validation" ? [] : [4, 4]);
-    ctx.globalAlpha = 0.7;
-    ctx.beginPath();
-    ctx.moveTo(at, mark.kind === "validation" ? bbox.top + bbox.height - 6 * devicePixelRatio : bbox.top);
-    ctx.lineTo(at, bbox.top + bbox.height);
-    ctx.stroke();
-    if (mark.kind === "validation" || (last !== null && x - last < NEAR)) continue;
-    last = x;
-    const style = { left: `${x}px`, color: mark.stroke };
-    u.over.append(make("span", { class: "happening", style, "aria-label": mark.text }, SYMBOLS[mark.kind]));
+/** Lines over the plot, with a symbol each; of those of a kind that are close together the first one. */
+function mark(chart, { marks, window: [from, to] }) {
+  const apart = ((to - from) * NEAR) / chart.width, last = {};
+  for (const { x, kind, text } of [...marks].sort((a, b) => a.x - b.x)) {
+    if (x < from || x > to || x - last[kind] < apart) continue;
+    last[kind] = x;
+    const style = { left: `${(100 * (x - from)) / (to - from)}%` };
+    chart.over.append(make("span", { class: "happening", "data-kind": kind, style, "aria-label": text },
+      SYMBOLS[kind]));
   }
-  ctx.restore();
 }
 
 // -- cursor ------------------------------------------------------------------------------------------------
@@ -221,20 +154,22 @@ const tip = make("div", { class: "tip", id: "tip" });
 
 /** Beside the cursor: what each line has there, and what happened there. */
 function pointed(u, spec) {
-  const figure = u.root.closest("figure");
-  const mine = figure.matches(":hover") || (figure === document.activeElement
-    && !document.querySelector("figure:hover"));
-  if (!mine) return;
+  const figure = u.root.closest("figure"), focused = figure === document.activeElement;
+  if (!figure.matches(":hover") && !(focused && !document.querySelector("figure:hover"))) return;
   if (!(u.cursor.left >= 0)) return tip.remove();
-  const { x, found } = nearest(u, spec);
-  const near = (mark) => Math.abs(u.valToPos(mark.x, "x") - u.cursor.left) < NEAR;
-  const happened = [...new Set(spec.marks.filter(near).map((mark) => `${SYMBOLS[mark.kind]} ${mark.text}`))];
+  const found = nearest(u, spec), x = u.posToVal(u.cursor.left, "x");
+  const near = spec.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - u.cursor.left) < NEAR);
+  const happened = [...new Set(near.map((mark) => `${SYMBOLS[mark.kind]} ${mark.text}`))];
   const step = found[0] ? `step ${number(found[0].line.steps[found[0].at])}` : "";
-  const other = spec.by === "step" ? "" : ` · ${spec.by === "seconds" ? clock(x) : `${number(x)} tokens`}`;
-  tip.replaceChildren(make("b", {}, step + other),
-    ...found.map(({ line: one, at }) => make("div", {}, line(one.stroke, one.dash),
-    `${worded(one.raw ? one.raw[at] : one.y[at], spec)}${range(one, at, spec)}  `,
-      make("span", { class: "dim" }, one.label))),
+  const other = { step: "", seconds: ` · ${clock(x)}`, tokens: ` · ${number(x)} tokens` }[spec.by];
+  const worded = spec.percent ? percent : number;
+  const shown = ({ line: one, at }) => {
+    const ranges = one.bands.map(([low, high]) => `${worded(low[at])} to ${worded(high[at])}`);
+    const range = ranges.length ? ` (${ranges.join("; ")})` : "";
+    return make("div", {}, line(one.stroke, one.dash), `${worded((one.raw ?? one.y)[at])}${range}  `,
+      make("span", { class: "dim" }, one.label));
+  };
+  tip.replaceChildren(make("b", {}, step + other), ...found.map(shown),
     ...happened.slice(0, 6).map((text) => make("div", { class: "happened" }, text)));
   document.body.append(tip);
   const box = u.over.getBoundingClientRect(), left = box.left + u.cursor.left;
@@ -243,23 +178,14 @@ function pointed(u, spec) {
     top: `${Math.max(4, box.top + 8)}px` });
 }
 
-const worded = (v, spec) => (spec.percent ? percent(v) : number(v));
-
-function range(line, at, spec) {
-  const texts = line.bands.map(([low, high]) => `${worded(low[at], spec)} to ${worded(high[at], spec)}`);
-  return texts.length ? ` (${texts.join("; ")})` : "";
-}
-
-/** Of each line its point that is nearest to the cursor, if it is within reach. */
+/** Of each line its point that is nearest to the cursor. */
 function nearest(u, spec) {
   const x = u.posToVal(u.cursor.left, "x");
-  const found = spec.lines.map((line) => {
-    let at = line.x.findIndex((one) => one >= x);
-    if (at < 0) at = line.x.length - 1;
-    if (at > 0 && x - line.x[at - 1] < line.x[at] - x) at -= 1;
+  return spec.lines.map((line) => {
+    const after = line.x.findIndex((one) => one >= x), last = after < 0 ? line.x.length - 1 : after;
+    const at = last > 0 && x - line.x[last - 1] < line.x[last] - x ? last - 1 : last;
     return { line, at, y: u.valToPos(line.y[at], line.right ? "right" : "y") };
   });
-  return { x, found: found.filter(({ line }) => line.x.length) };
 }
 
 function selected(u, spec) {
@@ -270,7 +196,8 @@ function selected(u, spec) {
 
 /** A click on a step: of the line that is nearest. */
 function chosen(u, spec) {
-  const { found } = nearest(u, spec);
-  const [first] = found.sort((a, b) => Math.abs(a.y - u.cursor.top) - Math.abs(b.y - u.cursor.top));
-  if (first) (tip.remove(), spec.onStep(first.line, first.at));
+  const away = (one) => Math.abs(one.y - u.cursor.top);
+  const [first] = nearest(u, spec).sort((a, b) => away(a) - away(b));
+  tip.remove();
+  if (first) spec.onStep(first.line, first.at);
 }

@@ -1,7 +1,7 @@
 // The tab of curves: what a run earns, how old its tokens are, how fast it is; with what happened when.
 import { DASHES, figure, line } from "view/charts.js";
-import { PALETTE, fold, hue, make, number, percent, redraw } from "view/dom.js";
-import { go, route } from "view/route.js";
+import { PALETTE, fold, hue, make, number, redraw } from "view/dom.js";
+import { go } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
 const X = { step: "step", tokens: "tokens trained", seconds: "time" };
@@ -11,44 +11,43 @@ const SMOOTH = 0.6; // share that the past has
 const FEW = 20; // points from which on a curve is smoothed
 const APART = 20; // times: runs whose scales differ so have scales of their own
 const MORE = 12; // metrics that are in no chart and whose names fit
-const SHORT = 34; // characters of a legend's entry
 
-const known = new Map(); // of each run and stretch: {rows, answer}
-const off = new Set(); // series that a click has put out: "title/label"
-let answers = [], runs = [], again = () => {};
+const known = new Map(); // by run: its answer, and that of the stretch that was looked at last
+let answers = [], runs = [];
+
+export const keys = { 0: () => go({ zoom: null }) };
 
 export async function show(place, now, state, current) {
-  runs = state.runs;
-  const whole = await Promise.all(runs.map((run, at) => answer(run, at, {})));
-  const zoom = now.zoom ? now.zoom.split("~").map(Number) : null;
-  answers = await Promise.all(whole.map((one, at) => closer(one, at, zoom, now.by ?? "step")));
-  if (!current()) return;
-  const settings = settingsOf(state, now.seeds !== "apart");
-  again = () => draw(place, route(), settings, state);
-  again();
-}
-
-/** Asked again once there is a thousandth more: a long run is not drawn anew at each step. */
-async function answer(run, at, stretch) {
-  const name = JSON.stringify([at, stretch]), old = known.get(name);
-  if (old && (isFile || (run.rows < old.rows * 1.001 && run.ended === old.ended))) return old.answer;
-  const found = await ask("rows", { run: at, ...stretch });
-  for (const key of known.keys()) if (JSON.stringify(stretch) !== "{}"
-    && key.startsWith(`[${at},{"from`)) known.delete(key);
-  known.set(name, { rows: run.rows, ended: run.ended, answer: found });
-  return found;
+  const by = X[now.by] ? now.by : "step", zoom = now.zoom?.split("~").map(Number);
+  const found = await Promise.all(state.runs.map((run, at) => closer(run, at, by, zoom)));
+  if (!current() || document.querySelector(".plot:active")) return; // a stretch is being dragged over
+  [answers, runs] = [found, state.runs];
+  if (!place.firstChild) {
+    place.append(make("div", { id: "chart-bar", class: "bar" }), make("div", { id: "figures" }));
+  }
+  const settings = settingsOf(state, now.seeds !== "apart"), words = (text) => (text ?? "").split(",");
+  const view = { now, by, settings, window: zoom ?? whole(by), out: words(now.out), hidden: words(now.hide) };
+  const drawn = [now, settings, answers.map((one) => one.number)];
+  redraw(document.getElementById("chart-bar"), [...drawn, { ...now, smooth: null }].slice(1), () =>
+    bar(view, settingsOf(state).length < runs.length));
+  redraw(document.getElementById("figures"), drawn, () => figures(view));
 }
 
 /** Of a long run that was thinned: the stretch that is looked at, with more of its steps. */
-async function closer(whole, at, zoom, by) {
-  if (!zoom || isFile || whole.steps <= whole.step.length) return whole;
-  const x = whole[by];
-  const inside = whole.step.filter((_, i) => x[i] >= zoom[0] && x[i] <= zoom[1]);
-  const before = whole.step.filter((_, i) => x[i] < zoom[0]).at(-1),
-    after = whole.step.find((_, i) => x[i] > zoom[1]);
-  const [from, to] = [before ?? inside[0], after ?? inside.at(-1)];
-  if (from === undefined || to === undefined) return whole;
-  return { ...(await answer(runs[at], at, { from, to })), marks: whole.marks };
+async function closer(run, at, by, zoom) {
+  const every = await answer(run, at);
+  if (!zoom || isFile || every.steps <= every.step.length) return every;
+  return answer(run, at, { by, from: zoom[0], to: zoom[1] });
+}
+
+/** Asked again once there is a thousandth more: a long run is not drawn anew at each step. */
+async function answer(run, at, stretch = null) {
+  const place = `${at}${stretch ? " closer" : ""}`, old = known.get(place), name = JSON.stringify(stretch);
+  const same = old?.name === name && old.ended === run.ended && run.rows - old.rows < old.rows / 1000;
+  if (old && (isFile || same)) return old.answer;
+  const found = { ...(await ask("rows", { run: at, ...stretch })), number: (old?.answer.number ?? 0) + 1 };
+  known.set(place, { name, rows: run.rows, ended: run.ended, answer: found });
+  return found;
 }
 
 /** Runs whose configurations differ by their seeds alone are one setting. */
@@ -56,205 +55,157 @@ export function settingsOf(state, together = true) {
   const keys = Object.entries(state.differences).filter(([key]) => !/(^|\.)seed$/.test(key));
   const found = new Map();
   state.runs.forEach((run, at) => {
-    const setting = together ? JSON.stringify(keys.map(([, values]) => values[at])) : String(at);
+    const setting = together ? JSON.stringify(keys.map(([, values]) => values[at])) : at;
     found.set(setting, [...(found.get(setting) ?? []), at]);
   });
-  return [...found.values()].map((of) => ({ of, hue: hue(of[0]),
-    name: of.length > 1 ? `${of.length} seeds of ${common(state.runs, of)}` : state.runs[of[0]].name }));
+  return [...found.values()].map((of) => {
+    const names = of.map((at) => state.runs[at].name);
+    const name = of.length > 1 ? `${of.length} seeds: ${names[0]} …` : names[0];
+    return { of, names, name, hue: hue(of[0]) };
+  });
 }
 
-function common(runs, of) {
-  const names = of.map((at) => runs[at].name);
-  let length = 0;
-  while (length < names[0].length && names.every((name) => name[length] === names[0][length])) length += 1;
-  const shared = names[0].slice(0, length).replace(/[-_./]?(s|seed)?[-_./]?$/, "");
-  return shared || runs[of[0]].path.split("/").at(-2) || names[0];
+function whole(by) {
+  const [low, high] = answers.flatMap((one) => one[by]).filter((x) => x !== null).reduce(
+    ([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+  return low < high ? [low, high] : [low - 1, high + 1];
 }
 
 // -- the page ----------------------------------------------------------------------------------------------
 
-function draw(place, now, settings, state) {
-  const by = X[now.by] ? now.by : "step";
-  if (!document.getElementById("figures")) {
-    place.replaceChildren(make("div", { class: "bar", id: "chart-bar" }), make("div", { id: "figures" }));
-  }
-  bar(now, by, settings, state);
-  const ends = answers.flatMap((one) => one[by]).filter((x) => x !== null).reduce(
-    ([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
-  const view = { ...now, by, window: now.zoom ? now.zoom.split("~").map(Number) : ends,
-    smooth: Number(now.smooth ?? SMOOTH), hidden: (now.hide ?? "").split(","), settings };
-  const groups = new Map();
-  for (const chart of chosen(now.panels ?? "")) {
-    const element = panel(chart, view);
-    if (element) groups.set(chart.group, [...(groups.get(chart.group) ?? []), element]);
-  }
-  const lags = now.panels ? null : lagTable(settings);
-  if (lags) groups.set("staleness", [...(groups.get("staleness") ?? []), lags]);
-  const parts = [...groups].map(([name, elements]) => group(name, elements));
-  const none = answers.some((one) => one.step.length) ? "No panel has this in its name."
-    : "No step is over yet: curves begin with the first one.";
-  const figures = document.getElementById("figures");
-  const kept = [...figures.children];
-  if (kept.length !== parts.length || kept.some((one,
-    at) => one !== parts[at])) figures.replaceChildren(...parts);
-  if (!parts.length) figures.replaceChildren(make("p", { class: "card" }, none));
-}
-
-const made = new Map(); // groups stay, and with them what was folded
-function group(name, elements) {
-  if (!made.has(name)) made.set(name, fold(name, true, make("div", { class: "charts" })));
-  const inside = made.get(name).lastElementChild, kept = [...inside.children];
-  if (kept.length !== elements.length || kept.some((one,
-    at) => one !== elements[at])) inside.replaceChildren(...elements);
-  return made.get(name);
-}
-
-function bar(now, by, settings, state) {
-  const place = document.getElementById("chart-bar");
-  const seeds = settingsOf(state, true).length < runs.length;
-  const kinds = Object.keys(MARKS).filter((kind) =>
-    answers.some((one) => one.marks.some((mark) => mark.kind === kind)));
-  const put = (now.out ?? "").split(",");
-  redraw(place, [by, now.log, now.hide, now.zoom, now.seeds, now.out, kinds, settings, seeds], () => [
-    make("span", { class: "choice", role: "group", "aria-label": "x axis" },
-      ...Object.entries(X).map(([key, label]) =>
-      button(`by-${key}`, label, by === key,
-        () => go({ by: key === "step" ? null : key, zoom: null }, true)))),
+function bar({ now, by, settings, out, hidden }, seeds) {
+  const kinds = Object.keys(MARKS).filter((kind) => answers.some((one) =>
+    one.marks.some((mark) => mark.kind === kind)));
+  const button = (id, text, on, changes) =>
+    make("button", { id, "aria-pressed": String(Boolean(on)), onclick: () => go(changes, true) }, text);
+  return [
+    make("span", { class: "choice", role: "group", "aria-label": "x axis" }, ...Object.entries(X).map(([key,
+      text]) => button(`by-${key}`, text, by === key, { by: key === "step" ? null : key, zoom: null }))),
     make("label", { class: "dim", title: "what the past weighs; raw values stay faint behind" }, "smoothing ",
-      make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02,
-        value: now.smooth ?? SMOOTH, oninput: smoothed })),
-    button("log", "log", now.log === "1", () => go({ log: now.log === "1" ? null : 1 }, true)),
-    seeds && button("seeds", "seeds together", now.seeds !== "apart",
-      () => go({ seeds: now.seeds === "apart" ? null : "apart" }, true)),
+      make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: now.smooth ?? SMOOTH,
+        oninput: smoothed })),
+    button("log", "log", now.log, { log: now.log ? null : 1 }),
+    seeds && button("seeds", "seeds together", !now.seeds, { seeds: now.seeds ? null : "apart" }),
     make("input", { id: "panels", list: "panel-names", placeholder: "panels by name: entropy, lag",
-      value: now.panels ?? "",
-      "aria-label": "panels by name", onchange: (event) => go({ panels: event.target.value.trim() }) }),
-    make("datalist", { id: "panel-names" }, ...names().map((value) => make("option", { value }))),
+      value: now.panels, "aria-label": "panels by name",
+      onchange: (event) => go({ panels: event.target.value.trim() }) }),
+    make("datalist", { id: "panel-names" }, ...columns().map((value) => make("option", { value }))),
     kinds.length > 0 && make("span", { class: "dim" }, "marks:"),
-    ...kinds.map((kind) => toggle(`mark-${kind}`, MARKS[kind], "hide", now.hide, kind)),
-    now.zoom && button("whole", "all steps", false, () => go({ zoom: null })),
-    runs.length > 1 && make("span", { class: "legend" }, ...settings.map((one) => make("button", {
-      class: "series", id: `setting-${one.of[0]}`, title: one.of.map((at) => runs[at].name).join(", "),
-      "aria-pressed": String(!put.includes(String(one.of[0]))),
-        onclick: () => go({ out: flipped(now.out, String(one.of[0])) }, true),
-    }, line(one.hue), one.name))),
-  ]);
-  const field = document.getElementById("panels");
-  if (field !== document.activeElement) field.value = now.panels ?? "";
+    ...kinds.map((kind) => button(`mark-${kind}`, MARKS[kind], !hidden.includes(kind),
+      { hide: flipped(hidden, kind) })),
+    now.zoom && button("whole", "all steps", false, { zoom: null }),
+    runs.length > 1 && make("span", { class: "legend" }, ...settings.map((one) =>
+      series(String(one.of[0]), one.name, out, one.hue, [], one.names.join(", ")))),
+  ];
 }
 
-const button = (id, text, on, onclick) => make("button", { id, "aria-pressed": String(on), onclick }, text);
-const toggle = (id, text, key, now, value) =>
-  button(id, text, !(now ?? "").split(",").includes(value), () => go({ [key]: flipped(now, value) }, true));
-
-function flipped(list, value) {
-  const now = (list ?? "").split(",").filter(Boolean);
-  return (now.includes(value) ? now.filter((one) => one !== value) : [...now, value]).join(",");
+/** A series that a click puts out, and in again: a setting, or a metric. */
+function series(id, text, out, stroke, dash, title = text) {
+  const shown = String(!out.includes(id)), onclick = () => go({ out: flipped(out, id) }, true);
+  return make("button", { class: "series", id: `series-${id}`, title, "aria-pressed": shown, onclick },
+    line(stroke, dash), text);
 }
+
+const flipped = (list, value) =>
+  (list.includes(value) ? list.filter((one) => one !== value) : [...list, value]).filter(Boolean).join(",");
 
 let later = 0;
-function smoothed(event) {
+function smoothed({ target: { value } }) {
   clearTimeout(later); // the address of each position that is dragged over is not kept
-  later = setTimeout(() => go({ smooth: Number(event.target.value) === SMOOTH ? null : event.target.value },
-    true), 60);
+  later = setTimeout(() => go({ smooth: Number(value) === SMOOTH ? null : value }, true), 60);
+}
+
+function figures(view) {
+  const shown = view.settings.filter((one) => !view.out.includes(String(one.of[0])));
+  const marks = shown.flatMap(({ of }) => of.flatMap((run) => marksOf(run, view)));
+  const groups = new Map();
+  for (const chart of chosen(view.now.panels ?? "")) {
+    const element = panel(chart, { ...view, shown, marks });
+    if (element) groups.set(chart.group, [...(groups.get(chart.group) ?? []), element]);
+  }
+  const none = answers.some((one) => one.step.length) ? "No panel has this in its name."
+    : "No step is over yet: curves begin with the first one.";
+  return groups.size ? [...groups].map(([name, elements]) =>
+    fold(name, true, make("div", { class: "charts" }, ...elements))) : make("p", { class: "card" }, none);
+}
+
+function marksOf(run, { by, hidden }) {
+  const { marks, step, [by]: x } = answers[run], name = runs.length > 1 ? `${runs[run].name}: ` : "";
+  return marks.filter((mark) => !hidden.includes(mark.kind)).map((mark) => ({ kind: mark.kind,
+    x: by === "step" ? mark.step : x[step.findIndex((one) => one >= mark.step)] ?? null,
+    text: `${name}${mark.text} (step ${number(mark.step)})` })).filter((mark) => mark.x !== null);
 }
 
 // -- panels ------------------------------------------------------------------------------------------------
 
-/** The charts of all runs together. */
-function all() {
-  const found = new Map();
-  for (const chart of answers.flatMap((one) => one.charts)) {
-    const old = found.get(chart.title);
-    found.set(chart.title, old ? { ...old, metrics: { ...old.metrics, ...chart.metrics } } : chart);
-  }
-  return [...found.values()];
-}
+const columns = () => [...new Set(answers.flatMap((one) => Object.keys(one.columns)))];
 
-const names = () => [...all().map((chart) => chart.title),
-  ...new Set(answers.flatMap((one) => Object.keys(one.columns)))];
-
-/** Those with one of the words, and other metrics that have one. */
+/** The charts of all runs together; with words: those that have one, and other metrics that have. */
 function chosen(panels) {
+  const all = new Map();
+  for (const chart of answers.flatMap((one) => one.charts)) {
+    all.set(chart.title, { ...chart, metrics: { ...all.get(chart.title)?.metrics, ...chart.metrics } });
+  }
   const words = panels.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
-  if (!words.length) return all();
-  const fits = (text) => words.some((word) => text.toLowerCase().includes(word));
-  const exact = all().filter((chart) => words.includes(chart.title.toLowerCase().split(",")[0])
-    || fits(`${chart.title} ${chart.group}`));
-  const drawn = new Set(exact.flatMap((chart) => Object.keys(chart.metrics)));
-  const other = [...new Set(answers.flatMap((one) => Object.keys(one.columns)))].filter((name) =>
-    fits(name) && !drawn.has(name)
-    && !/\/(low|high)$/.test(name)).slice(0, MORE);
-  return [...exact, ...other.map((name) => ({ group: "other metrics", title: name,
-    metrics: { [name]: name }, large: false, percent: false }))];
+  if (!words.length) return [...all.values()];
+  const fits = (...texts) => words.some((word) => texts.some((text) => text.toLowerCase().includes(word)));
+  const own = [...all.values()].filter(({ title, group, metrics }) =>
+    fits(title, group, ...Object.keys(metrics)));
+  const drawn = new Set(own.flatMap((chart) => Object.keys(chart.metrics)));
+  const other = columns().filter((name) => fits(name) && !drawn.has(name) && !/\/(low|high)$/.test(name));
+  return [...own, ...other.slice(0, MORE).map((name) =>
+    ({ group: "other metrics", title: name, metrics: { [name]: name } }))];
 }
 
 function panel(chart, view) {
-  const several = view.settings.length > 1, out = (view.out ?? "").split(",");
-  const shownSettings = view.settings.filter((one) => !out.includes(String(one.of[0])));
-  const metrics = Object.entries(chart.metrics);
-  const some = metrics.filter(([name]) => answers.some((one) => one.columns[name]?.some((v) => v !== null)));
-  if (!some.length || !shownSettings.length) return null;
-  const style = (setting, at) => ({ stroke: several ? setting.hue
-    : PALETTE[(view.settings[0].of[0] + at) % PALETTE.length], dash: DASHES[at % DASHES.length] });
-  const lines = shownSettings.flatMap((setting) => some.map(([name, label], at) => {
-    if (off.has(`${chart.title}/${label}`)) return null;
-    const bands = (some.length === 1 && !several) || name.startsWith("val-");
-    return curve(setting, name, several ? `${setting.name}${some.length > 1 ? `: ${label}` : ""}` : label,
-      { ...style(setting, at), bands }, view);
+  const several = view.settings.length > 1, metrics = Object.entries(chart.metrics);
+  const style = (at, own) =>
+    ({ stroke: several ? own : PALETTE[at % PALETTE.length], dash: DASHES[at % DASHES.length] });
+  const lines = view.shown.flatMap((setting) => metrics.map(([name, text], at) => {
+    if (view.out.includes(name)) return null;
+    const label = several ? `${setting.name}${metrics.length > 1 ? `: ${text}` : ""}` : text;
+    const banded = (metrics.length === 1 && !several) || name.startsWith("val-");
+    return curve(setting, name, { ...style(at, setting.hue), label, banded }, view);
   }).filter(Boolean));
-  const note = chart.percent ? "" : scales(lines, view);
-  const keys = some.length < 2 ? [] : some.map(([, label], at) => ({
-    ...style({ hue: "currentColor" }, at),
-      label: label.length > SHORT ? `${label.slice(0, SHORT)}…` : label,
-        shown: !off.has(`${chart.title}/${label}`),
-  }));
-  const full = (label) => some.find(([, one]) => one === label || one.startsWith(label.slice(0, SHORT)))[1];
+  if (!lines.length && metrics.every(([name]) => !view.out.includes(name))) return null;
   return figure({
-    ...chart, note, lines, keys, log: view.log === "1", by: view.by, marks: marksOf(shownSettings, view),
-    window: view.window,
-    onZoom: (low, high) => go({ zoom: low === null ? null
-      : `${Number(low.toPrecision(6))}~${Number(high.toPrecision(6))}` }),
-    onStep: (one, at) => go({ tab: "episodes", run: one.run,
-      where: JSON.stringify([["step", "=", one.steps[at]]]) }),
-    onKey: (label) => {
-      const id = `${chart.title}/${full(label)}`;
-      off.has(id) ? off.delete(id) : off.add(id);
-      again();
-    },
+    ...chart, lines, log: view.now.log, by: view.by, marks: view.marks, window: view.window,
+    note: !chart.percent && !view.now.log && scales(lines),
+    legend: metrics.length < 2 ? [] : metrics.map(([name, label], at) => {
+      const { stroke, dash } = style(at, "currentColor");
+      return series(name, label, view.out, stroke, dash);
+    }),
+    onZoom: (low, high) => go({ zoom: [low, high].map((x) => Number(x.toPrecision(6))).join("~") }),
+    onStep: ({ run, steps }, at) =>
+      go({ tab: "episodes", run, where: JSON.stringify([["step", "=", steps[at]]]) }),
   });
 }
 
 /** One metric of a run; of several seeds their mean, from the least to the highest as a band. */
-function curve(setting, name, label, { stroke, dash, bands }, view) {
+function curve(setting, name, { banded, ...style }, view) {
   const members = setting.of.map((run) => points(answers[run], name, view)).filter(Boolean);
   if (!members.length) return null;
-  const shared = { label, stroke, dash, run: setting.of[0], metric: name };
-  if (members.length > 1) return { ...shared, ...averaged(members), raw: null };
-  const [one] = members;
-  const pairs = bands ? one.pairs : [];
-  return { ...shared, x: one.x, steps: one.steps, y: one.y, raw: one.y === one.raw ? null : one.raw,
-    bands: pairs };
+  const one = members.length > 1 ? averaged(members) : members[0];
+  return { ...style, ...one, bands: banded || members.length > 1 ? one.bands : [], run: setting.of[0],
+    setting: setting.name };
 }
 
-function points(answer, name, view) {
-  const column = answer.columns[name];
-  if (!column) return null;
-  const x = answer[view.by], positive = (v) => v !== null && (view.log !== "1" || v > 0);
-  const at = x.map((_, i) => i).filter((i) => positive(column[i]) && x[i] !== null).sort((a,
-    b) => x[a] - x[b] || a - b);
+function points(answer, name, { by, now }) {
+  const column = answer.columns[name] ?? [], x = answer[by];
+  const at = x.map((_, i) => i).filter((i) => x[i] !== null && column[i] !== undefined && column[i] !== null
+    && (!now.log || column[i] > 0)).sort((a, b) => x[a] - x[b] || a - b);
   const single = at.filter((i, place) => x[at[place + 1]] !== x[i]); // uPlot joins on x
   if (!single.length) return null;
-  const take = (list) => single.map((i) => list[i]);
-  const weight = single.length < FEW ? 0 : view.smooth, raw = take(column);
+  const take = (list) => single.map((i) => list[i]), raw = take(column);
+  const weight = single.length < FEW ? 0 : Number(now.smooth ?? SMOOTH);
   const smooth = (values) => (weight ? smoothing(values, weight) : values);
-  const pairs = (answer.bands[name] ?? []).map((pair) =>
-    pair.map((end) => smooth(take(answer.columns[end]))));
-  return { x: take(x), steps: take(answer.step), raw, y: smooth(raw), pairs };
+  const bands = (answer.bands[name] ?? []).map((ends) =>
+    ends.map((end) => smooth(take(answer.columns[end]))));
+  return { x: take(x), steps: take(answer.step), raw: weight ? raw : null, y: smooth(raw), bands };
 }
 
 /** An exponential moving average, which does not lean to 0 at its start. */
-export function smoothing(values, weight) {
+function smoothing(values, weight) {
   let mean = 0, left = 1;
   return values.map((value) => {
     if (value === null) return null;
@@ -264,72 +215,43 @@ export function smoothing(values, weight) {
   });
 }
 
-/** Where at least half of the seeds are under way, steps between two known ones included. */
-export function averaged(members) {
-  const steps = [...new Set(members.flatMap((one) => one.steps))].sort((a, b) => a - b);
-  const places = members.map(() => 0);
-  const rows = steps.map((step) => members.map((one, at) => {
-    while (places[at] < one.steps.length - 1 && one.steps[places[at]] < step) places[at] += 1;
-    const here = places[at], before = Math.max(0, here - 1);
-    if (one.steps[here] < step || one.steps[0] > step) return null;
-    const share = here === before ? 0 : (one.steps[here] - step) / (one.steps[here] - one.steps[before]);
-    return ["x", "y"].map((list) => one[list][here] * (1 - share) + one[list][before] * share);
-  }).filter(Boolean));
-  const kept = steps.map((_, at) => at).filter((at) => rows[at].length >= members.length / 2);
-  const of = (pick, at) => kept.map((row) => pick(rows[row].map((pair) => pair[at])));
-  const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
-  const order = (list) => list.map((v, i) =>
-    (i && v <= list[i - 1] ? list[i - 1] + 1e-9 * Math.abs(v || 1) : v)); // x goes on
-  return { x: order(of(mean, 0)), steps: kept.map((at) => steps[at]), y: of(mean, 1),
-    bands: [[of((v) => Math.min(...v), 1), of((v) => Math.max(...v), 1)]] };
+/** The mean where at least half of the members are under way, each between its own points included. */
+function averaged(members) {
+  const x = [...new Set(members.flatMap((one) => one.x))].sort((a, b) => a - b);
+  const rows = (list) => {
+    const all = members.map((one) => between(one.x, one[list], x));
+    return x.map((_, at) => all.map((values) => values[at]).filter((v) => v !== null));
+  };
+  const steps = rows("steps"), values = rows("y");
+  const kept = x.map((_, at) => at).filter((at) => values[at].length >= members.length / 2);
+  const of = (pick) => kept.map((at) => pick(values[at]));
+  return { x: kept.map((at) => x[at]), steps: kept.map((at) => Math.round(steps[at][0])),
+    y: of((row) => row.reduce((sum, v) => sum + v, 0) / row.length),
+    bands: [[of((row) => Math.min(...row)), of((row) => Math.max(...row))]] };
+}
+
+/** Values at other places than those where they are known; null before the first and after the last one. */
+function between(known, values, places) {
+  let at = 0;
+  return places.map((x) => {
+    while (at < known.length - 1 && known[at] < x) at += 1;
+    if (x < known[0] || x > known[at]) return null;
+    const share = known[at] === x ? 0 : (known[at] - x) / (known[at] - known[at - 1]);
+    return share ? values[at] * (1 - share) + values[at - 1] * share : values[at];
+  });
 }
 
 /** Put runs with much smaller values on a scale of their own, to the right; returns what the caption says. */
-function scales(lines, view) {
-  const sizes = new Map();
-  for (const one of lines) {
-    const high = one.y.map(Math.abs).sort((a, b) => a - b)[Math.floor(0.95 * (one.y.length - 1))];
-    sizes.set(one.run, Math.max(sizes.get(one.run) ?? 0, high));
+function scales(lines) {
+  const sizes = new Map(); // by setting
+  for (const { setting, y } of lines) {
+    const high = y.map(Math.abs).sort((a, b) => a - b)[Math.floor(0.95 * (y.length - 1))];
+    sizes.set(setting, Math.max(sizes.get(setting) ?? 0, high));
   }
   const order = [...sizes].filter(([, size]) => size > 0).sort((a, b) => a[1] - b[1]);
-  if (view.log === "1" || order.length < 2 || order.at(-1)[1] < APART * order[0][1]) return "";
+  if (order.length < 2 || order.at(-1)[1] < APART * order[0][1]) return "";
   const gaps = order.slice(1).map(([, size], at) => size / order[at][1]);
-  const cut = gaps.indexOf(Math.max(...gaps)) + 1, small = new Set(order.slice(0, cut).map(([run]) => run));
-  lines.forEach((one) => (one.right = small.has(one.run)));
-  const named = view.settings.filter((one) => small.has(one.of[0])).map((one) => one.name);
-  return `Right axis: ${named.join(", ")}`;
-}
-
-function marksOf(settings, view) {
-  const style = getComputedStyle(document.documentElement);
-  const hues = { alert: "--warn", lost: "--bad", resume: "--accent", restart: "--dim", validation: "--dim" };
-  return settings.flatMap(({ of }) => of.flatMap((run) =>
-    answers[run].marks.filter((mark) => !view.hidden.includes(mark.kind)).map((mark) => {
-    const at = answers[run].step.findIndex((step) => step >= mark.step);
-    const x = view.by === "step" ? mark.step : answers[run][view.by][at];
-    const name = runs.length > 1 ? `${runs[run].name}: ` : "";
-    return { ...mark, x, stroke: style.getPropertyValue(hues[mark.kind]).trim(),
-      text: `${name}${mark.text} (step ${number(mark.step)})` };
-  }))).filter((mark) => mark.x !== undefined && mark.x !== null);
-}
-
-let lagsDrawn = null;
-function lagTable(settings) {
-  const counts = settings.map(({ of }) => of.reduce((sum, run) => {
-    Object.entries(answers[run].lags).forEach(([lag, count]) => (sum[lag] = (sum[lag] ?? 0) + count));
-    return sum;
-  }, {}));
-  const lags = [...new Set(counts.flatMap(Object.keys).map(Number))].sort((a, b) => a - b);
-  if (!lags.length) return null;
-  lagsDrawn ??= make("figure", { "data-title": "Tokens by lag" });
-  redraw(lagsDrawn, [counts, settings], () => [
-    make("figcaption", {}, make("b", {}, "Tokens by lag, all steps")),
-    make("div", { class: "lags" }, ...lags.flatMap((lag) => [make("span", { class: "dim" }, String(lag)),
-      make("span", {}, ...counts.map((one, at) => {
-        const share = (one[lag] ?? 0) / (Object.values(one).reduce((sum, count) => sum + count, 0) || 1);
-        return make("span", { class: "lag", title: settings[at].name },
-          make("span", { style: { width: `${80 * share}%`, background: settings[at].hue } }), percent(share));
-      }))])),
-  ]);
-  return lagsDrawn;
+  const small = order.slice(0, gaps.indexOf(Math.max(...gaps)) + 1).map(([setting]) => setting);
+  lines.forEach((one) => (one.right = small.includes(one.setting)));
+  return `Right axis: ${small.join(", ")}`;
 }

@@ -40,10 +40,9 @@ def test_a_step_counts_as_it_was_last_with_its_validation(tmp_path: Path) -> Non
     assert found["columns"]["val-core/all/sampled/success"] == [0.5, 0.75, 1.0]
     assert found["columns"]["val-core/all/sampled/success/low"][0] == pytest.approx(0.2366, abs=1e-4)
     assert found["bands"][success] == [(f"{success}/low", f"{success}/high")]
-    assert found["lags"] == {0: 80.0, 1: 30.0}
 
 
-def test_columns_grow_with_their_file_and_begin_anew_with_another(tmp_path: Path) -> None:
+def test_columns_grow_with_their_file(tmp_path: Path) -> None:
     columns, file = Measured(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
     columns.update()
     assert series(columns)["step"] == []
@@ -54,9 +53,6 @@ def test_columns_grow_with_their_file_and_begin_anew_with_another(tmp_path: Path
         more.write(': 5.0, "b": 6.0}\n{broken}\n')
     columns.update()
     assert series(columns)["columns"] == {"a": [None, 5.0], "b": [None, 6.0]}
-    file.write_text('{"training/step": 7.0, "b": 1.0}\n')
-    columns.update()
-    assert series(columns)["step"] == [7.0] and series(columns)["columns"] == {"b": [1.0]}
 
 
 def test_a_long_run_is_thinned_and_keeps_extremes_its_end_and_its_validations(tmp_path: Path) -> None:
@@ -71,7 +67,7 @@ def test_a_long_run_is_thinned_and_keeps_extremes_its_end_and_its_validations(tm
     assert {9.0, -7.0} <= {*known.values()} and known[1001.0] is None
     assert all(abs(step - 1234) <= 12 for step, value in known.items() if value == 9.0)
     assert dict(zip(found["step"], found["columns"][success], strict=True))[1001.0] == 0.5
-    near = series(columns, 1200, 1300)  # a stretch has each of its steps, and goes on to both sides
+    near = series(columns, "step", 1200, 1300)  # a stretch has each of its steps, and goes on to both sides
     assert near["step"] == list(range(1199, 1302)) and near["columns"][loss][35] == 9.0
 
 
