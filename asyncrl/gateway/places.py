@@ -2,10 +2,10 @@
 
     /sandbox/{work,home,tmp}                                   in a sandbox, with which it ends
     the task's directory, /sandbox/{home,tmp}                  in that of a sample's task, in its image
-    /var/tmp/asyncrl-UID/NAMESPACE-PID-START-TOKEN/{work,…}    without one
+    /var/tmp/asyncrl-UID/place-TOKEN/{work,…}                  without one
 
-The latter is removed when the episode is over. A killed worker leaves it: its owner is known by pid and start
-time, and the next worker removes it. Not in /tmp: Codex does not install its helpers there.
+The latter is removed when the episode is over. A killed worker leaves it, and the next worker removes it. Not
+in /tmp: Codex does not install its helpers there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import secrets
 import shlex
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
@@ -32,13 +31,14 @@ from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.sandbox import emptying
-from asyncrl.isolation.sandbox.base import Program, RunEnding, SandboxError, SandboxLimits
-from asyncrl.isolation.sandbox.detection import detect_isolation
+from asyncrl.isolation.sandbox.base import Program, RunEnding, SandboxLimits
+from asyncrl.isolation.sandbox.detection import check_isolation
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 from asyncrl.values import MAX_RESULT
 
 PARENT = f"/var/tmp/asyncrl-{os.getuid()}"
+PREFIX = "place-"  # of the names of directories
 ISOLATED = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
 MAKE_SECONDS = 60.0  # for three directories, on a busy machine
 PARTS = ("home", "tmp")
@@ -63,8 +63,8 @@ class OpenPlace:
 
     task = None
 
-    def __init__(self, root: Path, endpoint: Endpoint) -> None:
-        self.root, self.work, self.endpoint = str(root), f"{root}/work", endpoint
+    def __init__(self, root: str, endpoint: Endpoint) -> None:
+        self.root, self.work, self.endpoint = root, f"{root}/work", endpoint
 
     async def write(self, path: str, text: str) -> None:
         """Write a file at a path below `root`."""
@@ -131,14 +131,17 @@ EpisodePlace = OpenPlace | SandboxPlace
 @asynccontextmanager
 async def open_place(endpoint: Endpoint) -> AsyncIterator[OpenPlace]:
     """Make a place, which is removed in the end. CommandError where it cannot be made."""
-    try:
-        root = _made()
-    except OSError as error:
-        raise CommandError(f"no place for the episode could be made: {error}") from error
-    try:
-        yield OpenPlace(root, endpoint)
-    finally:
-        await in_thread(partial(emptying.remove, str(root)), "place")
+    with ExitStack() as stack:
+        try:
+            root = stack.enter_context(emptying.own_directory(_parent(), PREFIX))
+            for part in ("work", *PARTS):
+                os.mkdir(f"{root}/{part}", 0o700)
+        except OSError as error:
+            raise CommandError(f"no place for the episode could be made: {error}") from error
+        try:
+            yield OpenPlace(root, endpoint)
+        finally:
+            await in_thread(stack.close, "place")
 
 
 @asynccontextmanager
@@ -232,48 +235,18 @@ def result_in(line: str) -> Any:
 def check_sandbox() -> None:
     """Check that a sandbox can isolate a program on this machine. ConfigError if it cannot."""
     try:
-        missing = sorted(ISOLATED.intersection((found := detect_isolation()).missing))
-        why = f"it cannot isolate {', '.join(missing)} ({found.notes})" if missing else ""
-    except SandboxError as error:
-        why = str(error)
-    if why:
-        raise ConfigError(
-            f"sandbox: jail cannot be on this machine: {why}; allow namespaces (docs/sandbox.md), or set "
-            "sandbox: none, and the model can read and write what you can"
-        )
-
-
-def _made() -> Path:
-    root = _parent() / "-".join((*_owner(), secrets.token_hex(8)))
-    for directory in (root, root / "work", *(root / part for part in PARTS)):
-        directory.mkdir(0o700)
-    return root
+        check_isolation(" ".join(ISOLATED))
+    except ConfigError as error:
+        why = f"{error}: set sandbox: none, and the model can read and write what you can"
+        raise ConfigError(f"sandbox: jail cannot be: {why}") from error
 
 
 @cache
-def _parent() -> Path:
+def _parent() -> str:
     """Make the directory of all places of this user, and remove those whose worker was killed."""
-    parent = Path(PARENT)
     emptying.make_private(PARENT)
-    for name in os.listdir(parent):
-        match name.split("-"):
-            case space, pid, start, _ if space == _owner()[0] and start != _start_of(pid):
-                emptying.remove(f"{parent}/{name}")
-    return parent
-
-
-def _owner() -> tuple[str, str, str]:
-    """Name this process: its namespace of pids, its pid there, and when it started."""
-    pid = str(os.getpid())
-    return os.readlink("/proc/self/ns/pid").strip("pid:[]"), pid, _start_of(pid)
-
-
-def _start_of(pid: str) -> str:
-    """Find when a process started, in clock ticks since the machine booted; '' if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    emptying.sweep(PARENT, PREFIX)
+    return PARENT
 
 
 def check_tree(files: str, allow: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from asyncrl.isolation.unpacking import CHUNK, DELETED, OPAQUE, UNPACK, Bounds, 
 MOST_OVER = 8  # overlayfs takes the paths of all in 4 KiB
 LOCK_SECONDS = 60.0  # to wait for a lock that others hold for moments
 LARGEST = 8 << 20  # bytes of a child's answer
+INCOMING = "incoming-"  # names of directories that are no images yet, or no more
 
 
 def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = Bounds()) -> Image:
@@ -40,7 +40,10 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
         raise ConfigError(f"--over {over}: it lies over {MOST_OVER} images itself; import them as one")
     image = msgspec.structs.replace(image, digest="", root="", over=below, size=0, files=0)
     images = images_directory()
-    with _incoming(images) as place:
+    images.mkdir(parents=True, exist_ok=True)
+    emptying.sweep(str(images), INCOMING)
+    with emptying.own_directory(str(images), INCOMING) as made:
+        place = Path(made)
         path, spool, root = os.path.abspath(source), place / "archive", place / "root"
         root.mkdir()
         if not os.path.isdir(path) and not os.path.isfile(path):
@@ -62,7 +65,8 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
                 place.rename(images / image.digest)
             if name:
                 (images / "names").mkdir(exist_ok=True)
-                (link := images / f"incoming-{os.getpid()}").symlink_to(f"../{image.digest}")
+                (link := images / ".new").unlink(missing_ok=True)
+                link.symlink_to(f"../{image.digest}")
                 link.replace(images / "names" / name)
     return find_image(image.digest)
 
@@ -81,8 +85,8 @@ def remove_image(name: str) -> bool:
         for each in found[digest] if gone else [name]:
             (images / "names" / each).unlink()
         if gone:
-            (images / digest).rename(images / f"incoming-{digest}")
-    _sweep(images)
+            (images / digest).rename(images / f"{INCOMING}{digest}")
+    emptying.sweep(str(images), INCOMING)
     return gone
 
 
@@ -133,7 +137,10 @@ def _locked(images: Path) -> Iterator[None]:
     images.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + LOCK_SECONDS
     with (images / ".lock").open("a") as lock:
-        while not _lock(lock.fileno()):
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             if time.monotonic() > until:
                 who = f"process {Path(lock.name).read_text()}"
                 raise ConfigError(f"{lock.name}: {who} has kept it for {LOCK_SECONDS:g} s; wait, or end that")
@@ -141,42 +148,3 @@ def _locked(images: Path) -> Iterator[None]:
         lock.truncate(0)
         print(os.getpid(), end="", file=lock, flush=True)
         yield
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a file or directory. False if another process has."""
-    with suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-@contextmanager
-def _incoming(images: Path) -> Iterator[Path]:
-    """Make a directory for an import, and hold its lock. Litter of earlier imports is deleted."""
-    _sweep(images)
-    with _locked(images):
-        place = Path(tempfile.mkdtemp(prefix="incoming-", dir=images))
-        held = os.open(place, os.O_DIRECTORY)
-        _lock(held)
-    try:
-        yield place
-    finally:
-        emptying.remove(str(place))
-        os.close(held)
-
-
-def _sweep(images: Path) -> None:
-    """Delete what killed imports have left, and removed images; others need not wait for that."""
-    litter = dict[int, Path]()
-    with _locked(images):  # outside of it each import has locked its directory
-        for path in images.glob("incoming-*"):
-            if path.is_symlink():
-                path.unlink()
-                continue
-            with suppress(FileNotFoundError):  # another process deletes it
-                litter[os.open(path, os.O_DIRECTORY)] = path
-    for held, path in litter.items():
-        if _lock(held):
-            emptying.remove(str(path))
-        os.close(held)

@@ -1,9 +1,13 @@
-"""Delete what untrusted code left in a directory, whatever shape it has."""
+"""Directories that end with their process, or are deleted when it was killed, whatever untrusted code left in
+them."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 def remove(directory: str) -> None:
@@ -58,3 +62,39 @@ def make_private(directory: str) -> None:
     found = os.lstat(directory)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{directory} is open to other users; remove it")
+
+
+@contextmanager
+def own_directory(parent: str, prefix: str) -> Iterator[str]:
+    """Make a directory with a name of its own, which is deleted in the end. It is locked meanwhile."""
+    held = None
+    while held is None:  # another process may have found it before it was locked
+        path = f"{parent}/{prefix}{os.urandom(8).hex()}"
+        os.mkdir(path, 0o700)
+        held = lock(path)
+    try:
+        yield path
+    finally:
+        remove(path)
+        os.close(held)
+
+
+def sweep(parent: str, prefix: str) -> None:
+    """Delete the directories that processes which were killed have left. Others need not wait for that."""
+    for name in os.listdir(parent):
+        if name.startswith(prefix) and (held := lock(f"{parent}/{name}")) is not None:
+            remove(f"{parent}/{name}")
+            os.close(held)
+
+
+def lock(directory: str) -> int | None:
+    """Lock a directory; returns its descriptor. None if another process has locked or deleted it."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        held = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.stat(directory)
+            return held
+        except (BlockingIOError, FileNotFoundError):
+            os.close(held)
+    return None

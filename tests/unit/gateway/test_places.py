@@ -15,6 +15,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, Gateway, TimeUp, load_agent, places
 from asyncrl.gateway.lines import CommandError
+from asyncrl.isolation.sandbox import detection, emptying
 from asyncrl.isolation.sandbox.detection import Isolation
 from asyncrl.types import Message, Sample
 from tests.fakes.hosts import FakeHost
@@ -120,14 +121,11 @@ def test_what_a_killed_worker_leaves_is_removed_by_the_next(tmp_path: Path) -> N
     worker.wait()
     asyncio.run(gone(int(pid)))
     assert Path(here).is_dir()
-    alive = PLACES / "-".join((*places._owner(), "other"))  # of this process, which lives
-    alive.mkdir()
     places._parent.cache_clear()
-    try:
+    with emptying.own_directory(str(PLACES), places.PREFIX) as alive:  # of this process, which lives
         assert asyncio.run(Command(line="echo 1")(SAMPLE, ENDPOINT)) == 1
-        assert not Path(here).parent.exists() and alive.exists()
-    finally:
-        alive.rmdir()
+        assert not Path(here).parent.exists() and Path(alive).exists()
+    assert not Path(alive).exists()
 
 
 def test_a_directory_of_places_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
@@ -236,7 +234,7 @@ def test_a_place_that_cannot_be_made_in_a_sandbox_is_told(monkeypatch: pytest.Mo
 
 def test_a_machine_without_namespaces_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     without = Isolation(frozenset({"network", "processes"}), "unshare: no")
-    monkeypatch.setattr(places, "detect_isolation", lambda: without)
+    monkeypatch.setattr(detection, "detect_isolation", lambda: without)
     with pytest.raises(ConfigError, match=r"isolate files, orphans \(unshare: no\); .* sandbox: none"):
         load_agent({"command": {"line": "true", "sandbox": "jail"}})
 
