@@ -209,8 +209,7 @@ async function group(run, { kind, group: number, sample, mode }) {
 
 async function read(place, now, current) {
   const { run, uid, colour, side } = now;
-  const empty = (text, kind) => redraw(place, text, () => make("p", { class: kind }, text));
-  if (!uid) return empty("Nothing to read.", "empty");
+  if (!uid) return redraw(place, "", () => make("p", { class: "empty" }, "Nothing to read."));
   try {
     const first = await load(run, uid);
     members = await group(run, first.listed);
@@ -223,7 +222,7 @@ async function read(place, now, current) {
     if (place.dataset.uid !== uid) place.scrollTop = 0;
     place.dataset.uid = uid;
   } catch (error) {
-    if (current()) empty(error.message, "alert");
+    if (current()) redraw(place, error.message, () => make("p", { class: "alert" }, error.message));
   }
 }
 

@@ -237,59 +237,54 @@ export function gist(turn) {
 
 // -- messages -----------------------------------------------------------------------------------------------
 
-/** What a row begins with: the system's message and those before the last one are folded. */
+/** What a row begins with: messages before the last one are folded. */
 function history(some) {
-  const first = some[0]?.role === "system" ? 1 : 0, last = some.slice(first).at(-1);
-  const between = some.slice(first, -1).map((one) => () => message(one, false)), many = between.length;
-  return [
-    first ? message(some[0], true) : null,
-    many ? fold(`${many} message${many > 1 ? "s" : ""} before`, false, ...between) : null,
-    last ? message(last, false) : null,
-  ].filter(Boolean);
+  const before = some.slice(0, -1), first = before[0];
+  const title = () => `${before.length} before: ${first.role} ${line(said(first), LINE)}`;
+  const folded = before.length > 0 && fold(title(), false, ...before.map((one) => () => message(one, false)));
+  return [folded, ...some.slice(-1).map((one) => message(one, false))];
+}
+
+/** The text of a message, and what it calls. */
+function said({ content, tool_calls: calls }) {
+  const text = typeof content === "string" ? content : JSON.stringify(content);
+  return [text, ...(calls ?? []).map((one) => called(one.function, 4000))].filter(Boolean).join("\n");
 }
 
 /** Folded: a line that says who and begins to say what. */
-function message({ role, content, tool_calls: calls }, folded) {
-  const asked = (calls ?? []).map((one) => called(one.function, 4000));
-  const said = typeof content === "string" ? content : JSON.stringify(content);
-  const text = [said, ...asked].filter(Boolean).join("\n"), who = make("span", { class: "who" }, role);
+function message(one, folded) {
+  const text = said(one), who = make("span", { class: "who" }, one.role);
   const more = text.length > LINE ? ` · ${number(text.length)} characters` : "";
-  if (!folded) return make("div", { class: `role ${role}` }, who, bounded(text));
-  return make("div", { class: `role ${role}` },
-    fold(make("span", {}, who, ` ${line(text, LINE)}${more}`), false, () => bounded(text)));
+  const title = make("span", {}, who, ` ${line(text, LINE)}${more}`);
+  return make("div", { class: `role ${one.role}` },
+    ...(folded ? [fold(title, false, () => bounded(text))] : [who, bounded(text)]));
 }
 
 // -- texts of others, and tokens of them --------------------------------------------------------------------
 
-/** A text, at first only its beginning: a node of megabytes would hold up the page. */
-export function bounded(text, most = MOST) {
-  const part = (start, end) => [escaped(text.slice(start, end)), end < text.length ? more(end) : ""];
-  const more = (end) => {
-    const some = 10 * end < text.length ? `${number(9 * end)} more` : "all";
-    const show = ({ target }) => target.replaceWith(...part(end, 10 * end));
-    return make("button", { onclick: show }, `show ${some} of ${number(text.length)} characters`);
-  };
-  return make("div", { class: "text" }, ...part(0, most));
+/** What `draw` makes of a stretch, at first of its first `most`: nodes of megabytes would hold up the page. */
+function pieces(draw, from, to, most, unit) {
+  const end = Math.min(to, from + most), next = Math.min(to - end, 10 * most);
+  const more = ({ target }) => target.replaceWith(...pieces(draw, end, to, next, unit));
+  const button = () => make("button", { onclick: more }, `show ${number(next)} more of ${number(to)} ${unit}`);
+  return next ? [...draw(from, end), button()] : draw(from, end);
 }
+
+export const bounded = (text, most = MOST) => make("div", { class: "text" },
+  ...pieces((from, to) => [escaped(text.slice(from, to))], 0, text.length, most, "characters"));
 
 function tokens(turn, { from, to }, paint) {
   const values = paint.values(turn) ?? [];
   const token = (at) => {
     const background = (values[at] ?? null) === null ? "" : paint.paint(values[at], paint);
     const seen = { "data-at": at, class: maskOf(turn, at) ? "masked" : null, style: { background } };
-    return make("span", seen, visible(turn.texts[at]));
+    // An empty text, or one of line breaks only, has still a place to point at.
+    return make("span", seen, escaped(turn.texts[at]).replace(/^(\n+)$/, "↵$1") || "·");
   };
-  const part = (start) => {
-    const end = Math.min(to, start + MOST_TOKENS), more = ({ target }) => target.replaceWith(...part(end));
-    const some = Array.from({ length: end - start }, (_, at) => token(start + at));
-    return end < to ? [...some, make("button", { onclick: more }, "more tokens")] : some;
-  };
+  const draw = (start, end) => turn.texts.slice(start, end).map((_, at) => token(start + at));
   const heard = { onpointermove: (event) => point(event, turn), onpointerleave: () => tip.remove() };
-  return make("div", { class: "text", ...heard }, ...part(from));
+  return make("div", { class: "text", ...heard }, ...pieces(draw, from, to, MOST_TOKENS, "tokens"));
 }
-
-// An empty text, or one of line breaks only, has still a place to point at.
-const visible = (text) => (text === "" ? "·" : escaped(text).replace(/^(\n+)$/, "↵$1"));
 
 // All that is known of the token under the pointer, at once: titles of thousands of elements come late.
 const tip = make("div", { class: "tip" });

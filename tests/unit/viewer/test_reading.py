@@ -148,7 +148,7 @@ async def read(tab: Tab) -> None:
     await tab.until('document.querySelector("article")?.dataset.uid === "0.0"')
     text = 'document.querySelector("article").textContent'
     summaries = '[...document.querySelectorAll("article summary")].map(one => one.textContent).join("|")'
-    assert "12 messages before" in await tab.run(summaries)
+    assert "13 before: system You count." in await tab.run(summaries)
     assert "thinking" in await tab.run(summaries) and "First I look" not in await tab.run(text)
     assert "no such file" in await tab.run(text), "what failed is open"
     await tab.run('document.querySelectorAll("article summary").forEach(one => one.click())')
@@ -223,7 +223,7 @@ async def megabytes(tab: Tab) -> None:
     )
     assert (
         await tab.run(f"{more}.map(one => one.textContent).join()")
-        == "show 180k more of 10M characters,more tokens"
+        == "show 200k more of 10M characters,show 55.9k more of 63.9k tokens"
     )
     await tab.run(f"{more}.forEach(one => one.click())")
     assert await tab.run(tokens) > 16000 and await tab.run(size) > before + 180_000
