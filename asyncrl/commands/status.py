@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
 
 def ending(run_dir: Path) -> str:
     """Return how a run ended, and why; '' while its launcher lives, or lives perhaps on another machine."""
+    if not run_dir.exists():
+        return "deleted"
     summary, status = read_summary(run_dir), read_status(run_dir)
     if error := summary.get("error") or status.get("error"):
         return f"{summary.get('outcome', 'failed')}: {error}"

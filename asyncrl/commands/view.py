@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +67,6 @@ async def _serve(views: Views, port: int, show: bool) -> None:
         await server.close()
         raise ConfigError(f"--port {port}: cannot be used ({one_line(error)}); leave it out") from None
     print(f"{server.url}\nCtrl-C ends it", flush=True)
-    threading.Thread(target=views.warm_up, daemon=True).start()
     try:
         if show:
             await asyncio.to_thread(webbrowser.open, server.url)

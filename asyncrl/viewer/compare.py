@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl.config import parse
-from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import ROUNDING, interval
 from asyncrl.store.launches import at, differences, launches_of
 from asyncrl.store.reader import RunReader
@@ -95,9 +94,3 @@ def _warnings(configs: Sequence[Any], played: Sequence[Played], shared: int) -> 
     found = [f"Not judged alike: the configurations differ in {', '.join(keys)}"] if keys else []
     alone = len(played[0].keys() | played[1].keys()) - shared
     return found + [f"{alone} questions are not the same in both, and left out"] * (alone > 0)
-
-
-def step_of(text: str) -> int | None:
-    if text and not (text.isdecimal() and len(text) < 10):
-        raise ConfigError(f"compare: step={text}: give the step of a validation")
-    return int(text) if text else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import time
 from collections.abc import Mapping
 from importlib.resources import files
@@ -32,10 +33,10 @@ POLICY = (
 
 def page(recorded: Mapping[str, Any] | None = None) -> str:
     """`recorded`: answers by their address, of a page without a server."""
+    scripts = (file for file in STATIC.iterdir() if file.name.endswith(".js"))
     modules = {
         f"view/{file.name}": "data:text/javascript;base64," + base64.b64encode(file.read_bytes()).decode()
-        for file in sorted(STATIC.iterdir(), key=lambda file: file.name)
-        if file.name.endswith(".js")
+        for file in scripts
     }
     parts = {
         "POLICY": POLICY,
@@ -45,45 +46,41 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
         # Within a script element, which no text in it can end. (json.dumps would write NaN.)
         "RECORDED": msgspec.json.encode(recorded).decode().replace("<", "\\u003c"),
     }
-    html = _text("page.html")
-    for name, part in parts.items():
-        html = html.replace(f"{{{{{name}}}}}", part, 1)
-    return html
+    return re.sub("{{([A-Z]+)}}", lambda found: parts[found[1]], _text("page.html"))
 
 
 def write(path: Path, views: Views) -> bool:
     """Write a page that opens without a server: the curves of all runs, and the newest episodes of each. The
     page says what cannot be read. Returns whether the accounts of all runs are exact."""
-    found: dict[str, Any] = {
-        "runs": msgspec.to_builtins(views.answer("runs", {})),
-        "saved": time.strftime("%Y-%m-%d %H:%M"),
-    }
-    for number in range(len(found["runs"]["runs"])):
-        for name in ("rows", "episodes", "tools", "lanes", "overview"):
-            found[address(name, run=number)] = _answer(views, name, run=number)
-        where = msgspec.json.encode([("kind", "=", kind) for kind in ("held out", "eval")]).decode()
-        held_out = _answer(views, "episodes", run=number, where=where, order="-step").get("episodes", [])
-        known = found[address("episodes", run=number)].get("episodes", [])
+    listed, exact = views.answer("runs", {}), True
+    found = {"runs": listed, "saved": time.strftime("%Y-%m-%d %H:%M")}
+
+    def ask(name: str, **query: object) -> Any:
+        try:
+            return views.answer(name, {key: str(value) for key, value in query.items()})
+        except AsyncrlError as error:
+            return {"error": str(error)}
+
+    def keep(name: str, **query: object) -> Any:
+        answer = found[f"{name}?{urlencode(query)}"] = ask(name, **query)
+        return answer
+
+    for run in range(len(listed["runs"])):
+        for name in ("rows", "tools", "lanes"):
+            keep(name, run=run)
+        exact &= keep("overview", run=run).get("conserved", True)
+        where = json.dumps([("kind", "=", kind) for kind in ("held out", "eval")])
+        held_out = ask("episodes", run=run, where=where, order="-step").get("episodes", [])
+        known = keep("episodes", run=run).get("episodes", [])
         train = [one for one in known if one["kind"] == "train"]
         known[:] = train + held_out
-        for uid in [one["uid"] for one in train[:SHOWN] + held_out[:HELD_OUT] if one["end"]]:
-            found[address("episode", run=number, uid=uid)] = _answer(views, "episode", run=number, uid=uid)
-    sides = {"a": 0, "b": min(1, len(found["runs"]["runs"]) - 1)}
-    found[address("compare", **sides)] = _answer(views, "compare", **sides)
+        for one in train[:SHOWN] + held_out[:HELD_OUT]:
+            if one["end"]:
+                keep("episode", run=run, uid=one["uid"])
+    keep("compare", a=0, b=min(1, len(listed["runs"]) - 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(found), "utf-8")
-    return all(answer.get("conserved", True) for answer in found.values() if isinstance(answer, dict))
-
-
-def address(name: str, **query: object) -> str:
-    return f"{name}?{urlencode(query)}"
-
-
-def _answer(views: Views, name: str, **query: object) -> Any:
-    try:
-        return msgspec.to_builtins(views.answer(name, {key: str(value) for key, value in query.items()}))
-    except AsyncrlError as error:
-        return {"error": str(error)}
+    return exact
 
 
 def _text(name: str) -> str:

@@ -6,9 +6,7 @@ GET /TOKEN/ ──► the page        GET /TOKEN/api/NAME?… ──► an answe
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -18,8 +16,6 @@ from aiohttp import web
 from asyncrl.errors import AsyncrlError
 from asyncrl.viewer.page import POLICY, page
 from asyncrl.viewer.views import Views
-
-log = logging.getLogger("asyncrl.viewer")
 
 HOST = "127.0.0.1"
 DEADLINE = 60.0  # seconds for an answer
@@ -32,8 +28,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class ViewServer:
     """`start`, then `url` is what to open."""
@@ -45,10 +39,9 @@ class ViewServer:
         self._lists = ThreadPoolExecutor(1, "lists")
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
-        app = web.Application(middlewares=[self._guard])
-        app.router.add_get("/{token}/", self._page)
-        app.router.add_get("/{token}/api/{name}", self._api)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_SECONDS)
+        self._runner = web.ServerRunner(
+            web.Server(self._answer, access_log=None), shutdown_timeout=STOP_SECONDS
+        )
 
     async def start(self) -> None:
         """Listen. OSError where the port is taken."""
@@ -62,29 +55,21 @@ class ViewServer:
         await self._runner.cleanup()
         self._lists.shutdown(wait=False, cancel_futures=True)
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Only GET; only under the server's own name, or a page of another site could ask by a name that it
         has pointed here; only with the token."""
+        token, _, place = request.path.removeprefix("/").partition("/")
         if request.method != "GET":
             return _error(405, "only GET")
         if request.headers.get("Host", "") not in self._hosts:
             return _error(403, "unknown Host")
-        token = request.path.lstrip("/").partition("/")[0]
         if not secrets.compare_digest(token.encode(), self._token.encode()):
             return _error(403, "open the address that `asyncrl view` has printed")
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return _error(error.status, error.reason)
-
-    async def _page(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text=page(), content_type="text/html", headers=HEADERS)
-
-    async def _api(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        if name not in self._views.names:
-            return _error(404, f"no view {name!r}")
+        if request.path == f"/{token}/":
+            return web.Response(text=page(), content_type="text/html", headers=HEADERS)
+        if not place.startswith("api/"):
+            return _error(404, "Not Found")
+        name = place.removeprefix("api/")
         try:
             threads = self._lists if name in ("episodes", "tools") else None
             answer = partial(self._views.answer, name, dict(request.query))

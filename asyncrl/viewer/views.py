@@ -1,34 +1,35 @@
 """Every answer that the page asks for, from the files of runs, which may be under way. Nothing is written;
-kept in memory are tokenizers, and the spans of timelines."""
+kept in memory are tokenizers, and of some runs their metrics and the spans of their timelines."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from asyncrl.config import parse
+from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_status, size_of_rows
-from asyncrl.observe.metrics import OF_STEP, charts, figures
-from asyncrl.observe.summary import flow_line
+from asyncrl.observe.metrics import charts
 from asyncrl.store import listing
-from asyncrl.store.launches import at, differences, launches_of
+from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
-from asyncrl.viewer.compare import compare, step_of
-from asyncrl.viewer.episodes import Decode, decoder, search, transcript
+from asyncrl.viewer.compare import compare
+from asyncrl.viewer.episodes import decoder, search, transcript
 from asyncrl.viewer.lanes import LaneReader
 from asyncrl.viewer.overview import overview
 from asyncrl.viewer.series import Measured, marks, series
 
 Query = Mapping[str, str]
-MOST_LANES = 2  # runs whose timelines are in memory
+Begun = tuple[Path, bytes]  # a run directory, and which run was begun there
+Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+MOST_LANES = 2  # runs whose timelines are in memory: 100 MB for a million spans
 KEPT = 256 << 20  # bytes of files of metrics, a fifth of it in memory; those of other runs are read again
 
 
@@ -38,14 +39,11 @@ class Views:
 
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
         self._runs, self._ended = list(dict.fromkeys(runs)), ended
-        names = [path.resolve().name for path in self._runs]
-        known = names if len({*names}) == len(names) else map(str, self._runs)
-        self._names = dict(zip(self._runs, known, strict=True))
-        self._decoders: dict[str, Decode] = {}
-        self._found: tuple[Path, tuple[str, ...], list[str], dict[str, int]] | None = None  # by a search
-        self._lanes_of: dict[Path, tuple[bytes, LaneReader]] = {}
-        self._columns: dict[tuple[Path, bytes], Measured] = {}
-        self._loading, self._reading, self._measuring = (threading.Lock() for _ in range(3))
+        names = [path.absolute().name for path in self._runs]
+        self._names = names if len({*names}) == len(names) else [*map(str, self._runs)]
+        self._decoder = lru_cache(decoder)
+        self._lanes_of, self._columns = dict[Begun, LaneReader](), dict[Begun, Measured]()
+        self._reading, self._measuring = threading.Lock(), threading.Lock()
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
@@ -57,35 +55,29 @@ class Views:
             "overview": lambda query: overview(path := self._path(query), self._ended(path)),
         }
 
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._views)
-
     def answer(self, name: str, query: Query) -> Any:
         """Return an answer as JSON. AsyncrlError says why there is none."""
+        if name not in self._views:
+            raise ConfigError(f"no view {name!r}; there are {', '.join(self._views)}")
         try:
             return self._views[name](query)
         except OSError as error:
             raise ConfigError(f"{name}: {one_line(error)}") from None
 
-    def warm_up(self) -> None:
-        """Read beforehand what takes seconds: a timeline of a million spans."""
-        with suppress(AsyncrlError):
-            self.answer("lanes", {})
-
     def _list(self, query: Query) -> dict[str, Any]:
         """Say what the runs are doing, and how their configurations differ."""
-        return {
-            "runs": [self._run(path) for path in self._runs],
-            "differences": differences([at(launches_of(path), 0).config for path in self._runs]),
-        }
+        trees = [*map(_tree, self._runs)]
+        found = differences([tree for tree in trees if tree])
+        for number in (place for place, tree in enumerate(trees) if not tree):
+            for values in found.values():
+                values.insert(number, None)
+        return {"runs": [*map(self._run, self._runs, self._names)], "differences": found}
 
-    def _run(self, path: Path) -> dict[str, Any]:
+    def _run(self, path: Path, name: str) -> dict[str, Any]:
         status, ended = read_status(path), self._ended(path)
-        gauges = status.get("gauges", {})
         done, total, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
         return {
-            "name": self._names[path],
+            "name": name,
             "path": str(path),
             "ended": ended,
             "phase": status.get("phase", "starting"),
@@ -93,23 +85,17 @@ class Views:
             "total_steps": total,
             "seconds": seconds,
             "eta": (total - done) * seconds / done if done and not ended else None,
-            "flow": flow_line(gauges),
             "rows": size_of_rows(path),
-            "waits": status.get("waits", []) if not ended else [],
-            "failed": status.get("failed", ""),
-            "alert": next((f"{one['name']}: {one['what']}" for one in status.get("alerts", [])), ""),
-            "numbers": ", ".join(figures(OF_STEP, gauges | status.get("metrics", {}))),
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
         """Return the curves of a run; of a stretch, by step, seconds or tokens."""
-        path = self._path(query)
-        since, until = (_number("rows", query, key) for key in ("from", "to"))
+        path, since, until = self._path(query), _given(query, "from"), _given(query, "to")
         with self._measuring:
-            key = path, _began(path)
-            columns = self._columns.pop(key, None) or Measured(path / "metrics.jsonl")
+            begun = _begun(path)
+            columns = self._columns.pop(begun, None) or Measured(path / "metrics.jsonl")
             columns.update()
-            self._columns[key] = columns  # the newest one, which stays
+            self._columns[begun] = columns  # the newest one, which stays
             while sum(one.read for one in self._columns.values()) > KEPT and len(self._columns) > 1:
                 del self._columns[next(iter(self._columns))]
             drawn = msgspec.to_builtins(list(charts(*columns.known())))
@@ -118,34 +104,22 @@ class Views:
 
     def _compare(self, query: Query) -> dict[str, Any]:
         sides = self._path({"run": query.get("a", "0")}), self._path({"run": query.get("b", "0")})
-        return compare(sides, [step_of(query.get(key, "")) for key in ("from", "to")])
+        return compare(sides, [_given(query, key, Step) for key in ("from", "to")])
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))
+        found, searched, decode = list[str](), None, None
         with closing(RunReader.open(path := self._path(query))) as reader:
-            found, searched = self._searched(path, reader, wanted)
+            if wanted.search:
+                with suppress(AsyncrlError):  # else what the tools said is searched
+                    decode = self._decoder(_config(path).model.path)
+                fit = listing.uids(reader, wanted)
+                found, looked = search(reader, fit, wanted.search, decode)
+                searched = {"transcripts": looked, "of": len(fit)}
             total, facets = listing.facets(reader, wanted, found)
-            return {
-                "episodes": listing.page(reader, wanted, found),
-                "total": total,
-                "start": wanted.start,
-                "searched": searched,
-                "facets": facets,
-            }
-
-    def _searched(
-        self, path: Path, reader: RunReader, wanted: Listing
-    ) -> tuple[list[str], dict[str, int] | None]:
-        """The episodes in whose transcripts the words are, and how many were looked at."""
-        if not wanted.search:
-            return [], None
-        if self._found is None or not wanted.start or self._found[:2] != (path, wanted.search):
-            fit, decode = listing.uids(reader, wanted), None
-            with suppress(AsyncrlError):  # else what the tools said is searched
-                decode = self._decoder(parse(at(launches_of(path), 0).config).model.path)
-            found, looked = search(reader, fit, wanted.search, decode)
-            self._found = path, wanted.search, found, {"transcripts": looked, "of": len(fit)}
-        return self._found[2:]
+            shown = listing.page(reader, wanted, found)
+        answer = {"episodes": shown, "total": total, "start": wanted.start}
+        return answer | {"searched": searched, "facets": facets}
 
     def _tools(self, query: Query) -> list[dict[str, Any]]:
         """Say what the tools did, in the episodes that fit."""
@@ -155,8 +129,7 @@ class Views:
     def _episode(self, query: Query) -> dict[str, Any]:
         path, uid = self._path(query), query.get("uid", "")
         with closing(RunReader.open(path)) as reader:
-            step = reader.episode(uid).step + 1
-            config = parse(at(launches_of(path), step).config)  # of the launch that trained it
+            config = _config(path, reader.episode(uid).step + 1)
             which = msgspec.json.encode([("uid", "=", uid)]).decode()
             if not (listed := listing.page(reader, Listing.of(which, "", "", ""))):
                 raise ConfigError(f"episode {uid}: its validation is under way; it is listed once it is over")
@@ -164,22 +137,15 @@ class Views:
             return found | {"listed": listed[0]}
 
     def _lanes(self, query: Query) -> dict[str, Any]:
-        """Return the lanes of a window, in seconds since the start of the run."""
-        path = self._path(query)
-        since, until, step = (_number("lanes", query, key) for key in ("from", "to", "step"))
+        """Return the lanes of a window, in seconds since the start of the run, or around a step."""
+        path, since, until = self._path(query), _given(query, "from"), _given(query, "to")
         with self._reading:
-            began = _began(path)
-            if path not in self._lanes_of or self._lanes_of[path][0] != began:
-                self._lanes_of[path] = began, LaneReader(path)
+            begun = _begun(path)
+            lanes = self._lanes_of.pop(begun, None) or LaneReader(path)
+            self._lanes_of[begun] = lanes
             for other in list(self._lanes_of)[:-MOST_LANES]:
-                del self._lanes_of[other]  # 100 MB for a million spans
-            return self._lanes_of[path][1].window(since, until, None if step is None else int(step))
-
-    def _decoder(self, model: str) -> Decode:
-        with self._loading:
-            if model not in self._decoders:
-                self._decoders[model] = decoder(model)
-            return self._decoders[model]
+                del self._lanes_of[other]
+            return lanes.window(since, until, _given(query, "step", Step))
 
     def _path(self, query: Query) -> Path:
         number = query.get("run", "0")
@@ -188,14 +154,26 @@ class Views:
         return self._runs[int(number)]
 
 
-def _number(view: str, query: Query, key: str) -> float | None:
-    with suppress(ValueError):
-        if key not in query or math.isfinite(float(query[key])):
-            return float(query[key]) if key in query else None
-    raise ConfigError(f"{view}: {key}={query[key]}: give a number")
+def _tree(run_dir: Path) -> Tree:
+    """The newest configuration; {} of a run that was deleted, or is of another version."""
+    with suppress(AsyncrlError):
+        return at(launches_of(run_dir), 0).config
+    return {}
 
 
-def _began(run_dir: Path) -> bytes:
-    """Return another mark once another run was begun in this directory."""
-    path = run_dir / "started"
-    return path.read_bytes() if path.exists() else b""
+def _config(run_dir: Path, step: int = 0) -> RunConfig:
+    """That of the launch which trained a step; the newest one without."""
+    return parse(at(launches_of(run_dir), step).config)
+
+
+def _given(query: Query, key: str, kind: Any = float) -> Any:
+    """A number of a query, or None."""
+    try:
+        return msgspec.json.decode(query[key], type=kind) if key in query else None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{key}={query[key]}: give a number ({one_line(error)})") from None
+
+
+def _begun(run_dir: Path) -> Begun:
+    began = run_dir / "started"
+    return run_dir, began.read_bytes() if began.exists() else b""

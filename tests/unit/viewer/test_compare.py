@@ -2,11 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import interval
-from asyncrl.viewer.compare import compare, paired, step_of
+from asyncrl.viewer.compare import compare, paired
 from tests.fakes.viewed import save_run
 
 
@@ -21,5 +18,3 @@ def test_without_a_validation_nothing_is_compared(tmp_path: Path) -> None:
     runs = save_run(tmp_path / "a"), save_run(tmp_path / "b")
     found = compare(runs, [None, None])
     assert (found["modes"], found["flipped"], found["validations"]) == ([], [], [[], []])
-    with pytest.raises(ConfigError, match="give the step"):
-        step_of("x")

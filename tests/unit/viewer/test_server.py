@@ -48,7 +48,7 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
             ("api/lanes?from=-1e308&to=1e308", 400, "seconds since the start"),
             ("api/lanes?from=-1e308", 400, "seconds since the start"),
             ("api/lanes?to=nan", 400, "to=nan: give a number"),
-            ("api/nothing", 404, "no view"),
+            ("api/nothing", 400, "no view 'nothing'; there are runs, "),
             ("nothing/at/all", 404, "Not Found"),
         ):
             answer = await client.get(url + address)
@@ -75,8 +75,10 @@ def test_who_may_ask(run_dir: Path) -> None:
 
 
 def test_a_token_is_of_one_server(run_dir: Path) -> None:
-    views = Views([run_dir], ended)
-    assert ViewServer(views)._token != ViewServer(views)._token
+    async def test(client: aiohttp.ClientSession, url: str) -> None:
+        assert ViewServer(views)._token not in url
+
+    served(views := Views([run_dir], ended), test)
 
 
 def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.commands.status import ending
 from asyncrl.config import read_config
 from asyncrl.data import samples_path
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -150,8 +152,6 @@ def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_p
     told = [{"name": "constant reward", "what": "all 64 episodes scored 0"}]
     write_status(tmp_path, {"phase": "running", "alerts": told, "gauges": gauges, "metrics": {}})
     views = Views([tmp_path], lambda run_dir: "")
-    assert views._run(tmp_path)["numbers"] == "reward 0.000, filtered 98%"
-    assert views._run(tmp_path)["alert"] == "constant reward: all 64 episodes scored 0"
     (found,) = views.answer("overview", {})["alerts"]
     assert (found.name, found.what) == ("constant reward", "all 64 episodes scored 0")
 
@@ -172,7 +172,11 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("episodes", {"where": f'[["group", "=", {"9" * 30}]]'}, "where"),
         ("episodes", {"start": "-1"}, "start"),
         ("lanes", {"from": "nan"}, "from=nan: give a number"),
-        ("lanes", {"to": "x"}, "lanes: to=x: give a number"),
+        ("lanes", {"to": "x"}, "to=x: give a number"),
+        ("rows", {"from": "1e999"}, "from=1e999: give a number"),
+        ("lanes", {"step": "-1"}, "step=-1: give a number"),
+        ("compare", {"to": "9" * 30}, "to=9"),
+        ("nothing", {}, "no view 'nothing'"),
         ("episodes", {"run": "1"}, "there are 1 runs"),
         ("episode", {"uid": "9.9"}, "no episode 9.9"),
     ],
@@ -266,9 +270,16 @@ def test_lanes_of_a_window_and_of_another_run_in_the_same_directory(tmp_path: Pa
     assert views.answer("lanes", {})["length"] == 1
 
 
-def test_a_store_of_another_version_is_named(tmp_path: Path) -> None:
-    other = save_run(tmp_path / "b")
-    with closing(sqlite3.connect(other / "run.db")) as db:
+def test_beside_a_run_that_was_deleted_and_one_of_another_version_others_are_shown(tmp_path: Path) -> None:
+    runs = [
+        save_run(tmp_path / name, lr=lr) for name, lr in (("a", 1e-5), ("b", 1e-5), ("c", 1e-5), ("d", 1e-6))
+    ]
+    with closing(sqlite3.connect(runs[1] / "run.db")) as db:
         db.execute("PRAGMA user_version=1")
+    shutil.rmtree(runs[2])
+    views = Views(runs, ending)
+    found = views.answer("runs", {})
+    assert found["differences"] == {"trainer.lr": [1e-5, None, None, 1e-6]}
+    assert found["runs"][2]["ended"] == "deleted" and views.answer("rows", {"run": "2"})["steps"] == 0
     with pytest.raises(ConfigError, match="an older version"):
-        Views([other], ended).answer("episodes", {})
+        views.answer("episodes", {"run": "1"})
