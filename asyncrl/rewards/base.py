@@ -109,15 +109,6 @@ async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -
     return as_result(await result if inspect.isawaitable(result) else result)
 
 
-def from_verl(function: RewardFunction) -> Callable[[RewardInput], Any]:
-    """A function with verl's signature as one of the whole episode."""
-
-    def call(given: RewardInput) -> Any:
-        return function(**verl_arguments(given))
-
-    return call
-
-
 def verl_arguments(given: RewardInput) -> dict[str, Any]:
     """See RewardFunction. Facts of the episode replace keys of the same name in the data set's extra_info."""
     extra = {

@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.registry import Call, bound, check_call
-from asyncrl.rewards.base import Place, RewardFunction, RewardInput, from_verl, rewards
+from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards, verl_arguments
 
 WHERE = "rollout.reward"
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -61,18 +61,16 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     """Load one function of whole episodes, with its options bound."""
     found, where = rewards.load(source.spec, where), f"{where}.{source.spec}"
     function = bound(_with_verls_options(found, where), source.options, where, CALL)
-    typed = _is_typed(function)
-    if not typed:
+    if not _is_typed(function):
         check_call(function, where, CALL)
     subject = function if inspect.isclass(found) else found
     waits = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
     place: Place = "loop" if waits else getattr(found, "runs", "processes")
     load = getattr(function, "load", lambda: None)
     own = getattr(found, "own_deadline", 0.0) if place == "loop" else 0.0
-    called = function if typed else from_verl(function)
     return Reward(
         source.spec,
-        called,
+        _of_episode(function),
         place,
         source,
         load=load,
@@ -84,7 +82,11 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
     """A function of either signature as a reward that runs in the event loop."""
-    return Reward(name, function if _is_typed(function) else from_verl(function), "loop", RewardSource(name))
+    return Reward(name, _of_episode(function), "loop", RewardSource(name))
+
+
+def _of_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
+    return function if _is_typed(function) else lambda given: function(**verl_arguments(given))
 
 
 def _load(name: str, spec: str, options: Options, where: str) -> Reward:

@@ -137,8 +137,8 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
         if inspect.isclass(made):
             return _of_class(subject, made, name, options)
         label = name or made.__name__
-        found = signature_of(subject, label, made)
-        return Tool(label, found.schema, subject, found.decode, **options)
+        schema, decode = signature_of(subject, label, made)
+        return Tool(label, schema, subject, decode, **options)
 
     return build(subject) if subject is not None else build
 
@@ -147,8 +147,8 @@ def _of_class(make: Callable[[], Any], kind: Any, name: str, options: dict[str, 
     label = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
     if not callable(getattr(kind, "call", None)):
         raise ConfigError(f"tool {label!r}: class {kind.__name__} has no method `call`; add it")
-    found = signature_of(kind.call, label, kind if kind.__doc__ else kind.call)
-    return Tool(label, found.schema, kind.call, found.decode, make, **{"replay": "reapply", **options})
+    schema, decode = signature_of(kind.call, label, kind if kind.__doc__ else kind.call)
+    return Tool(label, schema, kind.call, decode, make, **{"replay": "reapply", **options})
 
 
 def names(known: Iterable[str]) -> str:

@@ -153,9 +153,9 @@ def _register(label: str, snapshots: int, *methods: Callable[..., Awaitable[str]
 def _tool(
     name: str, method: Callable[..., Awaitable[str]], state: Callable[[], Workspace], seconds: float
 ) -> Tool:
-    found = signature_of(method, name, method)
+    schema, decode = signature_of(method, name, method)
     timeout = 2 * seconds + SPARE  # the setup may have to run again
-    return Tool(name, found.schema, method, found.decode, state, timeout=timeout, replay="reapply")
+    return Tool(name, schema, method, decode, state, timeout=timeout, replay="reapply")
 
 
 _register("python", 0, Workspace.python)  # calls that run again give the variables back, too

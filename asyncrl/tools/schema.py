@@ -6,7 +6,6 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -17,22 +16,14 @@ Decode = Callable[[str], dict[str, Any]]
 """The text of a call's arguments -> keyword arguments. Raises what the model is to read."""
 
 
-@dataclass(frozen=True)
-class Signature:
-    """`schema` is OpenAI's, of one function; `decode` checks arguments against it."""
-
-    schema: dict[str, Any]
-    decode: Decode
-
-
-def signature_of(function: Callable[..., Any], name: str, described: Any) -> Signature:
-    """Read the signature of a function, or a method without its `self`; `described` bears the docstring."""
+def signature_of(function: Callable[..., Any], name: str, described: Any) -> tuple[dict[str, Any], Decode]:
+    """Read the signature of a function, or a method without its `self`: OpenAI's schema of it, and a check of
+    arguments against that. `described` bears the docstring."""
     description, notes = docstring(described)
     struct = _struct(function, name, notes)
     decoder = msgspec.json.Decoder(struct, strict=False)
-    return Signature(
-        _schema(name, description, struct), lambda text: msgspec.structs.asdict(decoder.decode(text or "{}"))
-    )
+    schema = _schema(name, description, struct)
+    return schema, lambda text: msgspec.structs.asdict(decoder.decode(text or "{}"))
 
 
 def docstring(described: Any) -> tuple[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -185,13 +186,7 @@ FILES_SINCE = 3  # older versions cannot block truncation
 SCOPES_SINCE, SCOPES = 6, 3  # abstract sockets and signals stay inside
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
-
-
-class _Beneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
+RULESET, BENEATH = struct.Struct("=QQQ"), struct.Struct("=Qi")  # files, net, scoped; allowed, parent
 
 
 def landlock_version() -> int:
@@ -205,8 +200,8 @@ def landlock_ruleset(read: Iterable[str], write: Iterable[str]) -> int:
     version = landlock_version()
     rights = max((number for since, number in RIGHTS.items() if since <= version), default=0)
     scoped = SCOPES if version >= SCOPES_SINCE else 0
-    given = ctypes.byref(_Ruleset(rights, 0, scoped))
-    fd = syscall("landlock_create_ruleset", CREATE_RULESET, given, 24 if scoped else 8, 0)
+    given = RULESET.pack(rights, 0, scoped)
+    fd = syscall("landlock_create_ruleset", CREATE_RULESET, given, RULESET.size if scoped else 8, 0)
     for paths, allowed in ((read, EXECUTE | READ_FILE | READ_DIR), (write, rights)):
         for path in paths:
             _allow(fd, path, allowed & rights)
@@ -222,8 +217,7 @@ def _allow(fd: int, path: str, rights: int) -> None:
     parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         allowed = rights if os.path.isdir(path) else rights & OF_FILES
-        rule = ctypes.byref(_Beneath(allowed, parent))
-        syscall("landlock_add_rule", ADD_RULE, fd, PATH_BENEATH, rule, 0)
+        syscall("landlock_add_rule", ADD_RULE, fd, PATH_BENEATH, BENEATH.pack(allowed, parent), 0)
     finally:
         os.close(parent)
 
@@ -313,8 +307,5 @@ def refuse_calls(calls: Iterable[tuple[int, int]]) -> None:
     lines += [(EQUAL, 0, 7, SETSOCKOPT[column]), *size]
     shared = [(LOAD, 0, 0, FOURTH), (AND, 0, 0, SHARED_NAMELESS), (EQUAL, 0, 1, SHARED_NAMELESS)]
     lines += [(EQUAL, 0, 5, MMAP[column]), *shared, NO, YES, YES]
-    packed = b"".join(
-        code.to_bytes(2, "little") + bytes((yes, no)) + k.to_bytes(4, "little") for code, yes, no, k in lines
-    )
-    program = _BpfProgram(len(lines), packed)
+    program = _BpfProgram(len(lines), b"".join(struct.pack("=HBBI", *line) for line in lines))
     prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(program))

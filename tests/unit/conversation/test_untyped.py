@@ -149,7 +149,7 @@ def send(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tool_gets_what_its_signature_says(name: str) -> None:
-    signature = signature_of(send, "send", send)
+    schema, decode = signature_of(send, "send", send)
     mail = {"to": "null", "urgent": True}
     made = {
         "text": '{"a": 1}',
@@ -161,5 +161,5 @@ def test_a_tool_gets_what_its_signature_says(name: str) -> None:
         "note": None,
         "ids": ["1"],
     }
-    (call,) = parsers.get(name)(WRITERS[name]([("send", made)]), (json.dumps(signature.schema),)).calls
-    assert signature.decode(call.arguments) == {**made, "mail": Mail("null", True)}
+    (call,) = parsers.get(name)(WRITERS[name]([("send", made)]), (json.dumps(schema),)).calls
+    assert decode(call.arguments) == {**made, "mail": Mail("null", True)}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.rewards import RewardInput, combine, evaluate
-from asyncrl.rewards.base import as_result, from_verl
+from asyncrl.rewards import RewardInput, combine, evaluate, in_loop
+from asyncrl.rewards.base import as_result
 from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample, ToolCall
 
 SAMPLE = Sample(0, "chain_math", (Message("user", "?"),), '"1234"', extra_info='{"hard": true, "end": "x"}')
@@ -34,7 +34,7 @@ def test_verls_arguments_and_what_the_episode_tells_of_itself() -> None:
         seen.append(arguments)
         return {"score": 0.5, "bonus": 1.0}
 
-    found = asyncio.run(evaluate(from_verl(compute_score), GIVEN))
+    found = asyncio.run(evaluate(in_loop(compute_score).function, GIVEN))
     assert found == RewardResult(0.5, components={"bonus": 1.0})
     assert seen == [
         {
