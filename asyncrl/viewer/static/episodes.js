@@ -172,7 +172,7 @@ function row(one, now, largest) {
       under(code(one.answer || "–"), ...(one.truth ? [" · truth ", code(one.truth)] : []))],
     [make("b", {}, number(one.score)), make("div", { class: "parts" }, ...bars)],
     [number(one.turns), flag(` ✗${failed}`, wrong), under(number(one.tokens))],
-    [number(one.lag), flag(` ✂${stale}`, old), under(versions)],
+    [number(one.lag), flag(stale === "all" ? " ✂all" : " ✂", old), under(versions)],
     [one.end || one.state, under(step === null ? one.state : `${kind === "train" ? "step" : kind} ${step}`)],
   ].map((cell) => make("td", {}, ...cell)));
 }

@@ -60,12 +60,9 @@ export function branches(turns) {
     row.ends.push(row.text.length);
     row.root.size += 1;
   }
-  const main = rows.reduce((most, row) => (row.size > (most?.size ?? 0) ? row : most), null);
-  const system = main && (messages(main.text)[0]?.content ?? "");
-  for (const row of rows) {
-    const cut = row.root.text.slice(0, system.length + SLACK).includes(system); // the same one, rewritten
-    row.aside = row.root !== main && !cut;
-  }
+  const system = (row) => messages(row.text)[0]?.content; // the same where a history was rewritten
+  const [main] = rows.toSorted((one, other) => other.size - one.size), own = main && system(main);
+  rows.forEach((row) => (row.aside = row.root !== main && system(row.root) !== own));
   return rows;
 }
 

@@ -106,8 +106,8 @@ function head(episode, buttons) {
   const components = Object.entries(listed.components).flatMap(([name, value]) =>
     pair(name, make("span", {}, number(value)), meter(value, `${name} ${number(value)}`)));
   return make("div", {},
-    make("div", { class: "bar" }, make("b", {}, episode.uid), badge(listed.kind), badge(listed.state),
-      listed.reason ? badge(listed.reason) : null, listed.mode === "greedy" ? badge("greedy") : null,
+    make("div", { class: "bar" }, make("b", {}, episode.uid),
+      ...[listed.kind, listed.state, listed.reason, listed.mode].filter(Boolean).map((one) => badge(one)),
       make("span", { class: "push" }, ...buttons)),
     make("h3", {}, line(listed.question, 400) || "(no question)"),
     make("dl", { class: "outcome" }, ...pair("answer", bounded(listed.answer || "–", 400)),
