@@ -57,7 +57,7 @@ def test_columns_grow_with_their_file(tmp_path: Path) -> None:
 
 def test_a_long_run_is_thinned_and_keeps_extremes_its_end_and_its_validations(tmp_path: Path) -> None:
     last, success, loss = 6 * POINTS + 2, "val-core/all/sampled/success", "actor/pg_loss"
-    rows = [{"training/step": float(step), "timing_s/step": 1.0, loss: 0.0} for step in range(last + 1)]
+    rows = [row(float(step), 2.0 * step, **{"timing_s/step": 1.0, loss: 0.0}) for step in range(last + 1)]
     rows[1234][loss], rows[4321][loss] = 9.0, -7.0
     columns = written(tmp_path, [*rows, {"training/step": 1001.0, success: 0.5}])
     found = series(columns)
@@ -69,6 +69,7 @@ def test_a_long_run_is_thinned_and_keeps_extremes_its_end_and_its_validations(tm
     assert dict(zip(found["step"], found["columns"][success], strict=True))[1001.0] == 0.5
     near = series(columns, "step", 1200, 1300)  # a stretch has each of its steps, and goes on to both sides
     assert near["step"] == list(range(1199, 1302)) and near["columns"][loss][35] == 9.0
+    assert series(columns, "seconds", 2400.0, 2600.0)["step"] == near["step"]
 
 
 def test_bands_are_around_a_mean_the_widest_first_and_none_is_constant(tmp_path: Path) -> None:
