@@ -17,15 +17,14 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
-from asyncrl.data import Samples, samples_path
 from asyncrl.episodes.recorded import credited, kept_turns
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_lines
-from asyncrl.observe.held_out import EVAL, HeldOut
+from asyncrl.observe.held_out import EVAL
 from asyncrl.observe.transcripts import read_ratios
 from asyncrl.registry import single
 from asyncrl.store.reader import RunReader
-from asyncrl.types import Observation, Sample, Turn, TurnReply
+from asyncrl.types import Observation, Turn, TurnReply
 
 LARGEST = 20.0  # nats
 SEARCH_SECONDS = 1.0  # that one search reads transcripts
@@ -90,15 +89,12 @@ def _said(frames: Iterator[bytes], decode: Decode | None) -> Iterator[str]:
 
 
 def transcript(
-    run_dir: Path, config: RunConfig, reader: RunReader, uid: str, decode: Decode
+    run_dir: Path, config: RunConfig, reader: RunReader, listed: dict[str, Any], decode: Decode
 ) -> dict[str, Any]:
     """Return an episode as JSON. `turns` are those that are kept; `missing` says why there are fewer than the
     episode had, `text` is what was kept then; `no_advantage` why there are none. StoreError, ConfigError."""
-    episode, held_out = reader.episode(uid), uid.startswith(EVAL)
-    samples = Samples.open(samples_path(run_dir, "test" if held_out else "train"))
-    sample: Sample = samples[episode.group if held_out else reader.group(episode.group).sample]
+    episode = reader.episode(uid := listed["uid"])
     turns, missing = kept_turns(reader, episode)
-    step = HeldOut.of(uid).step if held_out else episode.step + 1 if episode.step >= 0 else None
     trained = dict[str, list[Any]]()  # of all tokens that are trained: they may be shorter
     if episode.step >= 0 and (known := read_ratios(run_dir, episode.step + 1, uid)):
         ratios = [None if x is None else exp(min(x, LARGEST)) for x in known.log_ratio]
@@ -113,13 +109,12 @@ def transcript(
             no_advantage = one_line(error)
     return {
         **msgspec.to_builtins(episode),
-        "step": step,
-        "landed": episode.stats.turns > 0,
+        "listed": listed,
+        "step": listed["step"],
         "bound": config.buffer.max_staleness,
-        "prompt": [message.openai() for message in sample.prompt],
         "turns": list(_turns(turns, decode, trained, episode.step, config.buffer.max_staleness)),
         "missing": missing,
-        "text": _kept_text(run_dir, uid, step) if missing and step is not None else "",
+        "text": _kept_text(run_dir, listed) if missing else "",
         "no_advantage": no_advantage,
     }
 
@@ -139,12 +134,12 @@ def _refused(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> st
     return ""
 
 
-def _kept_text(run_dir: Path, uid: str, step: int) -> str:
+def _kept_text(run_dir: Path, listed: dict[str, Any]) -> str:
     """The text of an episode whose turns are gone, where one was kept; '' else."""
-    kind = "validation" if uid.startswith(EVAL) else "training"
+    kind = "training" if listed["kind"] == "train" else "validation"
     with suppress(OSError):
-        for entry in read_lines(run_dir / "transcripts" / kind / f"step-{step}.jsonl"):
-            if entry.get("uid") == uid:
+        for entry in read_lines(run_dir / "transcripts" / kind / f"step-{listed['step']}.jsonl"):
+            if entry.get("uid") == listed["uid"]:
                 return str(entry.get("text", ""))
     return ""
 

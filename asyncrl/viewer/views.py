@@ -133,8 +133,7 @@ class Views:
             which = msgspec.json.encode([("uid", "=", uid)]).decode()
             if not (listed := listing.page(reader, Listing.of(which, "", "", ""))):
                 raise ConfigError(f"episode {uid}: its validation is under way; it is listed once it is over")
-            found = transcript(path, config, reader, uid, self._decoder(config.model.path))
-            return found | {"listed": listed[0]}
+            return transcript(path, config, reader, listed[0], self._decoder(config.model.path))
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run, or around a step."""

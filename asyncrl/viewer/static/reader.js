@@ -76,7 +76,6 @@ export function painter(episode, name) {
 export function draw(episode, colour, buttons) {
   const paint = painter(episode, colour), rows = branches(episode.turns), long = episode.turns.length >= MANY;
   const turns = make("div", { class: "turns" },
-    ...(episode.turns[0]?.agent ? [] : history(episode.prompt)),
     ...rows.map((row) => drawRow(row, rows, episode, paint)),
     episode.missing ? make("p", { class: "alert" }, episode.missing) : null,
     ...messages(episode.text).map((one) => message(one, one.role === "system"))); // all that was kept of it
@@ -91,7 +90,7 @@ function head(episode, buttons) {
   const masked = turns.reduce((sum, turn) => sum + maskedOf(turn), 0);
   const facts = [
     listed.step === null ? "in no batch" : `${train ? "batch" : "validation at step"} ${listed.step}`,
-    episode.landed ? `ended: ${result.end}` : "not over", `${number(listed.turns)} turns`,
+    listed.end ? `ended: ${listed.end}` : "not over", `${number(listed.turns)} turns`,
     `${number(listed.tokens)} tokens`,
     oldest < 0 ? "" : `version ${oldest}${newest > oldest ? ` to ${newest}` : ""}`,
     listed.lag === null ? "" : `lag ${listed.lag}`,
@@ -177,7 +176,7 @@ export function drawTurn(turn, row, episode, paint) {
     turn.stop === "stop" ? "" : `stopped by ${turn.stop}`, earned ? `reward ${number(earned)}` : "",
     maskedOf(turn) ? `${maskedOf(turn)} masked` : "",
     observation?.reward ? `of it ${number(observation.reward)} here` : ""];
-  const read = turn.agent ? messages(turn.context.text.slice(row?.shared ?? 0)) : [];
+  const read = turn.agent || row ? messages(turn.context.text.slice(row?.shared ?? 0)) : [];
   return make("section", { class: "turn", id: `turn-${episode.uid}-${index}` },
     make("h4", {}, `turn ${index + 1}`,
       make("span", { class: "dim" }, ` of ${episode.turns.length} · ${facts.filter(Boolean).join(" · ")}`)),

@@ -148,7 +148,7 @@ async def read(tab: Tab) -> None:
     await tab.until('document.querySelector("article")?.dataset.uid === "0.0"')
     text = 'document.querySelector("article").textContent'
     summaries = '[...document.querySelectorAll("article summary")].map(one => one.textContent).join("|")'
-    assert "13 before: system You count." in await tab.run(summaries)
+    assert "12 before: user example 0" in await tab.run(summaries)
     assert "thinking" in await tab.run(summaries) and "First I look" not in await tab.run(text)
     assert "no such file" in await tab.run(text), "what failed is open"
     await tab.run('document.querySelectorAll("article summary").forEach(one => one.click())')

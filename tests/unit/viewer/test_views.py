@@ -202,7 +202,7 @@ def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
         "held out": 1,
     }
     found = views.answer("episode", {"uid": uid})
-    assert found["step"] == 4 and found["prompt"][0]["content"] == "3?"
+    assert found["step"] == 4 and found["listed"]["question"] == "3?"
     assert found["turns"][0]["texts"] and found["no_advantage"] == "it is held out: it is not trained"
     (one,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
     assert (one["step"], one["lag"], one["group"], one["question"]) == (4, None, None, "3?")
