@@ -216,11 +216,14 @@ async function read(place, now, current) {
     const uids = side ? [...new Set([uid, ...members])].slice(0, SIDE) : [uid];
     const some = await Promise.all(uids.map((one) => load(run, one)));
     if (!current()) return;
+    const top = place.dataset.uid === uid ? place.scrollTop : 0, shown = `${uid} ${colour}`;
+    // Folds stay as they were, but for another episode or colour.
+    if (place.dataset.shown !== shown) place.querySelectorAll("details").forEach((one) => one.remove());
     redraw(place, [now, some.map((one) => [one.uid, one.state, one.step, one.turns.length])],
       () => (side ? sideBySide(some, colour) : draw(first, colour, buttons(first))));
     place.parentElement.classList.toggle("side", Boolean(side));
-    if (place.dataset.uid !== uid) place.scrollTop = 0;
-    place.dataset.uid = uid;
+    place.scrollTop = top;
+    Object.assign(place.dataset, { uid, shown });
   } catch (error) {
     if (current()) redraw(place, error.message, () => make("p", { class: "alert" }, error.message));
   }

@@ -124,7 +124,7 @@ export const chip = (href, on, attributes, ...children) =>
 /** The choice of a colour, and what its strength says. */
 function colours(episode, paint, chosen) {
   const chips = Object.entries(COLOURS).map(([key, { name }]) =>
-    chip(address({ colour: key }), key === chosen, { "data-colour": key }, name));
+    chip(address({ colour: key }), key === chosen, { id: `colour-${key}` }, name));
   const patches = () => paint.scale(paint).map(([value, label]) => make("span", { class: "patch" },
     make("span", { class: "key", style: { background: paint.paint(value, paint) } }), label));
   const none = chosen === "advantages" ? `no advantages: ${episode.no_advantage}`

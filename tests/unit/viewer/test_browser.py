@@ -106,7 +106,7 @@ async def looked_at(tab: Tab) -> None:
     for key, uid in (("j", "1.1"), ("k", "1.0"), ("n", "1.1")):
         await tab.press(key)
         await tab.until(f'document.querySelector("article").dataset.uid === "{uid}"')
-    await tab.run("""document.querySelector('[data-colour="versions"]').click()""")
+    await tab.run('document.getElementById("colour-versions").click()')
     await tab.until('document.querySelectorAll(".model [data-at]").length === 10')
     assert MARKUP in await tab.run('document.querySelector("article").textContent')
     await tab.press("g")

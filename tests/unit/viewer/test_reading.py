@@ -162,9 +162,10 @@ async def read(tab: Tab) -> None:
         "masked": "too old",
         "advantages": "did better than its group",
     }.items():
-        await click(tab, f'[data-colour="{colour}"]')
+        await click(tab, f"#colour-{colour}")
         await tab.until(f'document.querySelector(".colours").textContent.includes("{legend}")')
     await tab.until('document.querySelector(".model [data-at]").style.background.includes("color-mix")')
+    assert await tab.run('document.querySelectorAll(".model > details:not([open])").length') == 0, "tokens"
     await tab.run("""document.querySelector(".model [data-at]").dispatchEvent(
         new PointerEvent("pointermove", { bubbles: true }))""")
     tip = await tab.run('document.querySelector(".tip").textContent')
