@@ -12,6 +12,7 @@ from asyncrl.viewer.page import write
 from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import CHROMIUM, Tab, browser
+from tests.fakes.contrast import pale
 from tests.fakes.viewed import MARKUP, ended, save_run
 
 pytestmark = pytest.mark.skipif(
@@ -42,16 +43,25 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
         await server.start()
         try:
             async with browser(tmp_path / "profile") as tab:
-                await tab.open(server.url)
+                await tab.open("about:blank")
+                await coloured(tab, "light", server.url)
                 await looked_at(tab)
                 await zoomed_in(tab)
-                await tab.call("Page.navigate", url=(tmp_path / "page.html").as_uri())
+                await coloured(tab, "dark", (tmp_path / "page.html").as_uri())
                 await looked_at(tab)
                 assert tab.complaints == []
         finally:
             await server.close()
 
     asyncio.run(asyncio.wait_for(test(), 280))
+
+
+async def coloured(tab: Tab, scheme: str, url: str) -> None:
+    """The page of an address, which a change of the scheme would load again."""
+    await tab.call("Page.navigate", url="about:blank")
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    await tab.call("Emulation.setEmulatedMedia", features=[feature])
+    await tab.call("Page.navigate", url=url)
 
 
 async def zoomed_in(tab: Tab) -> None:
@@ -86,12 +96,13 @@ async def zoomed_in(tab: Tab) -> None:
 
 async def looked_at(tab: Tab) -> None:
     """The overview; by keys curves, alerts and differences, the list, a filter, an episode, its neighbour and
-    its group, lanes."""
+    its group, a comparison, lanes. All texts and signs stand out."""
     await tab.until('document.querySelector("#overview h1")')
     shown = await tab.run('document.getElementById("overview").textContent')
     assert "No reward is known in 12 steps" in shown and "data.trainx" in shown
     assert await tab.run('document.querySelector("[data-alert]").dataset.alert') == "skipped optimizer steps"
     assert "trainer.lr = 1e-06" in shown
+    assert await pale(tab) == []
     await tab.press("3")
     await tab.until('document.querySelectorAll("#charts canvas").length >= 2')
     keys = await tab.run("document.querySelector(\"[data-title='Tokens per second']\").textContent")
@@ -99,6 +110,7 @@ async def looked_at(tab: Tab) -> None:
     await tab.until(
         'document.querySelector(".happening").getAttribute("aria-label").includes("skipped optimizer")'
     )
+    assert await pale(tab) == []
     await tab.press("2")
     await tab.until(f"{ROWS} === 8")
     await tab.run("""document.querySelector('[data-facet="state"][data-value="trained"]').click()""")
@@ -109,11 +121,18 @@ async def looked_at(tab: Tab) -> None:
     await tab.run('document.getElementById("colour-versions").click()')
     await tab.until('document.querySelectorAll(".model [data-at]").length === 10')
     assert MARKUP in await tab.run('document.querySelector("article").textContent')
+    await tab.run('document.querySelectorAll("details").forEach(one => (one.open = true))')
+    assert await pale(tab) == []
     await tab.press("g")
     await tab.until('document.querySelectorAll("article").length === 2')
     await tab.press("/")
     assert await tab.run('document.activeElement.id === "search"')
     await tab.run("document.activeElement.blur()")
+    assert await pale(tab) == []
+    await tab.press("5")
+    await tab.until('document.querySelector("#compare .card")')
+    assert await pale(tab) == []
     await tab.press("4")
     await tab.until('document.querySelector("#time-panel table")')
+    assert await pale(tab) == []
     assert await tab.run('document.querySelectorAll("img").length') == 0, "a text was read as HTML"
