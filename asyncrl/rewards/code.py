@@ -12,8 +12,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,12 +22,11 @@ from msgspec import Meta
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunResult, SandboxLimits
 from asyncrl.isolation.sandbox.detection import check_isolation
 from asyncrl.isolation.sandbox.jail import Jail
-from asyncrl.rewards.base import RewardError, rewards
+from asyncrl.rewards.base import rewards
 
 FENCE = "```"
 LANGUAGE = re.compile(r"[\w+-]*")
 LANGUAGES = ("", "python", "py", "python3")
-MAX_WAIT = 10  # times `total_seconds` that an answer may wait for a sandbox
 LARGEST = 4 << 20  # bytes of output that are compared
 SLACK = 4096  # characters more than expected that are looked at: digits, white space
 
@@ -95,7 +93,7 @@ class Code:
     async def _run(self, cases: list[CodeTest]) -> int:
         """Count the tests that pass; without `partial` it stops at the first that does not."""
         passed = 0
-        async with self._started_sandbox() as sandbox:
+        async with self._places, Jail(self._limits, require=self._require) as sandbox:
             until = time.monotonic() + self._total
             for case in cases:
                 seconds = min(self._seconds, until - time.monotonic())
@@ -107,21 +105,6 @@ class Code:
                 if not (right or self._partial):
                     break
         return passed
-
-    @asynccontextmanager
-    async def _started_sandbox(self) -> AsyncIterator[Jail]:
-        """Start one of `at_once`. RewardError when none comes free."""
-        most = MAX_WAIT * self._total
-        try:
-            async with asyncio.timeout(most):
-                await self._places.acquire()
-        except TimeoutError:
-            raise RewardError(f"no sandbox was free for {most:g} s; raise at_once") from None
-        try:
-            async with Jail(self._limits, require=self._require) as sandbox:
-                yield sandbox
-        finally:
-            self._places.release()
 
 
 def passes(case: CodeTest, result: RunResult) -> bool:
