@@ -214,13 +214,6 @@ async def test_memory_is_bounded() -> None:
     assert "MemoryError" in result.output and after.output == "True\n"
 
 
-async def test_a_program_has_the_seconds_of_cpu_of_its_call_and_cells_have_no_total() -> None:
-    look = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
-    async with sandbox() as box:
-        assert (await box.run("program", look, 3.5)).output == "(5, 5)\n"
-        assert (await box.run("cell", look, 3.5)).output == "(-1, -1)\n"
-
-
 LIBC = """
 import ctypes, mmap, os
 libc = ctypes.CDLL(None, use_errno=True)

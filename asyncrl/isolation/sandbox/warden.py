@@ -114,8 +114,7 @@ class Warden:
             body = partial(self._exec_python, keep, f"run_program(open({keep}, 'rb').read())")
             if not self._has_image:  # where all files stay: it has more than the home
                 emptying.empty(self._confinement.home)
-        cpu = 0 if shell else int(request.seconds) + 2  # a shell's background processes may live longer
-        process = self._fork(body, _file(request.stdin), theirs=keep, cpu=cpu)
+        process = self._fork(body, _file(request.stdin), theirs=keep)
         kept = BoundedOutput(self._limits.output)
         in_time = process.watch(kept, request.seconds)
         if in_time and shell:
@@ -198,24 +197,24 @@ class Warden:
         return _exec([*words, f"{source}\n{call}"], os.environ)
 
     def _fork(
-        self, body: Callable[[], object], stdin: int, control: int = -1, theirs: int = -1, cpu: int = 0
+        self, body: Callable[[], object], stdin: int, control: int = -1, theirs: int = -1
     ) -> WatchedProcess:
         """Start a process that runs `body`. `control`, `theirs`: its socket, the warden's end first."""
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
-        pid = self._start(body, (stdin, output_write, output_write), theirs, cpu)
+        pid = self._start(body, (stdin, output_write, output_write), theirs)
         return WatchedProcess(pid, output_read, control)
 
-    def _start(self, body: Callable[[], object], streams: Sequence[int], keep: int = -1, cpu: int = 0) -> int:
+    def _start(self, body: Callable[[], object], streams: Sequence[int], keep: int = -1) -> int:
         """Its pid. The streams and the descriptor `keep` are left to it alone."""
         pid = os.fork()
         if pid == 0:
-            self._become(body, streams, keep, cpu)
+            self._become(body, streams, keep)
         for fd in {*streams, keep} - {-1}:
             os.close(fd)
         return pid
 
-    def _become(self, body: Callable[[], object], streams: Sequence[int], keep: int, cpu: int) -> None:
+    def _become(self, body: Callable[[], object], streams: Sequence[int], keep: int) -> None:
         """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit. No
         process of the code can look into it until `body` allows that, or becomes another program. It handles
         signals as by default, whatever the owner or Python ignores."""
@@ -235,7 +234,7 @@ class Warden:
                 if signal.getsignal(number) is signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            set_limits(self._limits, self._confinement.processes, cpu)
+            set_limits(self._limits, self._confinement.processes)
             _enter(self._directory)
             status = int(body() or 0)  # type: ignore[call-overload]
         except OSError as error:
@@ -276,10 +275,8 @@ class Warden:
         self._interpreter = None
 
 
-def set_limits(limits: SandboxLimits, count: int, cpu: int) -> None:
-    """Limit the code. `count`: RLIMIT_NPROC. `cpu`: seconds of processor time, 0 for no limit."""
-    if cpu:
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+def set_limits(limits: SandboxLimits, count: int) -> None:
+    """Limit the code. `count`: RLIMIT_NPROC."""
     if limits.memory:
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory << 20, limits.memory << 20))
     for kind, value in (
