@@ -24,10 +24,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
-from asyncrl.conversation.forms import AnswerForm, followed
 from asyncrl.conversation.requests import (
     CHARACTERS,
     AgentRequest,
+    AnswerForm,
     Placement,
     Refusal,
     TextPrompt,
@@ -36,6 +36,7 @@ from asyncrl.conversation.requests import (
     Untrained,
     characters_of,
     common,
+    followed,
     limit_reached,
     row_is_full,
     short,

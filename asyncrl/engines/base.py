@@ -14,13 +14,11 @@ from asyncrl.weights.manifest import Manifest, WeightsRef
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """Settings for sampling one turn. Temperature 0 is greedy. `grammar`: what the turn must match, see
-    conversation/forms.py; '' for anything. Engines that cannot keep to one ignore it."""
+    """Settings for sampling one turn. Temperature 0 is greedy."""
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
-    grammar: str = ""
 
 
 Watch = Callable[[Sequence[int]], bool]
@@ -118,8 +116,7 @@ def rest(request: Request, sampled: Generation) -> Request:
     """Returns the request that continues a turn of which a lost server has `sampled` a part: of 10 tokens,
     4 of them sampled, it asks for 6 after the prompt and those 4; `extended` puts both together."""
     left = request.sampling.max_new_tokens - len(sampled.ids)
-    grammar = "" if sampled.ids else request.sampling.grammar  # it is of whole turns
-    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left, grammar=grammar)
+    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left)
     watch = None if request.watch is None else _after(sampled.ids, request.watch)
     known = request.routes_from if sampled.routes is None else sampled.routes.end
     ids = request.ids + sampled.ids

@@ -2,7 +2,7 @@
 one of them; errors; the forms of tools and texts.
 
 Sampling parameters of a request are ignored: the run has its own. What asks for a certain form of the answer
-is a hint in training, for the same reason: a grammar would change the distribution that log-probs are of.
+is a hint, for the same reason: a grammar would change the distribution that log-probs are of.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.forms import AnswerForm
-from asyncrl.conversation.requests import AgentRequest, Refusal
+from asyncrl.conversation.requests import AgentRequest, AnswerForm, Refusal
 from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
@@ -181,7 +180,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 SAMPLING = "is ignored: sampling is the run's (rollout.temperature)"
-HINT = "is a hint, which SGLang keeps to in validation: elsewhere the model may answer otherwise"
+HINT = "is a hint: the model may answer otherwise"
 ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
 
 

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.commands import Fail
-from asyncrl.conversation.forms import grammar
 from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untrained
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
@@ -165,13 +164,11 @@ class AgentHost:
 
     async def _sample(self, place: Placement, on_text: OnText | None) -> Turn:
         rules, asked = self._run.context.rules, place.request
-        prompt = opening(rules, place.context)
         watch = None
         on_text = None if asked.prompt is not None else on_text  # its thoughts and calls are not told apart
         if asked.stops or on_text:
-            watch = TurnWatch(rules, asked.tools, asked.stops, prompt, on_text)
-        form = grammar(asked.form, asked.tools, rules.parse, prompt)
-        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session, watch, form)
+            watch = TurnWatch(rules, asked.tools, asked.stops, opening(rules, place.context), on_text)
+        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session, watch)
         if trouble := problem(rules.chat.stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
         async with self._posting:

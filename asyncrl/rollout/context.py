@@ -19,9 +19,8 @@ import msgspec
 
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
-from asyncrl.engines.base import EngineRefused, Request, Sampling, Watch
+from asyncrl.engines.base import Request, Sampling, Watch
 from asyncrl.episodes.scoring import Scorer, shaped, transcript
-from asyncrl.errors import one_line
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.runtime.activity import Waits
@@ -70,7 +69,6 @@ class EpisodeContext:
     outbox: Outbox
     waits: Waits
     oldest: Callable[[], int]
-    form_refused: bool = False  # by an engine, and logged
     snapshots: Snapshots | None = None
 
 
@@ -113,29 +111,16 @@ class EpisodeRun:
         max_new_tokens: int,
         row: int = 0,
         watch: Watch | None = None,
-        grammar: str = "",
     ) -> Generation:
-        """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side. A `grammar` is kept
-        in validation only: it would change the distribution that the log-probs are of. Where the engine
-        refuses it, the turn is sampled without."""
+        """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
-        grammar = grammar if self.assign.lane == "eval" else ""
         stop_ids = self.context.rules.chat.stop_ids
-        sampling = Sampling(max_new_tokens, stop_ids, self.assign.temperature, grammar)
+        sampling = Sampling(max_new_tokens, stop_ids, self.assign.temperature)
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
         routed = None if self.assign.lane == "eval" else self._routed.get(row, 0)
         request = Request(session, ids, sampling, key, watch, routed)
-        try:
-            return await self.sampler.generate(request, self._oldest)
-        except EngineRefused as error:
-            if not grammar:
-                raise
-            if not self.context.form_refused:
-                self.context.form_refused = True
-                log.warning("the form of answers is a hint in validation, too: %s", one_line(error))
-        free = msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, grammar=""))
-        return await self.sampler.generate(free, self._oldest)
+        return await self.sampler.generate(request, self._oldest)
 
     def _oldest(self) -> int:
         """The version that a turn which begins now must not be below: the buffer counts on what the episode

@@ -4,19 +4,14 @@ log-probs of the trainer's own model. Its promises about weights: test_conforman
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from asyncrl.conversation.forms import AnswerForm, grammar
-from asyncrl.conversation.parsers import hermes
-from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.conversation.watch import TurnWatch
-from asyncrl.engines.base import Engine, EngineRefused, Request
+from asyncrl.engines.base import Engine, Request
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 from tests.fakes.chat import FakeChat, rules
@@ -119,28 +114,6 @@ async def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(sub
             assert subject.versions.check(request, cut) == size
             more = ask(request.ids + cut.ids + prompt(4), 10, f"cut {size}")
             assert subject.versions.check(more, await engine.generate(more)) == 10
-
-
-@pytest.mark.parametrize("subject", ["sglang-qwen2-in_place"], indirect=True)
-async def test_a_grammar_is_kept_and_one_that_is_none_refused(subject: Subject, tiny_models: dict[str, Path]):
-    """A random model would write neither."""
-    decode = load_tokenizer(str(tiny_models["qwen2"])).decode
-    see = {"name": "see", "parameters": {"enum": [{"a": 1}]}}
-    tools = (json.dumps({"type": "function", "function": see}),)
-    async with subject.ready() as engine:
-        forms = [AnswerForm(schema='{"enum": ["yes", "no"]}'), AnswerForm(calls=("see",), once=True)]
-        for form, given in zip(forms, ((), tools), strict=True):
-            kept = grammar(form, given, hermes, "")
-            asked = ask(prompt(9), 80, temperature=1.0, stop_ids=(EOS,), grammar=kept)
-            text = decode((await engine.generate(asked)).ids[:-1])
-            if given:
-                assert [(call.name, json.loads(call.arguments)) for call in hermes(text, given).calls] == [
-                    ("see", {"a": 1})
-                ]
-            else:
-                assert json.loads(text) in ("yes", "no")
-        with pytest.raises(EngineRefused, match="400"):
-            await engine.generate(ask(prompt(9), 80, grammar='{"type": "structural_tag", "format": {}}'))
 
 
 @every_engine

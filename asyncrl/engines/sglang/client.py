@@ -130,8 +130,6 @@ class SGLangClient:
         }
         if self._config.trainer.router_replay and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
-        if sampling.grammar:
-            body["sampling_params"]["structural_tag"] = sampling.grammar
         if self._in_place:
             # The cache outlives updates. What a request finds under its salt is no older than the salt says.
             body["cache_salt"] = f"{self._salt}/{self._acked.label}"
