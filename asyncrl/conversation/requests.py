@@ -20,9 +20,9 @@ TextPrompt = str | tuple[int, ...]
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """The form that an agent wants an answer to have, which is a hint. `schema`: JSON schema of the content, as
-    text (empty: any content), where there are no tools. `calls`: names of tools, one of which is called;
-    `once`: and nothing after it."""
+    """The form that an agent wants an answer to have, a hint. `schema`: JSON schema of the content, as text
+    (empty: any content), where there are no tools. `calls`: names of tools, one of which is called; `once`:
+    and nothing after it."""
 
     schema: str = ""
     calls: tuple[str, ...] = ()

@@ -128,16 +128,8 @@ class ServerPool:
     async def score(self, request: Request) -> tuple[float, ...]:
         turn = ServerTurn(request, lambda: 0, asyncio.get_running_loop().time() + self._patience)
         while True:
-            server = await self._acquire(turn)
-            try:
-                with self._meter.turn(server.entry.name):
-                    return await server.client.score(request.ids)
-            except EngineBusy:
-                turn.full.add(server)
-            except EngineLost as lost:
-                self._suspect(server, lost)
-            finally:
-                server.running -= 1
+            async with self._server(turn) as server:
+                return await server.client.score(request.ids)
 
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""
@@ -158,10 +150,16 @@ class ServerPool:
 
     async def _continue(self, turn: ServerTurn) -> None:
         """Have one server sample what is left of the turn, or as much of that as it can."""
+        async with self._server(turn) as server:
+            self._append(turn, server, await server.client.generate(rest(turn.request, turn.sampled)))
+
+    @asynccontextmanager
+    async def _server(self, turn: ServerTurn) -> AsyncIterator[PooledServer]:
+        """The body asks a server. If that is full, or is lost, another one is to be asked."""
         server = await self._acquire(turn)
         try:
             with self._meter.turn(server.entry.name):
-                part = await server.client.generate(rest(turn.request, turn.sampled))
+                yield server
         except EngineBusy:
             server.use.busy += 1
             turn.full.add(server)
@@ -172,8 +170,6 @@ class ServerPool:
             if turn.losses >= MAX_LOSSES:
                 text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {lost}"
                 raise EngineError(text) from lost
-        else:
-            self._append(turn, server, part)
         finally:
             server.running -= 1
 

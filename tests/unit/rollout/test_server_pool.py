@@ -90,9 +90,9 @@ async def test_each_turn_is_held_to_the_version_that_its_own_episode_needs() -> 
 
 async def test_a_text_is_scored_by_the_first_server_that_has_room_and_is_not_lost() -> None:
     s = Servers("a", "b", "c", lane="eval")
-    s["a"].acts, s["b"].acts = [Busy()], [Lose()]
+    s["a"].acts, s["b"].acts = [Busy()] * 2, [Lose()]
     assert await s.pool.score(request()) == (-1.0, -2.0)
-    assert s.asked() == ["a:1", "b:1", "c:1"] and [client.use.requests for client in s.clients] == [1, 1, 1]
+    assert s.asked() == ["a:2", "b:1", "c:1"] and [client.use.requests for client in s.clients] == [2, 1, 1]
     s["c"].acts = [Refuse()]
     s.tell(entry("a", healthy=False), entry("b", healthy=False))
     with pytest.raises(EngineError, match="refused"):
