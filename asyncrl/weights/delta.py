@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Delta, Manifest, WeightsError, WeightsRef, describe, split
-from asyncrl.weights.ranges import file_header, joined, map_file
+from asyncrl.weights.ranges import file_header, joined
 
 if TYPE_CHECKING:  # readers do not import torch
     from asyncrl.weights.snapshot import Pinned, Snapshot
@@ -113,16 +113,13 @@ def _from(held: Version | None, lineage: list[Version]) -> list[Version] | None:
 
 def _build(lineage: list[Version], cache: Path) -> WeightsRef:
     """Change the bytes of the last of `lineage` into those of the first, in the cache."""
-    (ref, manifest), (start, origin) = lineage[0], lineage[-1]
+    (ref, manifest), (start, _) = lineage[0], lineage[-1]
     with ExitStack() as stack:
         for version, _ in lineage:
             stack.enter_context(disk.lock_version(version))
         work = stack.enter_context(disk.new_version(cache, ref.version))
         _take(start, cache, work / disk.PAYLOAD)
-        arrays = map_file(work / disk.PAYLOAD, origin.layout, "r+")
-        for version, changes in reversed(lineage[:-1]):
-            disk.apply_delta(arrays, version, changes)
-        disk.check(arrays, ref, manifest)
+        disk.assembled(lineage, work / disk.PAYLOAD, "r+")
         disk.write_manifest(work, describe(manifest.version, manifest.tensors))
     return disk.ref_to(cache, ref.version)
 

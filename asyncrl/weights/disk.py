@@ -20,11 +20,11 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2s
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -114,12 +114,20 @@ def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
     """A version's manifest and the bytes of its tensors, verified; a delta is applied to what it changes, in
     this process's memory. Raises WeightsError."""
     lineage = list(lineage_of(ref))
-    start, origin = lineage[-1]
-    arrays = ranges.map_file(Path(start.path) / PAYLOAD, origin.layout, "c")
-    for later, manifest in reversed(lineage[:-1]):
-        apply_delta(arrays, later, manifest)
-    check(arrays, ref, lineage[0][1])
-    return lineage[0][1], arrays
+    return lineage[0][1], assembled(lineage, Path(lineage[-1][0].path) / PAYLOAD, "c")
+
+
+def assembled(lineage: Sequence[tuple[WeightsRef, Manifest]], file: Path, mode: Literal["c", "r+"]) -> Arrays:
+    """Turn the bytes of the last of a lineage, in a file, into those of the first, and verify them; see
+    `map_file`. Raises WeightsError."""
+    (ref, manifest), (_, origin) = lineage[0], lineage[-1]
+    arrays = ranges.map_file(file, origin.layout, mode)
+    for later, changes in reversed(lineage[:-1]):
+        _apply_delta(arrays, later, changes)
+    for entry in manifest.tensors:
+        if ranges.entry(entry.spec, arrays[entry.name]) != entry:
+            raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
+    return arrays
 
 
 def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
@@ -135,7 +143,7 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
         ref = base
 
 
-def apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
+def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
     """Turn the bytes of the version that `ref`, a delta, builds upon into its own, in place."""
     assert manifest.delta is not None
     try:
@@ -151,13 +159,6 @@ def apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
                 start, at = start + size, at + count
     except (OSError, KeyError, ValueError, WeightsError) as error:
         raise WeightsError(f"weights {ref.path}: no usable {DELTA} ({error})") from error
-
-
-def check(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
-    """Raises WeightsError unless these are the bytes of the version."""
-    for entry in manifest.tensors:
-        if ranges.entry(entry.spec, arrays[entry.name]) != entry:
-            raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
 
 
 @contextmanager
