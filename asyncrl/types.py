@@ -352,10 +352,9 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
 class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment; `reward_s`: in
     the reward. `longest_row`: tokens; `prompt`: those of the first row before what was sampled. Of the
-    `answered` tool calls, `failed` raised or ran out of time, and `refused` were wrong themselves. Of the
-    `hints`, turns of which an agent asked a form, some are `followed`. `system_folded`: system messages that
-    the chat template got as others. All of it is of the turns that are trained; `untrained_turns` there were
-    beside them."""
+    `answered` tool calls, `failed` raised or ran out of time, and `refused` were wrong themselves.
+    `system_folded`: system messages that the chat template got as others. All of it is of the turns that are
+    trained; `untrained_turns` there were beside them."""
 
     turns: int
     tool_calls: int = 0
@@ -368,8 +367,6 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
     answered: int = 0
     failed: int = 0
     refused: int = 0
-    hints: int = 0
-    followed: int = 0
     system_folded: int = 0
     untrained_turns: int = 0
 

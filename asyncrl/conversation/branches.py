@@ -27,7 +27,6 @@ from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.requests import (
     CHARACTERS,
     AgentRequest,
-    AnswerForm,
     Placement,
     Refusal,
     TextPrompt,
@@ -36,7 +35,6 @@ from asyncrl.conversation.requests import (
     Untrained,
     characters_of,
     common,
-    followed,
     limit_reached,
     row_is_full,
     short,
@@ -61,7 +59,6 @@ class Branches:
         self.rows: list[TokenRow] = []
         self.turns: list[Turn] = []
         self.refused: Refusal | None = None  # since the last turn
-        self.hints = self.followed = 0  # turns of which a form was asked, and those that have it
         self.folded = 0  # system messages that the template got as others
         self._rules, self._recorded, self._untrained = rules, recorded, untrained
         self._texts = TextRows(rules.chat)
@@ -217,9 +214,6 @@ class Branches:
             TokenRow(place.request, place.session, messages, ids, turn, untrained=place.untrained)
         ]
         self.turns.append(turn)
-        if (form := place.request.form) != AnswerForm():
-            self.hints += 1
-            self.followed += followed(form, self.said(turn))
         if not turn.untrained:
             self.refused = None
         del self._pending[place.session]

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from asyncrl.conversation.chat import Chat
-from asyncrl.errors import UNDECODABLE
 from asyncrl.types import EpisodeEnd, Message, Turn
 
 CHARACTERS = 16  # of a token, at most, on average: more text than that is too long whatever its tokens are
@@ -19,19 +18,9 @@ NEAR = 8  # ids that are decoded again with those behind them: they may share a 
 TextPrompt = str | tuple[int, ...]
 
 
-class AnswerForm(msgspec.Struct, frozen=True):
-    """The form that an agent wants an answer to have, a hint. `schema`: JSON schema of the content, as text
-    (empty: any content), where there are no tools. `calls`: names of tools, one of which is called; `once`:
-    and nothing after it."""
-
-    schema: str = ""
-    calls: tuple[str, ...] = ()
-    once: bool = False
-
-
 class AgentRequest(msgspec.Struct, frozen=True):
     """A request of an agent for answers. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the
-    run's. `stops`: texts in front of which the answer ends. `agent`: who asks. `form`: of the answer.
+    run's. `stops`: texts in front of which the answer ends. `agent`: who asks.
     `prompt`: a text, or ids, that the model continues without a template; `messages` are for display."""
 
     messages: tuple[Message, ...]
@@ -39,7 +28,6 @@ class AgentRequest(msgspec.Struct, frozen=True):
     max_new_tokens: int | None = None
     stops: tuple[str, ...] = ()
     agent: str = ""
-    form: AnswerForm = AnswerForm()
     prompt: TextPrompt | None = None
 
 
@@ -137,35 +125,6 @@ def common(ours: tuple[Message, ...], theirs: tuple[Message, ...]) -> int:
     """Count the messages that both begin with."""
     pairs = zip(ours, theirs, strict=False)
     return next((n for n, pair in enumerate(pairs) if not same_message(*pair)), min(len(ours), len(theirs)))
-
-
-# -- whether an answer followed the form that was asked for -------------------------------------------------
-
-
-class JsonSchema(msgspec.Struct, frozen=True):
-    """The part of a schema that shows if an answer followed it: that it is an object with these keys."""
-
-    type: Any = None
-    required: list[str] = []
-
-
-def followed(form: AnswerForm, message: Message) -> bool:
-    """True if an answer has the form, as far as `JsonSchema` says it. Instead of content there may be calls,
-    where the agent sends tools."""
-    called = {call.name for call in message.tool_calls}
-    if form.once and len(message.tool_calls) > 1:
-        return False
-    if form.calls:
-        return bool(called) and called <= set(form.calls)
-    return bool(called) or not form.schema or _fits(message.content, form.schema)
-
-
-def _fits(content: str, schema: str) -> bool:
-    try:
-        value, wanted = msgspec.json.decode(content), msgspec.json.decode(schema, type=JsonSchema)
-    except UNDECODABLE:
-        return False
-    return wanted.type != "object" or (isinstance(value, dict) and value.keys() >= set(wanted.required))
 
 
 # -- prompts without a template: texts, or ids, that the model continues ------------------------------------

@@ -108,7 +108,6 @@ class Reporter:
         shares = self.landed.shares
         shares["rollout/tool_failed_frac"].append((stats.failed, stats.answered))
         shares["rollout/tool_refused_frac"].append((stats.refused, stats.answered))
-        shares["rollout/hints_followed_frac"].append((stats.followed, stats.hints))
         self.landed.ends[result.end] += 1
         self.finished += 1
         self.multi_version += episode.oldest != episode.newest

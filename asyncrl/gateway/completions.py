@@ -14,9 +14,7 @@ from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
-    AnswerFormat,
     ApiDialect,
-    Choice,
     ContentPart,
     Event,
     Limit,
@@ -24,7 +22,6 @@ from asyncrl.gateway.exchange import (
     StreamedText,
     agent_request,
     calls_of,
-    hints,
     new_id,
     openai_error,
     read_body,
@@ -70,13 +67,11 @@ class ChatRequest(msgspec.Struct, frozen=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     model: ModelName | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Choice = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Any = None
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    response_format: AnswerFormat | None = None
     functions: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -113,6 +108,7 @@ class ChatExchange:
 
     request: ChatRequest
     ask: AgentRequest = field(init=False)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sent = self.request
@@ -123,17 +119,11 @@ class ChatExchange:
             model=sent.model,
             choice=sent.tool_choice,
             most=min(limits, default=None),
-            once=sent.parallel_tool_calls is False,
-            form=sent.response_format,
             stops=stops_of(sent.stop),
         )
         self.count, self._head = sent.n or 1, head("chat.completion.chunk")
         self._logprobs = _logprobs if sent.logprobs else lambda reply: None
         self._streamed = [StreamedText(("reasoning_content", "content")) for _ in range(self.count)]
-
-    @property
-    def unheeded(self) -> dict[str, str]:
-        return hints(self.ask.form)
 
     def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         return {**head("chat.completion"), **answers(replies, _content, self._logprobs)}

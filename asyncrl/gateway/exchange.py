@@ -12,13 +12,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.requests import AgentRequest, AnswerForm, Refusal
+from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
@@ -87,16 +87,13 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Exchange(Protocol):
-    """A request of one of the APIs, and how that API answers it: as a whole, or as events."""
+    """A request of one of the APIs, and how that API answers it: as a whole, or as events. `left_out`: parts
+    that the model does not get, and why."""
 
     request: Any
     ask: AgentRequest
     count: int
-
-    @property
-    def unheeded(self) -> dict[str, str]:
-        """The parts of the request that do not do what they say, and what happens to them. Beside these,
-        see `without_effect`."""
+    left_out: dict[str, str]
 
     def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
     def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
@@ -151,36 +148,9 @@ class ContentPart(msgspec.Struct, frozen=True):
 Limit = Annotated[int, Meta(ge=1)]
 
 
-class FunctionName(msgspec.Struct, frozen=True):
-    name: str = ""
-
-
-class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The choice of one function, as either API names it; other types have no effect."""
-
-    type: str
-    name: str = ""
-    function: FunctionName = FunctionName()
-
-
-Choice = Literal["auto", "none", "required"] | ToolChoice | None
-
-
-class SchemaPart(msgspec.Struct, frozen=True):
-    schema: dict[str, Any] | None = None
-
-
-class AnswerFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The schema is in `json_schema` of chat completions, or here."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str = ""
-    schema: dict[str, Any] | None = None
-    json_schema: SchemaPart = SchemaPart()
-
-
 SAMPLING = "is ignored: sampling is the run's (rollout.temperature)"
-HINT = "is a hint: the model may answer otherwise"
+HINT = "is a hint, but for tool_choice none: the model may answer otherwise"
+FORMS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
 ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
 
 
@@ -202,23 +172,21 @@ def agent_request(
     tools: Iterable[dict[str, Any]],
     *,
     model: str | None,
-    choice: Choice,
+    choice: Any,
     most: int | None,
-    once: bool = False,
-    form: AnswerFormat | None = None,
     stops: Sequence[str] = (),
 ) -> AgentRequest:
-    """Make the request as the episode sees it, of messages with the client's ids. `most`: its limit of
-    tokens; `form`: that of the answer; `once`: at most one call. ApiError for what is no tool, for a choice
-    of a tool that is not there, and for a conversation that ends with the model's own words."""
+    """Make the request as the episode sees it, of messages with the client's ids. `choice`: of tools; `most`:
+    its limit of tokens. ApiError for what is no tool, and for a conversation that ends with the model's own
+    words."""
     said = tuple(_own(messages))
     if said and said[-1].role == "assistant":
         raise ApiError(
             400, "the last message is the model's: a text that it began is not continued; let a user's follow"
         )
-    schemas = () if choice == "none" else tuple(map(_tool, tools))
-    wanted = _form(choice, once, form, schemas)
-    return AgentRequest(said, schemas, most, tuple(stops), model or MODEL, wanted)
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    schemas = () if kind == "none" else tuple(map(_tool, tools))
+    return AgentRequest(said, schemas, most, tuple(stops), model or MODEL)
 
 
 def _own(messages: Iterable[Message]) -> Iterator[Message]:
@@ -234,33 +202,12 @@ def _own(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def without_effect(body: bytes, request: Any) -> dict[str, str]:
-    """The fields of a body that its request does not have, and what happens to them."""
+    """The fields of a body that do not do what they say, and what happens to them."""
+    told = dict.fromkeys(request.__struct_fields__, "") | dict.fromkeys(FORMS, HINT)
+    told |= dict.fromkeys(IGNORED, SAMPLING)
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    names = [name for name in given.keys() - {*request.__struct_fields__} if bytes(given[name]) != b"null"]
-    return {name: SAMPLING if name in IGNORED else "has no effect" for name in names}
-
-
-def hints(form: AnswerForm) -> dict[str, str]:
-    """The parameters of a request that ask for a form of the answer, and what they do."""
-    asked = {"tool_choice": form.calls, "parallel_tool_calls": form.once, "response_format": form.schema}
-    return {name: HINT for name, given in asked.items() if given}
-
-
-def _form(choice: Choice, once: bool, form: AnswerFormat | None, tools: Sequence[str]) -> AnswerForm:
-    names = [json.loads(tool)["function"]["name"] for tool in tools]
-    calls = names if choice == "required" else []
-    if isinstance(choice, ToolChoice) and choice.type == "function":
-        calls = [choice.function.name or choice.name]
-    if unknown := [name for name in calls if name not in names]:
-        raise ApiError(400, f"tool_choice: {unknown[0]!r} is not one of the tools")
-    match form:
-        case AnswerFormat(type="json_object"):
-            schema = '{"type": "object"}'
-        case AnswerFormat(type="json_schema"):
-            schema = json.dumps(form.json_schema.schema or form.schema or {})
-        case _:
-            schema = ""
-    return AnswerForm(schema, tuple(calls), once)
+    found = {name: told.get(name, "has no effect") for name in given if bytes(given[name]) != b"null"}
+    return {name: what for name, what in found.items() if what}
 
 
 def _tool(schema: dict[str, Any]) -> str:

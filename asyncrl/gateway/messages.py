@@ -25,16 +25,12 @@ from asyncrl.gateway.exchange import (
     AgentReply,
     ApiDialect,
     ApiError,
-    Choice,
     Event,
-    FunctionName,
     Limit,
     ModelName,
     StreamedText,
-    ToolChoice,
     agent_request,
     calls_of,
-    hints,
     new_id,
     read_body,
     tool_call,
@@ -89,20 +85,6 @@ class OfferedTool(msgspec.Struct, frozen=True):
     type: str | None = None
 
 
-class Selection(msgspec.Struct, frozen=True):
-    """The tool that the model shall call."""
-
-    type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-    @property
-    def choice(self) -> Choice:
-        if self.type == "tool":
-            return ToolChoice("function", function=FunctionName(self.name or ""))
-        return "required" if self.type == "any" else self.type
-
-
 class MessagesRequest(msgspec.Struct, frozen=True):
     """The body of a request. Fields that are not here have no effect."""
 
@@ -110,7 +92,7 @@ class MessagesRequest(msgspec.Struct, frozen=True):
     system: str | list[ContentBlock] | None = None
     model: ModelName | None = None
     tools: list[OfferedTool] | None = None
-    tool_choice: Selection | None = None
+    tool_choice: dict[str, Any] | None = None
     max_tokens: Limit | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
@@ -216,32 +198,24 @@ class MessagesExchange:
 
     def __post_init__(self) -> None:
         sent = self.request
-        text, self._billed = _rules(sent.system)
+        text, billed = _rules(sent.system)
         system = [Message("system", text)] if text else []
-        choice = sent.tool_choice or Selection()
         own = [tool for tool in sent.tools or () if tool.input_schema is not None]
+        others = [tool.type or tool.name for tool in sent.tools or () if tool.input_schema is None]
+        self.left_out = {f"a tool {name!r}": "has no schema and is left out" for name in others}
+        if billed:
+            self.left_out["a billing header"] = BILLED
         self.ask = agent_request(
             [*system, *_turns(sent.messages)],
             [_tool(tool) for tool in own],
             model=sent.model,
-            choice=choice.choice,
+            choice=sent.tool_choice,
             most=sent.max_tokens,
             stops=sent.stop_sequences or (),
-            once=bool(choice.disable_parallel_tool_use),
         )
         self._id, self._streamed = new_id("msg"), StreamedText(("thinking", "text"))
         self._open = ""  # the kind of the newest block: thinking, text
         self._at = -1  # the number of the newest block
-
-    @property
-    def unheeded(self) -> dict[str, str]:
-        sent = self.request
-        tools = [tool for tool in sent.tools or () if tool.input_schema is None]
-        return (
-            hints(self.ask.form)
-            | {f"a tool {tool.type or tool.name!r}": "has no schema and is left out" for tool in tools}
-            | ({"a billing header": BILLED} if self._billed else {})
-        )
 
     def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies

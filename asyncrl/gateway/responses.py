@@ -24,10 +24,8 @@ from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
-    AnswerFormat,
     ApiDialect,
     ApiError,
-    Choice,
     ContentPart,
     Event,
     Limit,
@@ -35,7 +33,6 @@ from asyncrl.gateway.exchange import (
     StreamedText,
     agent_request,
     calls_of,
-    hints,
     new_id,
     openai_error,
     read_body,
@@ -68,10 +65,6 @@ class Item(msgspec.Struct, frozen=True):
     output: Text = None
 
 
-class TextOptions(msgspec.Struct, frozen=True):
-    format: AnswerFormat | None = None
-
-
 class ResponsesRequest(msgspec.Struct, frozen=True):
     """The body of a request. Fields that are not here have no effect."""
 
@@ -79,10 +72,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     instructions: str | None = None
     model: ModelName | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Choice = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Limit | None = None
-    text: TextOptions | None = None
+    text: dict[str, Any] | None = None
     stream: bool | None = None
     previous_response_id: Any = None
     conversation: Any = None
@@ -204,8 +197,9 @@ class ResponsesExchange:
         sent = self.request
         items = [Item(role="user", content=sent.input)] if isinstance(sent.input, str) else sent.input
         first = [Item(role="system", content=sent.instructions)] if sent.instructions else []
-        self._format = sent.text.format if sent.text is not None else None
         tools = list(wire_tools(sent.tools or []))
+        kinds = {str(tool.get("type")) for tool in sent.tools or ()} - {"function", "custom", "namespace"}
+        self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in kinds}
         self._tools = {tool.function["name"]: tool for tool in tools}
         if twice := [tool for tool in tools if self._tools[tool.function["name"]] != tool]:
             raise ApiError(400, f"two tools are {twice[0].function['name']!r} to the model; rename one")
@@ -215,20 +209,11 @@ class ResponsesExchange:
             model=sent.model,
             choice=sent.tool_choice,
             most=sent.max_output_tokens,
-            once=sent.parallel_tool_calls is False,
-            form=self._format,
         )
         self._id, self._created = new_id("resp"), int(time.time())
         self._streamed = StreamedText(("reasoning", "message"))
         self._open: list[str] = []  # the kinds of the items begun: reasoning, message
         self._events = 0
-
-    @property
-    def unheeded(self) -> dict[str, str]:
-        given = {str(tool.get("type")) for tool in self.request.tools or ()}
-        kinds = given - {"function", "custom", "namespace"}
-        left_out = {f"a tool of type {kind!r}": "is left out" for kind in kinds}
-        return hints(self.ask.form) | left_out
 
     def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies
@@ -357,7 +342,7 @@ class ResponsesExchange:
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "store": False,
-            "text": {"format": self._format or {"type": "text"}},
+            "text": {"format": {"type": "text"}} | (request.text or {}),
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "truncation": "disabled",

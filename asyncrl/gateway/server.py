@@ -237,7 +237,7 @@ class Gateway:
         if not admitted.asked.done():
             admitted.asked.set_result(None)
         asked = dialect.read(body := await _body(request, admitted))
-        self._log_unheeded(exchange.without_effect(body, asked.request) | asked.unheeded)
+        self._log_unheeded(exchange.without_effect(body, asked.request) | asked.left_out)
         events = _Events(asked) if asked.request.stream else None
         task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events))
         admitted.running.add(task)

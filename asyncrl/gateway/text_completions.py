@@ -79,6 +79,7 @@ class TextExchange:
 
     request: TextRequest
     ask: AgentRequest = field(init=False)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sent, prompt = self.request, _prompt(self.request.prompt)
@@ -88,10 +89,6 @@ class TextExchange:
         self.ask = replace(ask, prompt=prompt)
         self.count, self._head = sent.n or 1, head("text_completion", "cmpl")
         self._logprobs = _logprobs if sent.logprobs else lambda reply: None
-
-    @property
-    def unheeded(self) -> dict[str, str]:
-        return {}
 
     def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         texts = answers(replies, lambda reply: {"text": reply.message.content}, self._logprobs)

@@ -269,8 +269,6 @@ class AgentPlayer:
             len(turns),
             calls,
             tool_s=self._idle.seconds,
-            hints=branches.hints,
-            followed=branches.followed,
             system_folded=branches.folded,
             untrained_turns=len(branches.turns) - len(turns),
         )

@@ -106,22 +106,11 @@ def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
 
 @every_dialect
 def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
-    name = {"name": "look"}
-    named = {"type": "function", **({"function": name} if dialect is CHAT else name)}
-    for choice in ("required", named):
-        asked = dialect.asked(
-            *([USER], [LOOK]), schema={"type": "object"}, tool_choice=choice, parallel_tool_calls=False
-        )
-        hints = ["tool_choice", "parallel_tool_calls"]
-        if dialect is not MESSAGES:
-            assert json.loads(asked.ask.form.schema) == {"type": "object"}
-            hints.append("response_format")
-        assert asked.unheeded == dict.fromkeys(hints, exchange.HINT)
-        assert (asked.ask.form.calls, asked.ask.form.once) == (("look",), True)
-    plain = dialect.asked([USER], [LOOK])
-    form = {"type": "text"}
-    text = {"response_format": form} if dialect is CHAT else {"text": {"format": form}}
-    assert dialect.asked([USER], [LOOK], **text).ask == plain.ask
+    form = {"schema": {"type": "object"}, "tool_choice": "required", "parallel_tool_calls": False}
+    asked, body = dialect.asked([USER], [LOOK], **form), dialect.body([USER], [LOOK], **form)
+    assert asked.ask == dialect.asked([USER], [LOOK]).ask
+    told = exchange.without_effect(json.dumps(body).encode(), asked.request)
+    assert set(told) == body.keys() & set(exchange.FORMS) and set(told.values()) == {exchange.HINT}
 
 
 def test_texts_to_stop_at() -> None:
@@ -137,9 +126,6 @@ def called(arguments: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]
 
 
-NOT_THERE = {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "see"}}}
-NAMELESS = {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": "look"}}
-NO_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}
 OWN_CALL = {"type": "function_call", "name": "look", "arguments": "{"}
 TWINS = [
     {"type": "function", "name": "mail__look"},
@@ -157,11 +143,6 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("chat", "more answers than anyone reads"): ({"n": 129}, "n`"),
     ("chat", "an empty text to stop at"): ({"stop": [""]}, "stop"),
     ("chat", "too many texts to stop at"): ({"stop": ["a"] * 33}, "stop"),
-    ("chat", "an unknown format"): ({"response_format": {"type": "yaml"}}, "'yaml'"),
-    ("chat", "no schema"): (NO_SCHEMA, "schema"),
-    ("chat", "no name of a function"): (NAMELESS, "tool_choice"),
-    ("chat", "a choice that is not there"): (NOT_THERE, "'see' is not one of the tools"),
-    ("chat", "an unknown choice"): ({"tools": [FUNCTION], "tool_choice": "must"}, "'must'"),
     ("chat", "alternatives"): ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
     ("chat", "functions"): ({"functions": [{}]}, "use tools"),
     ("chat", "no room for an answer"): ({"max_tokens": 0}, "max_tokens"),
@@ -291,7 +272,7 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
     names = [json.loads(tool)["function"]["name"] for tool in asked.ask.tools]
     assert names == ["mail__look", "mail__patch", "patch"] and "start: x" in asked.ask.tools[2]
-    assert asked.unheeded == {"a tool of type 'web_search'": "is left out"}
+    assert asked.left_out == {"a tool of type 'web_search'": "is left out"}
     text = '{"input": "a\\nb"}'
     names = [*(("mail__look", "{}"), ("patch", text)), ("mail__patch", text)]
     made = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
@@ -345,7 +326,7 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
         Message("system", "hurry"),
     )
     assert len(asked.ask.tools) == 1
-    assert asked.unheeded.keys() == {"a billing header", "a tool 'web_search_20250305'"}
+    assert asked.left_out.keys() == {"a billing header", "a tool 'web_search_20250305'"}
 
 
 def test_what_clients_leave_open_may_be_null() -> None:
@@ -382,7 +363,7 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
     """A billing header takes nothing along that stands behind it; a document of text is its text."""
     asked = MESSAGES.asked([USER], system=f"{messages.BILLING} cc=1\nbe brief")
     assert asked.ask.messages[0] == Message("system", "be brief")
-    assert "a billing header" in asked.unheeded
+    assert "a billing header" in asked.left_out
     sources = [
         {"type": "text", "media_type": "text/plain", "data": "one"},
         {"type": "content", "content": "two"},
