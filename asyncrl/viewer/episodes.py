@@ -17,25 +17,19 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
-from asyncrl.episodes.recorded import credited, kept_turns
+from asyncrl.episodes.recorded import credited, kept_turns, turns_of
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.observe.files import read_lines
 from asyncrl.observe.held_out import EVAL
 from asyncrl.observe.transcripts import read_ratios
 from asyncrl.registry import single
 from asyncrl.store.reader import RunReader
-from asyncrl.types import Observation, Turn, TurnReply
+from asyncrl.types import Observation, Turn
 
 LARGEST = 20.0  # nats
 SEARCH_SECONDS = 1.0  # that one search reads transcripts
 MOST_FOUND = 500  # episodes of one search
 Decode = Callable[[Sequence[int]], str]
-
-
-class SampledIds(msgspec.Struct, gc=False):
-    """The part of a Turn that a search reads."""
-
-    ids: list[int]
 
 
 def decoder(model: str) -> Decode:
@@ -71,21 +65,19 @@ def search(
         if time.monotonic() > ends or len(found) == MOST_FOUND:
             return found, looked
         with suppress(AsyncrlError):  # deleted since the index was read, or damaged
-            text = "\n".join(_said(reader.frames(uid, turns), decode)).lower()
+            text = "\n".join(_said(turns_of(list(reader.frames(uid, turns))), decode)).lower()
             if all(word in text for word in wanted):
                 found.append(uid)
     return found, len(episodes)
 
 
-def _said(frames: Iterator[bytes], decode: Decode | None) -> Iterator[str]:
-    """What the model and the tools wrote, turn by turn: frames of turns and of what answered them."""
-    for at, frame in enumerate(frames):
-        if frame and at % 2:
-            answered = msgspec.msgpack.decode(frame, type=TurnReply)
-            yield from (reply.content for reply in answered.replies)
-            yield from (said.content for said in (answered.observation or Observation()).messages)
-        elif frame and decode is not None:
-            yield decode(msgspec.msgpack.decode(frame, type=SampledIds).ids)
+def _said(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
+    """What the model, the tools and the environment wrote."""
+    for turn in turns:
+        if decode is not None:
+            yield decode(turn.ids)
+        yield from (reply.content for reply in turn.replies)
+        yield from (said.content for said in (turn.observation or Observation()).messages)
 
 
 def transcript(
