@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.observe.metrics import clock
+
 SPAN = np.dtype(
     [(name, "f8") for name in ("start", "end")]
     + [(name, "f4") for name in ("seconds", "longest")]
@@ -29,15 +31,15 @@ def since_start(spans: np.ndarray, begun: Mapping[str, Sequence[float]]) -> tupl
         if 0 < last < at - LONG:
             paused[at] = at - last
 
-    def clock(times: Any) -> Any:
+    def moved(times: Any) -> Any:
         return times - start - sum(seconds * (times >= at) for at, seconds in paused.items())
 
-    marks = [(clock(at), f"launched again, {paused.get(at, 0):.0f} s later") for at in again]
+    marks = [(moved(at), f"launched again, {clock(paused.get(at, 0))} later") for at in again]
     for who, times in begun.items():
         alone = [at for at in times[1:] if all(abs(at - other) >= APART for other in again)]
-        marks += [(clock(at), f"{who} began again") for at in alone]
+        marks += [(moved(at), f"{who} began again") for at in alone]
     spans = spans.copy()
-    spans["start"], spans["end"] = clock(spans["start"]), clock(spans["end"])
+    spans["start"], spans["end"] = moved(spans["start"]), moved(spans["end"])
     return spans, sorted(marks)
 
 

@@ -86,7 +86,8 @@ function panel() {
 }
 
 function interval([from, to]) {
-  const told = to - from < 10 ? (at) => `${at.toFixed(2)} s` : clock;
+  const fine = (at) => `${clock(Math.floor(at))}.${String(Math.floor((at * 100) % 100)).padStart(2, "0")}`;
+  const told = to - from < 10 ? fine : clock;
   return `${seconds(to - from)}, from ${told(from)} to ${told(to)}`;
 }
 
@@ -119,8 +120,9 @@ function facts({ start, end, calls, took, longest, text }) {
 function spanCard(span) {
   const own = /^step (\d+)/.exec(span.text)?.[1];
   const step = Number(own ?? view.data.steps.find(([, at]) => at >= span.end)?.[0] ?? 0);
+  const where = JSON.stringify([["step", "=", step]]);
   const links = make("span", {}, `step ${step}: `, link({ tab: "charts", step }, "charts"), ", ",
-    link({ tab: "episodes", where: JSON.stringify([["step", "=", step]]) }, "episodes"));
+    link({ tab: "episodes", where }, "episodes"), ", ", link({ tab: "episodes", where, sub: "tools" }, "tools"));
   const rows = [["process", span.process], ["when", interval([span.start, span.end])], ...facts(span)];
   return card("Chosen", make("h3", { id: "chosen" }, sign(span.kind), span.title),
     table(null, step ? [...rows, ["during", links]] : rows), make("button", { onclick: near }, "zoom to it"));
