@@ -16,9 +16,9 @@ from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
 
-from asyncrl.viewer.server import ViewServer
+from asyncrl.commands.status import ending
 from asyncrl.viewer.views import Views
-from tests.fakes.browser import Tab, browser
+from tests.fakes.browser import Tab, browser, served
 
 GROUP = "where=" + quote('[["group","=",16]]')
 PICTURES = {
@@ -37,22 +37,17 @@ async def save(tab: Tab, path: Path) -> None:
 
 
 async def pictures(run: Path, out: Path, light: bool) -> None:
-    server = ViewServer(Views([run], lambda path: "completed"))
-    await server.start()
     with tempfile.TemporaryDirectory() as profile:
-        try:
-            async with browser(Path(profile)) as tab:
-                await tab.open("about:blank")
-                scheme = [{"name": "prefers-color-scheme", "value": "light" if light else "dark"}]
-                await tab.call("Emulation.setEmulatedMedia", features=scheme)
-                for name, (address, there) in PICTURES.items():
-                    await tab.call("Page.navigate", url="about:blank")
-                    await tab.call("Page.navigate", url=f"{server.url}#{address}")
-                    await tab.until(there)
-                    await save(tab, out / f"viewer_{name}.png")
-                print(*tab.complaints, sep="\n")
-        finally:
-            await server.close()
+        async with served(Views([run], ending)) as url, browser(Path(profile)) as tab:
+            await tab.open("about:blank")
+            scheme = [{"name": "prefers-color-scheme", "value": "light" if light else "dark"}]
+            await tab.call("Emulation.setEmulatedMedia", features=scheme)
+            for name, (address, there) in PICTURES.items():
+                await tab.call("Page.navigate", url="about:blank")
+                await tab.call("Page.navigate", url=f"{url}#{address}")
+                await tab.until(there)
+                await save(tab, out / f"viewer_{name}.png")
+            print(*tab.complaints, sep="\n")
 
 
 def main() -> None:

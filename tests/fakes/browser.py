@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
+
+from asyncrl.viewer.server import ViewServer
+from asyncrl.viewer.views import Views
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DEADLINE = 90.0  # seconds for whatever is waited for
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None and not os.environ.get("ASYNCRL_REQUIRE_CHROMIUM"),
+    reason="no Chromium: apt-get install chromium",
+)
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -105,3 +114,25 @@ async def browser(profile: Path) -> AsyncIterator[Tab]:
     finally:
         process.kill()
         await process.wait()
+
+
+@asynccontextmanager
+async def served(views: Views) -> AsyncIterator[str]:
+    """The address of their page."""
+    server = ViewServer(views)
+    await server.start()
+    try:
+        yield server.url
+    finally:
+        await server.close()
+
+
+def look(profile: Path, at: Callable[[Tab], Awaitable[None]]) -> None:
+    """Look at something in a browser, which may complain of nothing."""
+
+    async def test() -> None:
+        async with browser(profile) as tab:
+            await at(tab)
+            assert tab.complaints == []
+
+    asyncio.run(asyncio.wait_for(test(), 280))

@@ -1,8 +1,10 @@
-"""Runs that have an answer to a question: what broke, flipped, changed, was lost."""
+"""Makes run directories as a coordinator and its processes write them: a small one, and those that have an
+answer to a question: what broke, flipped, changed, was lost."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,13 +17,17 @@ from tokenizers import Tokenizer
 from asyncrl.buffer.payloads import extend
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import parse
+from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.data import samples_path
+from asyncrl.errors import ConfigError
 from asyncrl.observe.files import write_status
 from asyncrl.observe.held_out import HeldOut
 from asyncrl.observe.timeline import START, Timeline
+from asyncrl.observe.transcripts import TokenRatios, save_ratios
 from asyncrl.store.launches import KEY, LaunchRecord, tree
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import (
+    DropReason,
     EpisodeResult,
     EpisodeStats,
     Message,
@@ -33,21 +39,23 @@ from asyncrl.types import (
     TurnReply,
     VersionSpan,
 )
-from tests.fakes.data import stored
-from tests.fakes.viewed import MODEL
-from tests.unit.buffer.machine import make, run, train
+from tests.fakes.data import rows, stored
+from tests.unit.buffer.machine import admit, land, make, run, train
 
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "multiturn" / "calculator" / "model"
+MARKUP = "</script><img src=x onerror=alert(1)>"
 STEPS, GROUPS, BOUND = 12, 2, 2  # of each run; of a step; max_staleness
 BEGAN = 1_700_000_000.0
 SAMPLES = [
     Sample(row, "sums", (Message("user", f"What is {row} plus {row}?"),), f'"{2 * row}"') for row in range(48)
 ]
 OPEN = "<|im_start|>assistant\n"
+SPANS = (VersionSpan(0, 4, 0, 0), VersionSpan(4, 10, 1, 0))
 Metrics = Mapping[str, float | Sequence[float]]
 
 
 class Said(NamedTuple):
-    """A turn of an episode. `versions`: of the policies that wrote its halves, if not the step's."""
+    """A turn of an episode. `versions`: which policies wrote its halves, if not the step's; or `spans`."""
 
     text: str
     reply: ToolReply | None = None
@@ -55,6 +63,7 @@ class Said(NamedTuple):
     row: int = 0
     agent: str = ""
     versions: tuple[int, int] | None = None
+    spans: tuple[VersionSpan, ...] = ()
 
 
 class Played(NamedTuple):
@@ -75,12 +84,17 @@ def wrong(row: int, step: int = 0) -> Played:
     return Played([Said(f"It is {row + 100}.")], str(row + 100), 0.0)
 
 
-class PlantedRun:
-    """Writes a run directory as a coordinator and its processes do. `keys`: sections of its configuration."""
+def chat(*messages: tuple[str, str]) -> str:
+    """As the template writes it."""
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
 
-    def __init__(self, run_dir: Path, **keys: Any) -> None:
-        self.dir, self.store = run_dir, RunStore(run_dir)
-        self._buffer, self._batches = make(rows=len(SAMPLES), max_staleness=BOUND)
+
+class PlantedRun:
+    """Writes a run directory. `keys`: sections of its configuration."""
+
+    def __init__(self, run_dir: Path, samples: Sequence[Sample] = SAMPLES, **keys: Any) -> None:
+        self.dir, self.store, self.samples = run_dir, RunStore(run_dir), samples
+        self.buffer, self.batches = make(rows=len(samples), max_staleness=BOUND)
         self._encode = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode
         needed = {"name": run_dir.name, "model": {"path": str(MODEL)}, "data": {"train": "x", "test": "y"}}
         self.config = parse({**needed, "buffer": {"max_staleness": BOUND}, **keys})
@@ -88,28 +102,29 @@ class PlantedRun:
 
     def train(self, first: Player = right, second: Player = wrong) -> None:
         """In each group one player has an episode, and the other one."""
-        buffer = self._buffer
         for step in range(STEPS):
             for _ in range(GROUPS):
-                group = buffer.admit(step, now=0.0)
-                self.store.put_question(group.id, SAMPLES[group.sample])
+                group = self.buffer.admit(step, now=0.0)
                 for uid, player in zip(group.members, (first, second), strict=True):
-                    run(buffer, uid)
-                    episode = buffer.episodes[uid]
-                    result = self._write(episode, player(group.sample, step), step)
-                    buffer.finish(episode, *result, 0.0)
-            train(self._batches, step)
-            self.store.put_commit(step + 1, 1, self._batches.batches[step].plan_hash)
-        groups, episodes = buffer.changes()
-        self.store.put_groups(groups, buffer.live)
-        self.store.put_episodes(episodes)
+                    self.land(uid, player(group.sample, step), step)
+            self.commit(step)
+
+    def land(self, uid: str, played: Played, step: int = 0) -> None:
+        """An episode of the buffer is over."""
+        run(self.buffer, uid)
+        episode = self.buffer.episodes[uid]
+        self.buffer.finish(episode, *self._write(episode, played, step), 0.0)
+
+    def commit(self, step: int) -> None:
+        train(self.batches, step)
+        self.store.put_commit(step + 1, 1, self.batches.batches[step].plan_hash)
 
     def validate(self, step: int, played: Sequence[Played]) -> None:
         """The first questions are asked, each once."""
         for row, one in enumerate(played):
             episode = EpisodeRecord(HeldOut(step, "sampled", row).uid, row, 0, state=State.LANDED)
             episode.result, episode.stats = self._write(episode, one, step)
-            self.store.put_question(-1 - row, SAMPLES[row])
+            self.store.put_question(-1 - row, self.samples[row])
             self.store.list_held_out(episode, step, "held out", "sampled")
         found = {"training/step": float(step), "time_s": 20.0 * step, "val-aux/episodes": float(len(played))}
         found["val-core/all/sampled/success"] = fmean(one.score for one in played)
@@ -125,7 +140,8 @@ class PlantedRun:
             )
             (old, new), half, end = said.versions or (version, version), len(ids) // 2, len(ids)
             spans = VersionSpan(0, half, old, old), VersionSpan(half, end, new, new)
-            turn = Turn(at, context, ids, (-0.5,) * end, spans, StopReason.STOP)
+            logprobs = tuple(-float(token % 5) for token in range(end))
+            turn = Turn(at, context, ids, logprobs, said.spans or spans, StopReason.STOP, seconds=1.5)
             turn = msgspec.structs.replace(turn, row=said.row, agent=said.agent)
             own = (said.reply,) if said.reply else ()
             extend(episode, turn)
@@ -139,29 +155,81 @@ class PlantedRun:
         result = EpisodeResult(one.score, episode.sampled, earned, dict(one.components))
         return result, EpisodeStats(len(one.turns), len(replies), failed=len(failed), seconds=15.0)
 
-    def save(self, metrics: Metrics | None = None, launches: Sequence[LaunchRecord] = ()) -> Path:
-        """`metrics`: of its steps, which took 20 s each; a number holds for all of them."""
-        found = launches or [LaunchRecord(0, tree(self.config))]
-        self.store.put_meta(KEY, msgspec.json.encode(found).decode())
+    def close(self, launches: Sequence[LaunchRecord] = ()) -> Path:
+        """All but what its processes report."""
+        if launches:
+            self.store.put_meta(KEY, msgspec.json.encode(launches).decode())
+        groups, episodes = self.buffer.changes()
+        for group in groups:
+            self.store.put_question(group.id, self.samples[group.sample])
+        self.store.put_groups(groups, self.buffer.live)
+        self.store.put_episodes(episodes)
         self.store.commit()
         self.store.close()
         (self.dir / "config.yaml").write_bytes(msgspec.yaml.encode(self.config))
         for split in ("train", "test"):
-            stored(SAMPLES).save(samples_path(self.dir, split))
-        flow = {f"flow/{name}": float(count) for name, count in asdict(self._buffer.flow()).items()}
+            stored(self.samples).save(samples_path(self.dir, split))
+        return self.dir
+
+    def save(self, metrics: Metrics | None = None, launches: Sequence[LaunchRecord] = ()) -> Path:
+        """`metrics`: of its steps, which took 20 s each; a number holds for all of them."""
+        self.close(launches or [LaunchRecord(0, tree(self.config))])
+        flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.flow()).items()}
         scores = {"rollout/score/mean": 0.5, "rollout/score/min": 0.0, "rollout/score/max": 1.0}
         known = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
         for at in range(STEPS):
             row = {name: one if isinstance(one, float) else one[at] for name, one in known.items()}
             self._metrics.append({"training/step": at + 1.0, "time_s": 20.0 * (at + 1), **row})
-        rows = sorted(self._metrics, key=lambda row: row["training/step"])
-        (self.dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self._metrics.sort(key=lambda row: row["training/step"])
+        report(self.dir, self._metrics)
         status = {"phase": "completed", "step": STEPS, "total_steps": STEPS, "seconds": 20.0 * STEPS}
-        write_status(self.dir, status | {"gauges": rows[-1]})
+        write_status(self.dir, status | {"gauges": self._metrics[-1]})
         return self.dir
 
 
+def report(run_dir: Path, metrics: Sequence[Mapping[str, float]]) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+
+
 # -- the runs ----------------------------------------------------------------------------------------------
+
+
+def save_run(run_dir: Path, **training: float) -> Path:
+    """Groups 0 and 1 are trained in step 1, an episode of group 2 runs, group 3 is dropped. The policy's
+    tokens are ten digits; tools answer with markup. Of 12 steps the last one was skipped."""
+    one = PlantedRun(run_dir, rows(100), trainer=training)
+    admit(one.buffer, 4)
+    for number, reward in enumerate((1.0, 0.0, 0.5, 0.5)):
+        uid = f"{number // 2}.{number % 2}"
+        reply = ToolReply(ToolCall("calculator" if number else "search", '{"a": 1}'), MARKUP)
+        said = Said("0123456789", reply, spans=SPANS)
+        one.land(uid, Played([said], f"the answer of {uid}", reward, {"acc": reward}))
+    one.commit(0)
+    run(one.buffer, "2.0")
+    land(one.buffer, "3.0")
+    one.buffer.drop_group(one.buffer.live[3], DropReason.GROUP_SHORT)
+    one.close()
+    steps = [
+        {"training/step": float(at), "timing_s/step": 1.0, "time_s": 2.0 * at, "actor/entropy": 1.0 / at}
+        for at in range(1, 13)
+    ]
+    steps[-1] |= {"actor/skipped_steps": 1.0, "actor/grad_norm": math.nan}
+    report(run_dir, steps)
+    entry = {"sample": 7, "mode": "greedy", "score": 1.0, "text": MARKUP}
+    save_transcripts(run_dir, "validation", 1, [entry])
+    save_ratios(run_dir, 1, 0, [TokenRatios("0.0", [math.log(2), None] + [0.0] * 8, [True] + [False] * 9)])
+    timeline = Timeline(run_dir / "timeline" / "trainer-0.jsonl")
+    for step in range(4000):
+        timeline.record("train", step, step + 1, step=step)
+    timeline.close()
+    return run_dir
+
+
+def ended(run_dir: Path) -> str:
+    """In place of `asyncrl status`, which looks for the launcher's lock."""
+    if not (run_dir / "config.yaml").exists():
+        raise ConfigError(f"{run_dir}: no run")
+    return "completed"
 
 
 def broken_tool(run_dir: Path) -> Path:
@@ -236,13 +304,12 @@ def flipped(run_dir: Path) -> Path:
 
 def titled(run_dir: Path) -> Path:
     """An agent solves its task, and the last turn is the title of its session, which it asks for as well."""
-    message = "<|im_start|>{}\n{}<|im_end|>\n".format
     call = ToolReply(ToolCall("calculator", '{"sum": "4 + 4"}'), "8", seconds=0.01)
-    task = message("system", "You are an agent.") + message("user", "Add the numbers in sums.txt.") + OPEN
-    title = message("system", "You write titles.") + message("user", "A title for: add the numbers") + OPEN
+    task = chat(("system", "You are an agent."), ("user", "Add the numbers in sums.txt.")) + OPEN
+    title = chat(("system", "You write titles."), ("user", "A title for: add the numbers")) + OPEN
     turns = [
         Said("I call a tool.<|im_end|>", call, read=task, agent="main"),
-        Said("The sum is in total.txt.<|im_end|>", read=f"\n{message('tool', '8')}{OPEN}", agent="main"),
+        Said("The sum is in total.txt.<|im_end|>", read=f"\n{chat(('tool', '8'))}{OPEN}", agent="main"),
         Said("Adding two numbers<|im_end|>", read=title, row=1, agent="title"),
     ]
     one = PlantedRun(run_dir)

@@ -21,8 +21,8 @@ from asyncrl.store.launches import tree
 from asyncrl.store.runstore import RunStore
 from tests.fakes.data import give, rows
 from tests.fakes.mail import Sent
+from tests.fakes.planted import MODEL
 from tests.fakes.power import DurableFiles
-from tests.fakes.viewed import MODEL
 
 
 @pytest.fixture

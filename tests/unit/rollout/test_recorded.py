@@ -24,7 +24,7 @@ from asyncrl.wire.messages.worker import Failed, Finished
 from tests.fakes.agents import AgentBench, message
 from tests.fakes.chat import call
 from tests.fakes.data import rows, stored
-from tests.fakes.viewed import MARKUP, SPANS, save_run
+from tests.fakes.planted import MARKUP, SPANS, save_run
 from tests.unit.buffer.machine import turn_payload
 
 RESULT, STATS = EpisodeResult(0.5, components={"pred": 2.0}), EpisodeStats(2, tool_calls=1)

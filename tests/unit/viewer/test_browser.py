@@ -1,24 +1,16 @@
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from pathlib import Path
-
-import pytest
 
 from asyncrl.observe.timeline import Timeline
 from asyncrl.viewer.page import write
-from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
-from tests.fakes.browser import CHROMIUM, Tab, browser
+from tests.fakes.browser import Tab, look, needs_chromium, served
 from tests.fakes.contrast import pale
-from tests.fakes.viewed import MARKUP, ended, save_run
+from tests.fakes.planted import MARKUP, ended, save_run
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("ASYNCRL_REQUIRE_CHROMIUM"),
-    reason="no Chromium: apt-get install chromium",
-)
+pytestmark = needs_chromium
 
 ROWS = 'document.querySelectorAll("#list tbody tr").length'
 
@@ -38,22 +30,16 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
     worker.close()
     write(tmp_path / "page.html", views)
 
-    async def test() -> None:
-        server = ViewServer(views)
-        await server.start()
-        try:
-            async with browser(tmp_path / "profile") as tab:
-                await tab.open("about:blank")
-                await coloured(tab, "light", server.url)
-                await looked_at(tab)
-                await zoomed_in(tab)
-                await coloured(tab, "dark", (tmp_path / "page.html").as_uri())
-                await looked_at(tab)
-                assert tab.complaints == []
-        finally:
-            await server.close()
+    async def test(tab: Tab) -> None:
+        async with served(views) as url:
+            await tab.open("about:blank")
+            await coloured(tab, "light", url)
+            await looked_at(tab)
+            await zoomed_in(tab)
+            await coloured(tab, "dark", (tmp_path / "page.html").as_uri())
+            await looked_at(tab)
 
-    asyncio.run(asyncio.wait_for(test(), 280))
+    look(tmp_path / "profile", test)
 
 
 async def coloured(tab: Tab, scheme: str, url: str) -> None:

@@ -1,24 +1,18 @@
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
 from tests.fakes import planted
-from tests.fakes.browser import CHROMIUM, Tab, browser
-from tests.fakes.viewed import ended
+from tests.fakes.browser import Tab, look, needs_chromium, served
+from tests.fakes.planted import ended
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("ASYNCRL_REQUIRE_CHROMIUM"),
-    reason="no Chromium: apt-get install chromium",
-)
+pytestmark = needs_chromium
 SEEDS, STEPS = 8, 24
 REWARD, LOSS, NORM = "Reward, before shaping", "Policy loss", "Gradient norm"
 # Of a chart the pixels in the colour of the first run: how many are of a line, of raw values behind it and of
@@ -46,22 +40,16 @@ PLOT = """(place => [place.left, place.top, place.width, place.height])(
 
 
 def test_curves_are_compared_zoomed_chosen_and_lead_to_episodes(tmp_path: Path) -> None:
-    async def test() -> None:
-        server = ViewServer(Views(save_seeds(tmp_path), ended))
-        await server.start()
-        try:
-            async with browser(tmp_path / "profile") as tab:
-                await tab.open(f"{server.url}#tab=charts")
-                await seeds_are_a_mean_with_a_band(tab)
-                await raw_values_are_faint_behind_smoothed_ones(tab)
-                await an_axis_is_logarithmic(tab)
-                await what_is_looked_at_is_in_the_address(tab)
-                await a_click_on_a_step_shows_its_episodes(tab)
-                assert tab.complaints == []
-        finally:
-            await server.close()
+    async def test(tab: Tab) -> None:
+        async with served(Views(save_seeds(tmp_path), ended)) as url:
+            await tab.open(f"{url}#tab=charts")
+            await seeds_are_a_mean_with_a_band(tab)
+            await raw_values_are_faint_behind_smoothed_ones(tab)
+            await an_axis_is_logarithmic(tab)
+            await what_is_looked_at_is_in_the_address(tab)
+            await a_click_on_a_step_shows_its_episodes(tab)
 
-    asyncio.run(asyncio.wait_for(test(), 280))
+    look(tmp_path / "profile", test)
 
 
 async def seeds_are_a_mean_with_a_band(tab: Tab) -> None:

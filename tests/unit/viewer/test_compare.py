@@ -4,7 +4,7 @@ from pathlib import Path
 
 from asyncrl.observe.held_out import interval
 from asyncrl.viewer.compare import compare, paired
-from tests.fakes.viewed import save_run
+from tests.fakes.planted import save_run
 
 
 def test_a_paired_difference_by_hand() -> None:

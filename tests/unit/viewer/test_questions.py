@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,16 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
-from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
 from tests.fakes import planted
-from tests.fakes.browser import CHROMIUM, Tab, browser
-from tests.fakes.viewed import ended
+from tests.fakes.browser import Tab, look, needs_chromium, served
+from tests.fakes.planted import ended
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("ASYNCRL_REQUIRE_CHROMIUM"),
-    reason="no Chromium: apt-get install chromium",
-)
+pytestmark = needs_chromium
 MOST = 4  # clicks
 PATIENCE = 30.0  # seconds for each
 # What somebody sees: `place` is the link or button with a text, `seen` says whether words are on the screen.
@@ -118,32 +113,26 @@ QUESTIONS = (
 
 
 def test_each_answer_is_a_few_clicks_from_the_first_page(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with browser(tmp_path / "profile") as tab:
-            for number, question in enumerate(QUESTIONS):
-                place = tmp_path / str(number)
-                saved = [save(place / run) for run, save in zip(NAMES, question.runs, strict=False)]
-                server = ViewServer(Views(saved, ended))
-                await server.start()
-                try:
-                    await walk(tab, server.url, question)
-                finally:
-                    await server.close()
-            assert tab.complaints == []
+    async def test(tab: Tab) -> None:
+        for number, question in enumerate(QUESTIONS):
+            place = tmp_path / str(number)
+            saved = [save(place / run) for run, save in zip(NAMES, question.runs, strict=False)]
+            async with served(Views(saved, ended)) as url:
+                await walk(tab, url, question)
 
-    asyncio.run(asyncio.wait_for(test(), 280))
+    look(tmp_path / "profile", test)
 
 
 async def walk(tab: Tab, url: str, question: Question) -> None:
     assert len(question.clicks) <= MOST
     await tab.open(url)
     for text in question.clicks:
-        await look(tab, question, f"place({json.dumps(text)})")
+        await sees(tab, question, f"place({json.dumps(text)})")
         await tab.run(f"(() => {{ {EYES} place({json.dumps(text)}).click() }})()")
-    await look(tab, question, " && ".join(f"seen({json.dumps(words)})" for words in question.answer))
+    await sees(tab, question, " && ".join(f"seen({json.dumps(words)})" for words in question.answer))
 
 
-async def look(tab: Tab, question: Question, condition: str) -> None:
+async def sees(tab: Tab, question: Question, condition: str) -> None:
     try:
         async with asyncio.timeout(PATIENCE):
             await tab.until(f"(() => {{ {EYES} return {condition} }})()")

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
 from asyncrl.viewer.page import write
-from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
-from tests.fakes.browser import CHROMIUM, Tab, browser
+from tests.fakes.browser import Tab, look, needs_chromium, served
+from tests.fakes.planted import ended
 from tests.fakes.read import HOSTILE, LONG, save_conversations
-from tests.fakes.viewed import ended
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("ASYNCRL_REQUIRE_CHROMIUM"),
-    reason="no Chromium: apt-get install chromium",
-)
+pytestmark = needs_chromium
 LISTED = '[...document.querySelectorAll("#list tbody tr")].map(row => row.dataset.uid).join()'
 
 
@@ -29,33 +21,25 @@ def test_episodes_are_found_read_and_compared(tmp_path: Path) -> None:
     write(tmp_path / "page.html", views)
     views = Views([tmp_path / "run", save_pages(tmp_path / "pages")], ended)
 
-    async def test() -> None:
-        server = ViewServer(views)
-        await server.start()
-        try:
-            async with browser(tmp_path / "profile") as tab:
-                await tab.open(server.url + "#tab=episodes")
-                await found(tab)
-                await walked(tab)
-                await read(tab)
-                await compared(tab)
-                await an_agents(tab)
-                await megabytes(tab)
-                await tab.call("Page.navigate", url=(tmp_path / "page.html").as_uri() + "#tab=episodes")
-                await found(tab)
-                await compared(tab)
-                await goes(tab, "uid=0.0&colour=advantages")
-                await tab.until(
-                    'document.querySelector(".model [data-at]").style.background.includes("color-mix")'
-                )
-                assert tab.complaints == []
-                assert await tab.run('document.querySelectorAll("img").length') == 0, (
-                    "a text was read as HTML"
-                )
-        finally:
-            await server.close()
+    async def test(tab: Tab) -> None:
+        async with served(views) as url:
+            await tab.open(url + "#tab=episodes")
+            await found(tab)
+            await walked(tab)
+            await read(tab)
+            await compared(tab)
+            await an_agents(tab)
+            await megabytes(tab)
+            await tab.call("Page.navigate", url=(tmp_path / "page.html").as_uri() + "#tab=episodes")
+            await found(tab)
+            await compared(tab)
+            await goes(tab, "uid=0.0&colour=advantages")
+            await tab.until(
+                'document.querySelector(".model [data-at]").style.background.includes("color-mix")'
+            )
+            assert await tab.run('document.querySelectorAll("img").length') == 0, "a text was read as HTML"
 
-    asyncio.run(asyncio.wait_for(test(), 280))
+    look(tmp_path / "profile", test)
 
 
 def save_pages(run_dir: Path) -> Path:

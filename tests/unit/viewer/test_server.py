@@ -13,7 +13,8 @@ import pytest
 from asyncrl.viewer import server as server_module
 from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Query, Views
-from tests.fakes.viewed import ended, save_run
+from tests.fakes.browser import served
+from tests.fakes.planted import ended, save_run
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +22,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run(tmp_path_factory.mktemp("runs") / "a")
 
 
-def served(views: Views, test: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
+def asked(views: Views, test: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
     async def run() -> None:
-        server = ViewServer(views)
-        await server.start()
-        try:
-            async with aiohttp.ClientSession() as client:
-                await test(client, server.url)
-        finally:
-            await server.close()
+        async with served(views) as url, aiohttp.ClientSession() as client:
+            await test(client, url)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -54,7 +50,7 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
             answer = await client.get(url + address)
             assert answer.status == status and why in (await answer.json())["error"]
 
-    served(Views([run_dir], ended), test)
+    asked(Views([run_dir], ended), test)
 
 
 def test_who_may_ask(run_dir: Path) -> None:
@@ -71,14 +67,14 @@ def test_who_may_ask(run_dir: Path) -> None:
         for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             assert (await client.request(method, f"{url}api/runs")).status == 405, method
 
-    served(Views([run_dir], ended), test)
+    asked(Views([run_dir], ended), test)
 
 
 def test_a_token_is_of_one_server(run_dir: Path) -> None:
     async def test(client: aiohttp.ClientSession, url: str) -> None:
         assert ViewServer(views)._token not in url
 
-    served(views := Views([run_dir], ended), test)
+    asked(views := Views([run_dir], ended), test)
 
 
 def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
@@ -107,4 +103,4 @@ def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
         assert (await client.get(f"{url}api/episodes")).status == 200
         assert all(found_alone)
 
-    served(Slow([run_dir], ended), test)
+    asked(Slow([run_dir], ended), test)

@@ -29,7 +29,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
 from asyncrl.viewer.views import Views
 from tests.fakes.data import rows, stored
-from tests.fakes.viewed import MARKUP, ended, save_run
+from tests.fakes.planted import MARKUP, ended, save_run
 from tests.unit.buffer.machine import turn_payload
 
 
@@ -79,8 +79,8 @@ def test_words_are_found_in_questions_answers_and_transcripts(views: Views) -> N
 
 def test_an_episode_of_the_list_has_its_texts(views: Views) -> None:
     (one,) = views.answer("episodes", {"where": '[["uid","=","0.0"]]'})["episodes"]
-    assert (one["question"], one["answer"], one["truth"]) == ("0?", "the answer of 0.0", "1"), one
-    assert (one["kind"], one["step"], one["components"], one["lag"]) == ("train", 1, {"acc": 1.0}, 0)
+    assert (one["question"], one["answer"], one["truth"]) == ("68?", "the answer of 0.0", "1"), one
+    assert (one["kind"], one["step"], one["components"], one["lag"]) == ("train", 1, {"acc": 1.0}, 1)
 
 
 def test_a_facet_counts_what_fits_all_conditions_but_its_own(views: Views) -> None:
@@ -105,7 +105,7 @@ def test_tools_are_added_up(views: Views) -> None:
 def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views) -> None:
     found = views.answer("episode", {"uid": "0.0"})
     (turn,) = found["turns"]
-    assert turn["ids"] == tuple(range(10)) and len(turn["texts"]) == 10
+    assert turn["ids"] == tuple(range(18, 28)) and turn["texts"] == [*"0123456789"]
     assert turn["versions"] == [0] * 4 + [1] * 6 and turn["kv_versions"] == [0] * 10
     assert turn["lags"] == [0] * 4 + [1] * 6 and not any(turn["stale"])
     assert turn["ratios"] == [pytest.approx(2.0), None] + [1.0] * 8
