@@ -46,8 +46,6 @@ class Bounds(msgspec.Struct, frozen=True):
 
     mib: Annotated[int, Meta(description="MiB of the files of all layers")] = 16_384
     files: Annotated[int, Meta(description="files and directories of all layers")] = 500_000
-    path: Annotated[int, Meta(description="bytes of a name with its directories")] = 1_024
-    depth: Annotated[int, Meta(description="directories above a file")] = 64
     seconds: Annotated[int, Meta(description="seconds of unpacking")] = 1_800
 
 
@@ -155,7 +153,6 @@ class _Unpacking:
             files += len(paths)
             for path in paths:
                 self.at = path
-                self._check(path)
                 mode = os.lstat(path).st_mode
                 contents = b""
                 if stat.S_ISDIR(mode):
@@ -191,8 +188,7 @@ class _Unpacking:
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts:
                     refuse("its name leads upwards")
-                self._check(path := "/" + "/".join(parts))
-                yield tar, path, member
+                yield tar, "/" + "/".join(parts), member
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 refuse("the archive is damaged or cut off after it")
@@ -259,12 +255,6 @@ class _Unpacking:
             refuse(f"has more than {self.bounds.files} entries (--files)")
         if self.size > self.bounds.mib << 20:
             refuse(f"has more than {self.bounds.mib} MiB of files (--mib)")
-
-    def _check(self, path: str) -> None:
-        if len(os.fsencode(path)) > self.bounds.path:
-            refuse(f"has a name of more than {self.bounds.path} bytes (--path)")
-        if path.count("/") > self.bounds.depth:
-            refuse(f"lies deeper than {self.bounds.depth} directories (--depth)")
 
 
 def _open(file: IO[bytes]) -> tarfile.TarFile:
