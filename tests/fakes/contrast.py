@@ -47,7 +47,7 @@ MEASURE = """(() => {
     const { inner, seen } = surface(element), size = parseFloat(style.fontSize);
     const ink = element.closest("svg") ? style.fill : style.color;
     const least = size >= 24 || (size >= 18.66 && style.fontWeight >= 700) ? 3 : 4.5;
-    const got = ratio(seen(laid(ink, inner)), seen(inner));
+    const got = parsed(ink)[1] ? ratio(seen(laid(ink, inner)), seen(inner)) : least; // nobody is to see it
     if (got < least) found.add(`${what.trim().slice(0, 40)}: ${got.toFixed(2)}`);
   };
   const sign = (element, style) => {

@@ -122,7 +122,8 @@ function spanCard(span) {
   const step = Number(own ?? view.data.steps.find(([, at]) => at >= span.end)?.[0] ?? 0);
   const where = JSON.stringify([["step", "=", step]]);
   const links = make("span", {}, `step ${step}: `, link({ tab: "charts", step }, "charts"), ", ",
-    link({ tab: "episodes", where }, "episodes"), ", ", link({ tab: "episodes", where, sub: "tools" }, "tools"));
+    link({ tab: "episodes", where }, "episodes"), ", ",
+    link({ tab: "episodes", where, sub: "tools" }, "tools"));
   const rows = [["process", span.process], ["when", interval([span.start, span.end])], ...facts(span)];
   return card("Chosen", make("h3", { id: "chosen" }, sign(span.kind), span.title),
     table(null, step ? [...rows, ["during", links]] : rows), make("button", { onclick: near }, "zoom to it"));
