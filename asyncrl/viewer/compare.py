@@ -1,61 +1,117 @@
-"""Compares two validations, of two runs or of one, question by question: the same row of the same data."""
+"""Compares two validations, of two runs or of one, question by question: the same row of the same data. And
+reads what `asyncrl eval` found."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from asyncrl.config import parse
+from asyncrl.errors import UNDECODABLE
 from asyncrl.observe.held_out import ROUNDING, interval
-from asyncrl.store.launches import at, differences, launches_of
+from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.reader import RunReader
 
-FLIPPED = 50  # questions
+SHOWN = 50  # questions of a mode that were lost, and that were won
 SAME = ("data.", "reward", "validation.", "model.template", "tools", "environment", "rollout.max")
-QUERY = """SELECT e.mode, q.sample, e.uid, e.score, q.question, a.answer, q.truth
-    FROM episodes e JOIN questions q ON q.group_id = e.group_id LEFT JOIN answers a ON a.uid = e.uid
-    WHERE e.kind IN ('held out', 'eval') AND e.step = ? ORDER BY e.uid"""
+QUESTIONS = """SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull(score, 0)),
+    avg(coalesce(components ->> '$.acc', score, 0) >= ?) >= 0.5
+    FROM episodes e JOIN questions USING (group_id) LEFT JOIN answers a ON a.uid = e.uid
+    WHERE kind IN ('held out', 'eval') AND step = ? GROUP BY mode, sample"""  # the answer is the first uid's
+COMPONENTS = """SELECT mode, sample, key, avg(value)
+    FROM episodes JOIN questions USING (group_id), json_each(components)
+    WHERE kind IN ('held out', 'eval') AND step = ? GROUP BY mode, sample, key"""
 STEPS = "SELECT DISTINCT step FROM episodes WHERE kind IN ('held out', 'eval') ORDER BY step"
+ALL, TASK = "val-core/all/", "val-task/"  # in evaluation.json
 
-Question = tuple[str, int]  # mode and row
-Played = dict[Question, list[dict[str, Any]]]
+Evaluation = Mapping[str, Mapping[str, float]]  # by metric: `mean`, and most have `low`, `high`, `samples`
+_evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 
-def compare(runs: tuple[Path, Path], steps: Sequence[int | None]) -> dict[str, Any]:
+class Answered(msgspec.Struct):
+    """A question of a validation: its first episode, and means over all. `right`: at least half succeeded."""
+
+    uid: str
+    question: str
+    truth: str
+    answer: str
+    score: float
+    right: int
+    components: dict[str, float] = {}
+
+
+Pair = tuple[Answered, Answered]
+
+
+class Side(NamedTuple):
+    """A validation of a run. `played`: by mode and row."""
+
+    step: int
+    known: list[int]  # the steps of all its validations
+    config: Tree
+    played: Mapping[tuple[str, int], Answered]
+
+
+def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]:
     """`steps`: those of the validations; None: the last one; of one run alone, first and last."""
-    validations, played = list[list[int]](), list[Played]()
-    for side, (run, step) in enumerate(zip(runs, steps, strict=True)):
-        with closing(RunReader.open(run)) as reader:
-            known = [one for (one,) in reader.rows(STEPS)]
-            first = runs[0] == runs[1] and not side
-            chosen = step if step is not None else (known[0 if first else -1] if known else 0)
-            validations.append([chosen, *known])
-            played.append(_played(reader, chosen))
-    configs = [at(launches_of(run), own[0] + 1).config for run, own in zip(runs, validations, strict=True)]
-    shared = [key for key in played[0] if _asks(played[0], key) == _asks(played[1], key)]
-    pairs = {key: (_score(played[0][key]), _score(played[1][key])) for key in shared}
-    success = parse(configs[0]).validation.success - ROUNDING
-    flipped = [key for key, (a, b) in pairs.items() if (a >= success) != (b >= success)]
-    flipped.sort(key=lambda key: (pairs[key][1] - pairs[key][0], key))  # what was lost first
+    places = (0 if runs[0] == runs[1] else -1), -1
+    sides = [_side(*one) for one in zip(runs, steps, places, strict=True)]
+    first, second = (side.played for side in sides)
+    shared = defaultdict[str, list[Pair]](list)
+    for (mode, row), one in first.items():
+        other = second.get((mode, row))
+        if other and (one.question, one.truth) == (other.question, other.truth):
+            shared[mode].append((one, other))
+    keys = [key for key in differences([side.config for side in sides]) if key.startswith(SAME)]
+    warnings = [f"Not judged alike: the configurations differ in {', '.join(keys)}"] if keys else []
+    if alone := len(first.keys() | second.keys()) - sum(map(len, shared.values())):
+        warnings.append(f"{alone} questions are not the same in both, and left out")
     return {
-        "steps": [own[0] for own in validations],
-        "validations": [own[1:] for own in validations],
-        "modes": [paired(mode, [pairs[key] for key in shared if key[0] == mode]) for mode in _modes(shared)],
-        "flipped": [_beside(key, played) for key in flipped[:FLIPPED]],
-        "flips": len(flipped),
-        "warnings": _warnings(configs, played, len(shared)),
+        "steps": [side.step for side in sides],
+        "validations": [side.known for side in sides],
+        "modes": [{"mode": mode, **_compared(pairs)} for mode, pairs in shared.items()],
+        "warnings": warnings,
     }
 
 
-def paired(mode: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _side(run: Path, step: int | None, place: int) -> Side:
+    with closing(RunReader.open(run)) as reader:
+        known = [one for (one,) in reader.rows(STEPS)]
+        step = step if step is not None else (known or [0])[place]
+        config = at(launches_of(run), step + 1).config
+        rows = reader.rows(QUESTIONS, parse(config).validation.success - ROUNDING, step)
+        played = {(mode, row): Answered(*one) for mode, row, *one in rows}
+        for mode, row, name, value in reader.rows(COMPONENTS, step):
+            played[mode, row].components[name] = value
+        return Side(step, known, config, played)
+
+
+def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The scores of a mode and their components, and the questions that flipped, the largest change first."""
+    parts = defaultdict[str, list[tuple[float, float]]](list)
+    for a, b in pairs:
+        for name in a.components.keys() & b.components.keys():
+            parts[name].append((a.components[name], b.components[name]))
+    rising = sorted(pairs, key=lambda pair: pair[1].score - pair[0].score)
+    lost, won = ([(a, b) for a, b in rising[::sign] if sign * (a.right - b.right) > 0] for sign in (1, -1))
+    return paired([(a.score, b.score) for a, b in pairs]) | {
+        "components": {name: paired(parts[name]) for name in sorted(parts)},
+        "flips": {"lost": len(lost), "won": len(won)},
+        "lost": lost[:SHOWN],
+        "won": won[:SHOWN],
+    }
+
+
+def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """The mean difference of the second from the first, with its interval over questions."""
     changes = [b - a for a, b in pairs]
     return {
-        "mode": mode,
         "questions": len(pairs),
         "means": [fmean(side) for side in zip(*pairs, strict=True)],
         "difference": fmean(changes),
@@ -65,32 +121,18 @@ def paired(mode: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def _played(reader: RunReader, step: int) -> Played:
-    found = defaultdict[Question, list[dict[str, Any]]](list)
-    for mode, sample, uid, score, question, answer, truth in reader.rows(QUERY, step):
-        texts = {"question": question, "answer": answer or "", "truth": truth}
-        found[mode, sample].append({"uid": uid, "score": score or 0.0, **texts})
-    return dict(found)
+def evaluation_of(run_dir: Path) -> Evaluation:
+    """{} of a run that is none."""
+    with suppress(FileNotFoundError, *UNDECODABLE):
+        return _evaluation((run_dir / "evaluation.json").read_bytes())
+    return {}
 
 
-def _asks(played: Played, key: Question) -> tuple[Any, Any] | None:
-    return (played[key][0]["question"], played[key][0]["truth"]) if key in played else None
-
-
-def _score(episodes: Sequence[dict[str, Any]]) -> float:
-    return fmean(one["score"] for one in episodes)
-
-
-def _modes(keys: Sequence[Question]) -> list[str]:
-    return sorted({mode for mode, _ in keys})
-
-
-def _beside(key: Question, played: Sequence[Played]) -> dict[str, Any]:
-    return {"mode": key[0], "sample": key[1], "sides": [side[key][0] for side in played]}
-
-
-def _warnings(configs: Sequence[Any], played: Sequence[Played], shared: int) -> list[str]:
-    keys = [key for key in differences(configs) if key.startswith(SAME)]
-    found = [f"Not judged alike: the configurations differ in {', '.join(keys)}"] if keys else []
-    alone = len(played[0].keys() | played[1].keys()) - shared
-    return found + [f"{alone} questions are not the same in both, and left out"] * (alone > 0)
+def measures(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
+    """By mode and measure, `sampled/pass@4`: its numbers, and `tasks`: the mean of each."""
+    whole = {name.removeprefix(ALL): found for name, found in evaluation.items() if name.startswith(ALL)}
+    found: dict[str, dict[str, Any]] = {name: {**numbers, "tasks": {}} for name, numbers in whole.items()}
+    for name in (name for name in evaluation if name.startswith(TASK)):
+        task, mode, measure = name.removeprefix(TASK).rsplit("/", 2)
+        found[f"{mode}/{measure}"]["tasks"][task] = evaluation[name]["mean"]
+    return found

@@ -21,7 +21,7 @@ from asyncrl.observe.metrics import Row, label, matching
 from asyncrl.observe.summary import JUDGED, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import Tree, described, differences, launches_of, tree
-from asyncrl.viewer.evaluation import Evaluation, evaluation_of, measures
+from asyncrl.viewer.compare import Evaluation, evaluation_of, measures
 from asyncrl.viewer.series import wilson
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"

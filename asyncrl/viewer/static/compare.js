@@ -1,70 +1,144 @@
-// The tab of a comparison: two validations question by question, what flipped, and what configurations have.
-import { fold, hue, make, number, percent, redraw, swatch, table } from "view/dom.js";
+// The tab of a comparison: what came of each run, tasks of evaluations, two validations question by question
+// with what flipped, and what configurations have.
+import { card, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
+import { settingsOf } from "view/curves.js";
+import { judged, setting } from "view/overview.js";
 import { go, link } from "view/route.js";
-import { setting } from "view/overview.js";
 import { ask } from "view/source.js";
 
+const MEASURE = "sampled/success"; // of tasks, unless another one is chosen
+const NOTE = `held out: the last validation, with 95% intervals; reward and loss: the last tenth of the steps;
+  of seeds: the mean, from the lowest to the highest`;
+const FEW = 24; // tasks that are not folded
+
 export async function show(place, now, state, current) {
-  const runs = state.runs;
-  const [a, b] = [Number(now.a ?? 0), Number(now.b ?? Math.min(1, runs.length - 1))];
-  const found = await ask("compare", { a, b, from: now.from,
-    to: now.to }).catch((error) => ({ error: error.message }));
+  const { runs, differences } = state, names = runs.map((run) => run.name);
+  const sides = [Number(now.a ?? 0), Number(now.b ?? Math.min(1, runs.length - 1))];
+  const found = await ask("compare", { a: sides[0], b: sides[1], from: now.from, to: now.to })
+    .catch((error) => ({ error: `the questions cannot be compared: ${error.message}` }));
+  const answers = await Promise.all(runs.map((_, run) => ask("overview", { run })));
   if (!current()) return;
-  redraw(place, [found, a, b, runs.map((run) => run.name), state.differences], () => [
-    make("section", { class: "card" }, chooser(runs, [a, b], found),
-      ...(found.error ? [make("p", {}, found.error)] : outcome(found, runs, [a, b]))),
-    differing(state), // before what may be long
-    found.error ? null : flips(found, runs, [a, b]),
+  const heads = sides.map((run, at) => `${names[run]}, step ${number(found.steps?.[at])}`);
+  redraw(place, [found, sides, now.mode, now.measure, answers, names, differences], () => [
+    runs.length > 1 && outcomes(state, answers),
+    tasks(names, answers, now.measure ?? MEASURE),
+    card("Question by question", chooser(names, sides, found),
+      ...(found.error ? [make("p", { class: "alert" }, found.error)] : paired(found, names, sides, heads))),
+    runs.length > 1 && differing(names, differences), // before what may be long
+    found.modes?.length > 0 && flips(found, sides, heads, now.mode),
   ]);
 }
 
-function chooser(runs, sides, found) {
+/** A run's name, and its agent program's. */
+function named(name, { configuration }, at) {
+  const [key, value] = configuration.find(([one]) => /^rollout\.agent(\.|$)/.test(one)) ?? [];
+  return make("span", {}, swatch(hue(at)), name, key && ` (${key.split(".")[2] ?? value})`);
+}
+
+/** What came of each run; of the seeds of one setting their mean, and from the lowest to the highest. */
+function outcomes(state, answers) {
+  const numbers = answers.map(({ held_out: held, figures, evaluation, steps, seconds }) => {
+    const measures = Object.entries(evaluation).map(([name, one]) => [name, { value: one.mean,
+      interval: one.samples && [one.low, one.high], unit: /mean@|nll/.test(name) ? "" : "share" }]);
+    const validated = held.filter((one) => !one.part).map((one) =>
+      [`held-out ${one.label}`, { ...(one.after ?? one.before), unit: one.unit }]);
+    const trained = figures.filter((one) => !one.part && ["reward", "loss per token"].includes(one.label))
+      .map((one) => [one.label, { value: one.last }]);
+    return Object.fromEntries([...(measures.length ? measures : validated), ...trained,
+      ["steps", { value: steps }], ["time", { value: seconds, unit: "s" }]]);
+  });
+  const names = [...new Set(numbers.flatMap(Object.keys))];
+  const row = (head, found, kind) => make("tr", { class: kind }, make("th", { scope: "row" }, head),
+    ...names.map((name) => make("td", {}, judged(found[name], found[name]?.unit))));
+  const rows = settingsOf(state).flatMap(({ of, name }) => {
+    const own = of.map((at) => [named(state.runs[at].name, answers[at], at), numbers[at]]);
+    return of.length === 1 ? [row(...own[0])]
+      : [row(name, together(of.map((at) => numbers[at]), names)), ...own.map((one) => row(...one, "part"))];
+  });
+  return card("Outcomes", table(["", ...names], rows), make("p", { class: "dim small" }, NOTE));
+}
+
+function together(seeds, names) {
+  return Object.fromEntries(names.map((name) => {
+    const known = seeds.map((seed) => seed[name]).filter(Boolean), values = known.map((one) => one.value);
+    const value = values.reduce((sum, one) => sum + one, 0) / values.length;
+    const ends = [Math.min(...values), Math.max(...values)];
+    return [name, { ...known[0], value, interval: ends[0] < ends[1] && ends }];
+  }));
+}
+
+/** Of evaluations, by a measure: a column for each model or agent. */
+function tasks(names, answers, measure) {
+  const of = names.map((_, at) => at).filter((at) => answers[at].evaluation[measure]);
+  const found = of.map((at) => answers[at].evaluation[measure].tasks);
+  const all = [...new Set(found.flatMap(Object.keys))];
+  const rows = all.map((task) => [task, ...found.map((one) => {
+    const sign = Math.sign(one[task] - found[0][task]) || 0; // beside the first one
+    const [kind, mark] = [["bad", " ▼"], ["", ""], ["good", " ▲"]][sign + 1];
+    return make("td", { class: kind }, number(one[task]) + mark);
+  })]);
+  const measures = Object.keys(answers[of[0]]?.evaluation ?? {}).map((name) => link({ measure: name }, name));
+  return all.length > 0 && card(`Tasks by ${measure}`, make("div", { class: "bar small" }, ...measures),
+    fold(`${number(all.length)} tasks`, all.length <= FEW,
+      table(["task", ...of.map((at) => named(names[at], answers[at], at))], rows)));
+}
+
+function chooser(names, sides, found) {
+  const choice = (key, options, chosen, more) => make("select", { id: `compare-${key}`, "aria-label": key,
+    onchange: (event) => go({ [key]: event.target.value, ...more }) }, ...options.map(([value, text]) =>
+    make("option", { value, selected: value === chosen ? "" : null }, text)));
   const one = (at, key, step) => make("span", {}, swatch(hue(sides[at])),
-    choice(key, runs.map((run, value) => [value, run.name]), sides[at], { [step]: null }), " step ",
-    choice(step, (found.validations?.[at] ?? []).map((value) => [value, number(value)]), found.steps?.[at],
-      {}));
+    choice(key, names.map((name, run) => [run, name]), sides[at], { [step]: null }), " step ",
+    choice(step, (found.validations?.[at] ?? []).map((own) => [own, number(own)]), found.steps?.[at]));
   return make("div", { class: "bar" }, one(0, "a", "from"), make("b", {}, "→"), one(1, "b", "to"));
 }
 
-function choice(key, options, value, more) {
-  return make("select", { id: `compare-${key}`, "aria-label": key,
-    onchange: (event) => go({ [key]: event.target.value, ...more }) },
-    ...options.map(([option, text]) => make("option",
-      { value: option, selected: option === value ? "" : null }, text)));
-}
-
-function outcome(found, runs, sides) {
+function paired(found, names, sides, heads) {
   const signed = (value) => `${value > 0 ? "+" : ""}${number(value)}`;
-  const sure = ([low, high]) => (low > 0 ? "good" : high < 0 ? "bad" : "");
-  const rows = found.modes.map((one) => [one.mode, number(one.questions),
-    ...one.means.map((mean) => number(mean)),
-    make("td", { class: sure(one.interval) },
-      `${signed(one.difference)} (${one.interval.map(signed).join(" to ")})`),
-    `${one.wins} better, ${one.losses} worse, ${one.questions - one.wins - one.losses} the same`]);
-  const heads = sides.map((run, at) => `${runs[run].name}, step ${number(found.steps[at])}`);
+  const row = (name, { questions, means, difference, interval, wins, losses }, kind) =>
+    make("tr", { class: kind }, ...[name, number(questions), ...means.map((mean) => number(mean))]
+      .map((cell) => make("td", {}, cell)),
+    make("td", { class: interval[0] > 0 ? "good" : interval[1] < 0 ? "bad" : "" },
+      `${signed(difference)} (${interval.map(signed).join(" to ")})`),
+    make("td", {}, `${wins} better, ${losses} worse, ${questions - wins - losses} the same`));
+  const rows = found.modes.flatMap((one) => [row(`score, ${one.mode}`, one),
+    ...Object.entries(one.components).map(([name, part]) => row(name, part, "part"))]);
+  const without = sides.filter((_, at) => !found.validations[at].length).map((run) => names[run]);
+  const none = without.length ? `${without.join(" and ")}: no validation is over; data.test asks for some.`
+    : "No question is the same in both.";
+  const head = ["", "questions", ...heads, "difference, paired (95%)", "question by question"];
   return [...found.warnings.map((text) => make("p", { class: "alert" }, text)),
-    rows.length ? table(["mode", "questions", ...heads, "difference, paired (95%)", "question by question"],
-      rows)
-      : make("p", {}, "No validation has the same questions in both.")];
+    rows.length ? table(head, rows) : make("p", {}, none)];
 }
 
-function flips(found, runs, sides) {
-  const rows = found.flipped.map((one) => [make("td", { class: "text" }, one.sides[0].question),
-    ...one.sides.map((side, at) => make("td", {},
-      make("div", { class: "text" }, side.answer || "(no answer)"),
-      link({ tab: "episodes", run: sides[at], uid: side.uid },
-        `score ${number(side.score)}, ${one.mode}`))), one.sides[0].truth ?? ""]);
-  const title = `${number(found.flips)} questions flipped between right and wrong`;
-  return make("section", { class: "card" }, make("h2", {}, title), rows.length > 0 && table(
-    ["question", ...sides.map((run, at) => `${runs[run].name}, step ${number(found.steps[at])}`),
-      "ground truth"], rows));
+/** Questions that were answered rightly and no longer are, and the other way round. */
+function flips(found, sides, heads, mode = "") {
+  const own = found.modes.filter((one) => !mode || one.mode === mode);
+  const modes = ["", ...found.modes.map((one) => one.mode)].map((name) =>
+    link({ mode: name || null }, name === mode ? make("b", {}, name || "all") : name || "all"));
+  const row = (both, of) => {
+    const [before, after] = both.map((one) => one.components);
+    const changed = Object.keys(before).filter((name) => name in after && before[name] !== after[name]);
+    return [make("td", { class: "text" }, both[0].question),
+      ...both.map((one, at) => make("td", {}, make("div", { class: "text" }, one.answer || "(no answer)"),
+        link({ tab: "episodes", run: sides[at], uid: one.uid }, `score ${number(one.score)}, ${of}`))),
+      both[0].truth,
+      changed.map((name) => `${name} ${number(before[name])} → ${number(after[name])}`).join(", ")];
+  };
+  const list = (kind) => {
+    const count = own.reduce((sum, one) => sum + one.flips[kind], 0);
+    const rows = own.flatMap((one) => one[kind].map((both) => row(both, one.mode)));
+    const some = count > rows.length ? `, the first ${rows.length}` : "";
+    return [make("h3", {}, `${kind}: ${number(count)}${some}`),
+      count > 0 && table(["question", ...heads, "ground truth", "components that changed"], rows)];
+  };
+  return card("Questions that flipped between right and wrong",
+    modes.length > 2 && make("div", { class: "bar" }, ...modes), ...list("lost"), ...list("won"));
 }
 
-function differing(state) {
-  const rows = Object.entries(state.differences).map(([key, values]) =>
+function differing(names, differences) {
+  const rows = Object.entries(differences).map(([key, values]) =>
     [make("code", {}, key), ...values.map(setting)]);
-  if (state.runs.length < 2) return null;
   const title = `${rows.length} ${rows.length === 1 ? "key differs" : "keys differ"}; all others are equal`;
-  const found = table(["key", ...state.runs.map((run) => run.name)], rows, { id: "differences" });
-  return make("section", { class: "card" }, fold(title, true, found));
+  return card("Configuration", fold(title, true, table(["key", ...names], rows, { id: "differences" })));
 }

@@ -52,7 +52,7 @@ function warning({ name, level, what, do: advice, keys, link: seen }) {
 }
 
 /** A figure in its unit. */
-export function figure(value, unit) {
+export function figure(value, unit = "") {
   if (unit === "share") return percent(value);
   if (unit === "s") return seconds(value);
   return number(value) + (unit && !unit.startsWith("/") ? ` ${unit}` : unit);
@@ -77,9 +77,9 @@ const trend = (one, ...cells) => make("tr", { class: one.part ? "part" : "" },
   make("th", { scope: "row" }, one.label), ...cells.map((cell) => make("td", {}, cell)));
 
 export function judged(one, unit) {
-  const text = (value) => (unit === "share" ? percent(value) : number(value));
-  const between = one?.interval && make("div", { class: "dim small" }, one.interval.map(text).join(" to "));
-  return make("div", {}, make("b", {}, figure(one?.value, unit)), between);
+  const text = (value) => figure(value, unit);
+  return make("div", {}, make("b", {}, text(one?.value)),
+    one?.interval && make("div", { class: "dim small" }, one.interval.map(text).join(" to ")));
 }
 
 /** Both intervals on an axis from 0 to 1: grey before, coloured after. */

@@ -1,20 +1,103 @@
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
+import pytest
+
+from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import interval
-from asyncrl.viewer.compare import compare, paired
-from tests.fakes.planted import save_run
+from asyncrl.viewer.compare import compare, measures, paired
+from asyncrl.viewer.views import Views
+from tests.fakes import planted
+from tests.fakes.planted import ended, save_run
 
 
 def test_a_paired_difference_by_hand() -> None:
-    found = paired("greedy", [(0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
+    found = paired([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
     assert (found["means"], found["difference"]) == ([0.5, 0.75], 0.25)
     assert (found["wins"], found["losses"], found["questions"]) == (2, 1, 4)
     assert found["interval"] == interval([1.0, 0.0, -1.0, 1.0])
 
 
+def test_two_runs_are_compared_question_by_question(tmp_path: Path) -> None:
+    runs = [planted.regression(tmp_path / str(worse), worse=worse) for worse in (False, True)]
+    found = compare(runs, [None, None])
+    (mode,) = found["modes"]
+    assert (mode["mode"], mode["means"], mode["wins"], mode["losses"]) == ("sampled", [1.0, 0.5], 0, 12)
+    assert {name: part["difference"] for name, part in mode["components"].items()} == {
+        "form": -0.5,
+        "polite": 0,
+    }
+    assert (mode["flips"], found["warnings"]) == ({"lost": 12, "won": 0}, [])
+    before, after = mode["lost"][0]
+    assert (before.question, before.answer, before.truth) == ("What is 1 plus 1?", "2", "2")
+    assert (after.answer, after.score, after.components["form"]) == ("101", 0.0, 0.0)
+    back = compare(runs[::-1], [12, 0])["modes"][0]
+    assert back["flips"] == {"lost": 0, "won": 12} and back["won"][-1][0].answer == "101"
+
+
+def test_two_validations_of_a_run_with_what_was_lost_and_won(tmp_path: Path) -> None:
+    run = planted.flipped(tmp_path / "a")
+    found = compare([run, run], [None, None])
+    assert (found["steps"], found["validations"]) == ([6, 12], [[6, 12], [6, 12]])
+    (mode,) = found["modes"]
+    assert [one[0].question for one in mode["lost"] + mode["won"]] == [
+        "What is 3 plus 3?",
+        "What is 7 plus 7?",
+    ]
+
+
+def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
+    one, other = (planted.PlantedRun(tmp_path / name, **keys) for name, keys in {
+        "a": {}, "b": {"validation": {"success": 2.0}},
+    }.items())  # fmt: skip
+    one.validate(0, [planted.right(row) for row in range(4)])
+    other.validate(0, [planted.right(row) for row in range(3)])
+    found = compare([one.save(), other.save()], [None, None])
+    assert found["warnings"] == [
+        "Not judged alike: the configurations differ in validation.success",
+        "1 questions are not the same in both, and left out",
+    ]
+    assert found["modes"][0]["questions"] == 3
+
+
+def test_several_episodes_of_a_question_are_one(tmp_path: Path) -> None:
+    """Two of four are right; then one of four."""
+    run = planted.regression(tmp_path / "a", worse=False)
+    with sqlite3.connect(run / "run.db") as db:
+        for step, wrong in ((0, 2), (12, 3)):
+            of = f"SELECT val.uid FROM episodes val WHERE step = {step} AND kind = 'held out' LIMIT"
+            db.execute(f"UPDATE episodes SET group_id = -1, score = 1 WHERE uid IN ({of} 4)")
+            db.execute(f"UPDATE episodes SET score = 0 WHERE uid IN ({of} {wrong})")
+    found = compare([run, run], [None, None])["modes"][0]
+    ((before, after),) = found["lost"]
+    assert (before.score, before.right, after.score, after.right) == (0.5, 1, 0.25, 0)
+
+
 def test_without_a_validation_nothing_is_compared(tmp_path: Path) -> None:
     runs = save_run(tmp_path / "a"), save_run(tmp_path / "b")
     found = compare(runs, [None, None])
-    assert (found["modes"], found["flipped"], found["validations"]) == ([], [], [[], []])
+    assert (found["modes"], found["validations"]) == ([], [[], []])
+    with pytest.raises(ConfigError, match="from=x: give a number"):
+        Views(runs, ended).answer("compare", {"from": "x"})
+
+
+def test_of_a_run_of_an_older_version_all_but_its_episodes_is_shown(tmp_path: Path) -> None:
+    run = planted.flipped(tmp_path / "a")
+    with sqlite3.connect(run / "run.db") as db:
+        db.execute("PRAGMA user_version=3")
+    views = Views([run], ended)
+    assert views.answer("runs", {})["runs"][0]["name"] == "a"
+    assert views.answer("overview", {})["outcome"].startswith("Held-out success 75%")
+    with pytest.raises(ConfigError, match="written by an older version"):
+        views.answer("compare", {})
+
+
+def test_what_an_evaluation_found_by_measure_and_task() -> None:
+    whole = {"mean": 0.5, "low": 0.25, "high": 0.75, "samples": 2.0}
+    found = measures({
+        "val-core/all/sampled/pass@2": whole, "val-core/x/sampled/pass@2": whole,
+        "val-task/org/fix/sampled/pass@2": {"mean": 1.0}, "val-aux/all/sampled/a/mean@1": whole,
+    })  # fmt: skip
+    assert found == {"sampled/pass@2": whole | {"tasks": {"org/fix": 1.0}}}

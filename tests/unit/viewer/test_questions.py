@@ -67,7 +67,7 @@ QUESTIONS = (
         "is the second run worse, and what is different?",
         REGRESSION,
         ["Compare"],
-        ["-0.5 (-0.708 to -0.292)", "0 better, 12 worse, 12 the same", "trainer.lr 1e-6 1e-4"],
+        ["-0.5 (-0.708 to -0.292)", "0 better, 12 worse, 12 the same", "trainer.lr 1e-6 1e-4", "lost: 12"],
     ),
     Question(
         "what has the second run lost?",
@@ -88,6 +88,7 @@ QUESTIONS = (
         [
             "first, step 6",
             "first, step 12",
+            "lost: 1",
             "What is 3 plus 3? 6 score 1, sampled 103 score 0, sampled 6",
         ],
     ),

@@ -279,7 +279,7 @@ def test_beside_a_run_that_was_deleted_and_one_of_another_version_others_are_sho
     shutil.rmtree(runs[2])
     views = Views(runs, ending)
     found = views.answer("runs", {})
-    assert found["differences"] == {"trainer.lr": [1e-5, None, None, 1e-6]}
+    assert found["differences"] == {"trainer.lr": [1e-5, 1e-5, None, 1e-6]}
     assert found["runs"][2]["ended"] == "deleted" and views.answer("rows", {"run": "2"})["steps"] == 0
     with pytest.raises(ConfigError, match="an older version"):
         views.answer("episodes", {"run": "1"})
