@@ -47,9 +47,12 @@ class Measured:
                 file.seek(self.read)  # the last line may have been under way
                 if rows := [row for line in lines if STEP in (row := _decoded(line))]:
                     self._add(rows)
-        trained = ~np.isnan(self._row(metric.STEP_SECONDS))
-        self._order = np.lexsort((trained, self._row(STEP)))
-        self.steps, self._begins = np.unique(self._row(STEP)[self._order], return_index=True)
+        steps, trained = self._row(STEP), ~np.isnan(self._row(metric.STEP_SECONDS))
+        order = np.lexsort((trained, steps))
+        self.steps, place, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
+        last = np.cumsum(counts) - 1
+        earlier = np.delete(np.arange(len(order)), last)
+        self._last, self._earlier, self._place = order[last], order[earlier], place[earlier]
 
     def _add(self, rows: Sequence[Row]) -> None:
         blank = dict.fromkeys(self._rows, math.nan)
@@ -70,10 +73,11 @@ class Measured:
     def values(self, name: str) -> np.ndarray:
         """One for each of `steps`. A step that was repeated after a crash counts as it was last, with the
         validation that judged it; only what a validation alone has is taken of it."""
-        values = self._row(name)[self._order]
-        known = np.where(np.isnan(values), -1, np.arange(len(values)))
-        last = np.maximum.reduceat(known, self._begins)
-        return np.where(last < 0, math.nan, values[last])
+        row = self._row(name)
+        values, earlier = row[self._last], row[self._earlier]
+        missing = np.isnan(values[self._place]) & ~np.isnan(earlier)
+        values[self._place[missing]] = earlier[missing]  # of several the last one
+        return values
 
     def having(self, *names: str) -> np.ndarray:
         """The places of steps at which one of these is known."""
