@@ -139,7 +139,7 @@ def series(
         **{name: _listed(values[places]) for name, values in axes.items()},
         "steps": len(x),
         "columns": known,
-        "bands": dict(_bands(known)),
+        "bands": {**dict(_bands(known)), **{name: [(f"{name}/low", f"{name}/high")] for name in modes}},
     }
 
 
@@ -154,8 +154,8 @@ def _listed(values: np.ndarray) -> list[float | None]:
 def _bands(known: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Names of both ends of the bands around a mean, the widest first, but for those that never change."""
     for name in known:
-        base = name.removesuffix("mean") if name.endswith("/mean") else f"{name}/"
-        pairs = [(base + low, base + high) for low, high in (*metric.QUANTILES, ("low", "high"))]
+        base = name.removesuffix("mean")
+        pairs = [(base + low, base + high) for low, high in metric.QUANTILES if name.endswith("/mean")]
         ends = [pair for pair in pairs if known.keys() >= {*pair}]
         if found := [pair for pair in ends if any(len({*known[end]} - {None}) > 1 for end in pair)]:
             yield name, found

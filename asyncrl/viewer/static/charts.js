@@ -72,6 +72,7 @@ function plot(place, spec, width, height) {
   const grid = { stroke: colour("--line"), width: 0.5 };
   const axis = { stroke: colour("--dim"), font: "12px system-ui", grid, ticks: { show: false }, gap: 4 };
   const side = { ...axis, values: (_, splits) => ticks(splits, spec), space: 32,
+    ...(spec.log && { splits: (u, at, low, high) => powers(low, high) }),
     size: (_, values) => 12 + 7 * Math.max(0, ...(values ?? []).map((text) => text?.length ?? 0)) };
   const right = spec.lines.some((line) => line.right);
   const scale = (own) => ({ distr: spec.log ? 3 : 1, range: () => reach(spec, own) });
@@ -113,11 +114,11 @@ function reach(spec, right) {
   return [Math.max(floor, low - margin), Math.min(ceiling + 0.02, high + margin)];
 }
 
-/** The lowest and the highest value in the window. */
+/** The lowest and the highest value in the window, and beside it: lines go on to its edges. */
 function ends(lines, [from, to], lists) {
   let low = Infinity, high = -Infinity;
   for (const line of lines) for (const values of lists(line)) values.forEach((v, i) => {
-    if (v === null || line.x[i] < from || line.x[i] > to) return;
+    if (v === null || line.x[i + 1] < from || line.x[i - 1] > to) return;
     [low, high] = [Math.min(low, v), Math.max(high, v)];
   });
   return [low, high];
@@ -125,6 +126,7 @@ function ends(lines, [from, to], lists) {
 
 /** Ticks with as many digits as they need: they differ, and are where they say. */
 function ticks(splits, spec) {
+  if (spec.log) return splits.map((v) => v && number(v));
   const size = Math.max(...splits.map(Math.abs)), apart = Math.abs(splits[1] - splits[0]) || size || 1;
   const power = Math.floor(Math.log10(size || 1));
   const [unit, name] = spec.percent && size <= 1.5 ? [0.01, "%"]
@@ -134,6 +136,20 @@ function ticks(splits, spec) {
     Math.abs(Number((v / unit).toFixed(digits)) * unit - v) < apart / 50);
   const digits = [0, 1, 2, 3, 4, 5].find(right) ?? 6;
   return splits.map((v) => v && `${Number((v / unit).toFixed(digits))}${name}`);
+}
+
+/** Where a logarithmic axis has ticks: at powers of ten, and between them where they are few. */
+function powers(low, high) {
+  const every = (step) => Array.from({ length: 9 / step }, (_, at) => 1 + at * step);
+  const within = (digits) => {
+    const found = [];
+    for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
+      found.push(...digits.map((digit) => digit * power));
+    }
+    return found.filter((v) => v >= low && v <= high);
+  };
+  const found = [[1], [1, 2, 5], every(1), every(0.1)].map(within);
+  return found.find((places) => places.length > 2) ?? found.at(-1);
 }
 
 /** Lines over the plot, with a symbol each; of those of a kind that are close together the first one. */

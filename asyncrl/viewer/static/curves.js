@@ -93,7 +93,7 @@ function bar({ now, by, settings, out, hidden }, seeds) {
     kinds.length > 0 && make("span", { class: "dim" }, "marks:"),
     ...kinds.map((kind) => button(`mark-${kind}`, MARKS[kind], !hidden.includes(kind),
       { hide: flipped(hidden, kind) })),
-    now.zoom && button("whole", "all steps", false, { zoom: null }),
+    now.zoom && make("button", { id: "whole", title: "key 0", onclick: keys[0] }, "all steps"),
     runs.length > 1 && make("span", { class: "legend" }, ...settings.map((one) =>
       series(String(one.of[0]), one.name, out, one.hue, [], one.names.join(", ")))),
   ];
@@ -215,28 +215,29 @@ function smoothing(values, weight) {
   });
 }
 
-/** The mean where at least half of the members are under way, each between its own points included. */
+/** The mean of each step at which at least half of the members are under way, steps between two included. */
 function averaged(members) {
-  const x = [...new Set(members.flatMap((one) => one.x))].sort((a, b) => a - b);
+  const steps = [...new Set(members.flatMap((one) => one.steps))].sort((a, b) => a - b);
   const rows = (list) => {
-    const all = members.map((one) => between(one.x, one[list], x));
-    return x.map((_, at) => all.map((values) => values[at]).filter((v) => v !== null));
+    const all = members.map((one) => between(one.steps, one[list], steps));
+    return steps.map((_, at) => all.map((values) => values[at]).filter((v) => v !== null));
   };
-  const steps = rows("steps"), values = rows("y");
-  const kept = x.map((_, at) => at).filter((at) => values[at].length >= members.length / 2);
+  const mean = (row) => row.reduce((sum, v) => sum + v, 0) / row.length;
+  const values = rows("y"), x = rows("x").map(mean);
+  const many = steps.map((_, at) => at).filter((at) => values[at].length >= members.length / 2);
+  const kept = many.filter((at, i) => !i || x[at] > x[many[i - 1]]); // it may not, where a slow member ends
   const of = (pick) => kept.map((at) => pick(values[at]));
-  return { x: kept.map((at) => x[at]), steps: kept.map((at) => Math.round(steps[at][0])),
-    y: of((row) => row.reduce((sum, v) => sum + v, 0) / row.length),
+  return { x: kept.map((at) => x[at]), steps: kept.map((at) => steps[at]), y: of(mean),
     bands: [[of((row) => Math.min(...row)), of((row) => Math.max(...row))]] };
 }
 
-/** Values at other places than those where they are known; null before the first and after the last one. */
-function between(known, values, places) {
+/** Values at other steps than those where they are known; null before the first and after the last one. */
+function between(known, values, steps) {
   let at = 0;
-  return places.map((x) => {
-    while (at < known.length - 1 && known[at] < x) at += 1;
-    if (x < known[0] || x > known[at]) return null;
-    const share = known[at] === x ? 0 : (known[at] - x) / (known[at] - known[at - 1]);
+  return steps.map((step) => {
+    while (at < known.length - 1 && known[at] < step) at += 1;
+    if (step < known[0] || step > known[at]) return null;
+    const share = known[at] === step ? 0 : (known[at] - step) / (known[at] - known[at - 1]);
     return share ? values[at] * (1 - share) + values[at - 1] * share : values[at];
   });
 }
