@@ -90,9 +90,7 @@ export function paint() {
   const { data, shown, stretch, whole } = view, wide = byId("ruler")?.clientWidth;
   if (!data || !wide) return;
   const x = scale(shown, wide);
-  for (const canvas of document.querySelectorAll("#lanes [data-lane]")) {
-    if (canvas.clientWidth) drawLane(canvas, x);
-  }
+  for (const canvas of document.querySelectorAll("#lanes [data-lane]")) drawLane(canvas, x);
   ruler(begin(byId("ruler")), x, wide);
   strip(begin(byId("strip")), scale([0, whole.length], wide), wide);
   const over = (name, from, to) =>
@@ -102,7 +100,8 @@ export function paint() {
 }
 
 function drawLane(canvas, x) {
-  const context = begin(canvas), { clientWidth: wide, clientHeight: high } = canvas;
+  const { clientWidth: wide, clientHeight: high } = canvas, context = wide && begin(canvas);
+  if (!wide) return; // it is folded
   const { spans } = view.rows.get(canvas.dataset.lane), { chosen } = view;
   bars(context, spans, view.data, x, 0, high, wide);
   context.fillStyle = tone("text");

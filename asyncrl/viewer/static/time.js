@@ -250,12 +250,10 @@ function listen(strip, place) {
 
 /** Calls `moving` while a stretch is dragged, `done` with it; a press without a drag is a `click`. */
 function dragged(place, second, moving, done, click) {
-  let from = null; // where it began
+  let from = null; // how it began
   const span = (event) => [second(from), second(event)].sort((a, b) => a - b);
   const far = (event) => Math.abs(event.clientX - from.clientX) > 3;
-  place.addEventListener("pointerdown", (event) => {
-    if (event.target.tagName === "CANVAS") from = event;
-  });
+  place.addEventListener("pointerdown", (event) => { from = event.target.matches("canvas") && event; });
   place.addEventListener("pointermove", (event) => {
     if (!from || !far(event)) return;
     place.setPointerCapture(event.pointerId);
