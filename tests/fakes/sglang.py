@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from asyncrl.config import RunConfig, parse
+from asyncrl.config import RunConfig, WeightsConfig, parse
+from asyncrl.engines.sglang.http import NEW, ServerApi
+from asyncrl.engines.sglang.loader import ServerLoader
+from asyncrl.engines.sglang.receiver import Receiver
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -99,3 +103,10 @@ def event(
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def loader_of(
+    api: ServerApi, config: WeightsConfig, cache: Path | None = None, receiver: Receiver | None = None
+) -> ServerLoader:
+    """As a keeper has it; without more, it is given whole versions in files."""
+    return ServerLoader(api, config, cache or Path("/dev/null/cache"), receiver or Receiver(api, 0, 1, NEW))

@@ -20,7 +20,6 @@ from asyncrl.config import ModelConfig
 from asyncrl.engines.base import Engine, Request, Sampling, engines
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
-from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
@@ -31,7 +30,7 @@ from asyncrl.weights.manifest import Manifest, WeightsRef
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes import weights as fake_weights
 from tests.fakes.loop import Intervals
-from tests.fakes.sglang import sglang_config
+from tests.fakes.sglang import loader_of, sglang_config
 from tests.fakes.training import stored
 from tests.sglang.models import CONTEXT, build
 
@@ -153,13 +152,13 @@ class Served:
         def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
             return SGLangClient(ServerApi(entry.url), config, VOCABULARY, use, salt)
 
-        self.loader = ServerLoader(ServerApi(url), config.weights)
+        self.loader = loader_of(ServerApi(url), config.weights)
         self.pool = ServerPool("train", connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
         self.generate, self.release, self.score = self.pool.generate, self.pool.release, self.loader.score
 
     @property
     def version(self) -> int:
-        return self.loader.version
+        return self.loader.loaded.version.step if self.loader.loaded else -1
 
     async def load(self, ref: WeightsRef) -> Manifest:
         manifest = await self.loader.load(ref)

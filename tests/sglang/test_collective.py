@@ -19,14 +19,13 @@ from asyncrl.engines.sglang import loader as sglang_loader
 from asyncrl.engines.sglang import receiver as sglang_receiver
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import INVALID_LABEL, PauseMode, ServerApi, UpdateProtocol, protocol_of
-from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.group_sender import SenderProcess
-from tests.fakes.sglang import sglang_config
+from tests.fakes.sglang import loader_of, sglang_config
 from tests.fakes.weights import snapshot_of
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, seen, under_way
 from tests.sglang.server import SGLangServer
@@ -70,6 +69,7 @@ class Watched:
 
     def __init__(self, server: ServerApi, number: int) -> None:
         self.init_group, self.destroy_group = server.init_group, server.destroy_group
+        self.begin_update, self.end_update = server.begin_update, server.end_update
         self._server, self.url = server, server.url
         self.expect(number)
 
@@ -90,11 +90,9 @@ class BroadcastServer(Kept):
 
     def __init__(self, server: ServerApi, protocol: UpdateProtocol, mode: PauseMode) -> None:
         self.watched = Watched(server, 3)
-        receiver = Receiver(self.watched, 0, 1)  # type: ignore[arg-type]
+        receiver = Receiver(self.watched, 0, 1, protocol)  # type: ignore[arg-type]
         config = WeightsConfig(mode=mode, deadline=LONG)
-        super().__init__(
-            server, ServerLoader(server, config, receiver=receiver, protocol=protocol), mode=mode
-        )
+        super().__init__(server, loader_of(server, config, receiver=receiver), mode=mode)
 
     async def check(self, versions: Versions, version: int) -> None:
         """It samples with exactly these weights, under their label."""

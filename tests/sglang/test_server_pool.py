@@ -15,14 +15,13 @@ import pytest
 from asyncrl.engines.base import Request
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
-from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
-from tests.fakes.sglang import sglang_config
+from tests.fakes.sglang import loader_of, sglang_config
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt
 from tests.sglang.conftest import KEYS, Shared
 from tests.sglang.server import SGLangServer
@@ -55,7 +54,7 @@ class Site:
         self._config = sglang_config(MAX_LEN, mode)
         self.clients: list[SGLangClient] = []
         self.loaders = {
-            server.url: ServerLoader(ServerApi(server.url, *KEYS), self._config.weights) for server in servers
+            server.url: loader_of(ServerApi(server.url, *KEYS), self._config.weights) for server in servers
         }
         self.held = dict.fromkeys(self.loaders, 0)
         self.pool = ServerPool("train", self._connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)

@@ -15,7 +15,7 @@ from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes import weights as fake_weights
-from tests.fakes.sglang import sglang_config
+from tests.fakes.sglang import loader_of, sglang_config
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.models import random_model
 from tests.sglang.server import SGLangServer
@@ -33,7 +33,7 @@ class Kept:
         self, api: ServerApi, loader: ServerLoader | None = None, max_len: int = MAX_LEN, **settings: Any
     ) -> None:
         config = sglang_config(max_len, **settings)
-        self.api, self.loader = api, loader or ServerLoader(api, config.weights)
+        self.api, self.loader = api, loader or loader_of(api, config.weights)
         self.client = SGLangClient(api, config, VOCABULARY)
         self.generate, self.use = self.client.generate, self.client.use
 

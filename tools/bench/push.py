@@ -123,13 +123,12 @@ class Bench:
 
     async def broadcast(self, bucket_bytes: int) -> list[list[str]]:
         info = await self.server.server_info()
-        protocol = protocol_of(info.version, self.server.url)
-        receiver = Receiver(self.server, 0, info.tp_size)
+        receiver = Receiver(self.server, 0, info.tp_size, protocol_of(info.version, self.server.url))
         with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, self.device)) as sender:
 
             async def push(snapshot: Snapshot) -> None:
                 pushing = receiver.push(sender.offer(snapshot), DEADLINE)
-                async with pushing as ready, self.paused(), protocol.update(self.server):
+                async with pushing as ready, self.paused():
                     await ready.load()
 
             name = f"broadcast, {bucket_bytes // MB} MB"

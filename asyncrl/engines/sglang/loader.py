@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.config import WeightsConfig
-from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.weights import disk
@@ -40,17 +40,16 @@ class ServerLoader:
     """The server at `api.url`, as its keeper sees it.
 
     `cache`: a directory of this loader's own, on a disk that the server reads, for versions published as
-    deltas. `receiver`: for versions that are broadcast, in the server's `protocol`. `model`: the tensors of a
-    version; by default those of the first one.
+    deltas. `receiver`: for versions that are broadcast. `model`: the tensors of a version; by default those
+    of the first one.
     """
 
     def __init__(
         self,
         api: ServerApi,
         config: WeightsConfig,
-        cache: Path | None = None,
-        receiver: Receiver | None = None,
-        protocol: UpdateProtocol | None = None,
+        cache: Path,
+        receiver: Receiver,
         model: Shapes | None = None,
         description: str = "SGLang",
     ) -> None:
@@ -58,15 +57,10 @@ class ServerLoader:
         self.broken = ""  # why the server's weights are not to be trusted; empty: they are
         self.loaded: WeightsRef | None = None  # last
         self._mode, self._deadline = config.mode, config.deadline
-        self._cache, self._receiver, self._protocol, self._model = cache, receiver, protocol, model
+        self._cache, self._receiver, self._model = cache, receiver, model
         self._loading = asyncio.Lock()
         self._end_of_pause: asyncio.Future[None] | None = None
         self._preparing: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
-
-    @property
-    def version(self) -> int:
-        """Policy version loaded last; -1: none."""
-        return self.loaded.version.step if self.loaded is not None else -1
 
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see
@@ -83,10 +77,8 @@ class ServerLoader:
     async def close(self) -> None:
         """Leave the sender, if versions come from one, delete the cache, if there is one, and disconnect."""
         await self._pause_over()
-        if self._receiver is not None:
-            await self._receiver.close()
-        if self._cache is not None:
-            await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
+        await self._receiver.close()
+        await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
 
     async def _read(self, ref: WeightsRef) -> Manifest:
@@ -117,23 +109,16 @@ class ServerLoader:
         manifest = disk.read_manifest(ref)
         if manifest.delta is None:
             return ref, disk.verify(ref)
-        if self._cache is None:
-            raise WeightsError(
-                f"weights {ref.path}: are a delta, and there is no cache to make them whole in"
-            )
         return materialise(ref, self._cache), manifest
 
     async def _receive(self, ref: WeightsRef) -> Manifest:
-        protocol, found = self._protocol, list[Manifest]()
-        if self._receiver is None or protocol is None:
-            raise WeightsError(f"weights {ref.path}: are broadcast, and this loader reads files only")
+        found: list[Manifest] = []
         async with self._receiver.push(ref, self._deadline) as push:
             layout = tuple(spec for bucket in push.buckets for spec in bucket)
             self._check(ref, layout)
 
             async def load() -> None:
-                async with protocol.update(self.api):
-                    found.append(await push.load())
+                found.append(await push.load())
 
             await self._replace(ref, load)
         self._model = self._model or Shapes.of(layout)

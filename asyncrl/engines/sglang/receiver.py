@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError, one_line
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.manifest import Layout, Manifest, Superseded, WeightsError, WeightsRef
@@ -54,32 +54,34 @@ class Push:
     server: ServerApi
     deadline: float  # by the loop's clock
     group: str
+    protocol: UpdateProtocol
     done: bool = field(default=False, init=False)
 
     async def load(self) -> Manifest:
         """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
         some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
         last = len(self.buckets) - 1
-        for index, specs in enumerate(self.buckets):
-            await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
-            await self.server.update_from_group(
-                [spec.name for spec in specs],
-                [spec.dtype for spec in specs],
-                [spec.shape for spec in specs],
-                group=self.group,
-                label=self.label if index == last else None,
-                seconds=self.deadline - asyncio.get_running_loop().time(),
-            )
-        sent = await self.connection.ask(messages.BucketRequest(last + 1), messages.Sent)
+        async with self.protocol.update(self.server):
+            for index, specs in enumerate(self.buckets):
+                await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
+                await self.server.update_from_group(
+                    [spec.name for spec in specs],
+                    [spec.dtype for spec in specs],
+                    [spec.shape for spec in specs],
+                    group=self.group,
+                    label=self.label if index == last else None,
+                    seconds=self.deadline - asyncio.get_running_loop().time(),
+                )
+            sent = await self.connection.ask(messages.BucketRequest(last + 1), messages.Sent)
         self.done = True
         return sent.manifest
 
 
 class Receiver:
-    """Asks for versions on behalf of server `index`, of `ranks` ranks."""
+    """Asks for versions on behalf of server `index`, of `ranks` ranks, and loads them in its `protocol`."""
 
-    def __init__(self, server: ServerApi, index: int, ranks: int) -> None:
-        self._server, self._index, self._ranks = server, index, ranks
+    def __init__(self, server: ServerApi, index: int, ranks: int, protocol: UpdateProtocol) -> None:
+        self._server, self._index, self._ranks, self._protocol = server, index, ranks, protocol
         self._connection: SenderConnection | None = None
 
     @asynccontextmanager
@@ -122,7 +124,8 @@ class Receiver:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
-        return Push(ref.label, plan.buckets, connection, self._server, deadline, plan.group)
+        ready = ref.label, plan.buckets, connection, self._server, deadline, plan.group
+        return Push(*ready, self._protocol)
 
     def _sender(self, paths: list[str]) -> str:
         """The source of this server's versions: its own machine, if there is a sender."""

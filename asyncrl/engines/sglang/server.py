@@ -15,6 +15,7 @@ from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
+from asyncrl.weights.model_files import weight_bytes
 
 log = logging.getLogger("asyncrl.keeper")
 
@@ -64,22 +65,15 @@ async def connect(
         raise
 
 
-def _cache(config: RunConfig, index: int) -> Path:
-    """The directory in which the keeper of server `index` makes deltas whole."""
-    run_dir = Path(config.run_dir) / config.name
-    size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    return cache_directory(config.weights.directory, run_dir, config.name, size, index)
-
-
 def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo, what: str) -> ServerLoader:
-    tied = bool(_shape_of(config.model.path).get_text_config().tie_word_embeddings)
+    path, run_dir, where = config.model.path, Path(config.run_dir) / config.name, config.weights.directory
+    tied = bool(_shape_of(path).get_text_config().tie_word_embeddings)
     return ServerLoader(
         server,
         config.weights,
-        cache=_cache(config, index),
-        receiver=Receiver(server, index, info.tp_size),
-        protocol=protocol_of(info.version, server.url),
-        model=shapes_of(config.model.path, tied),
+        cache=cache_directory(where, run_dir, config.name, weight_bytes(path), index),
+        receiver=Receiver(server, index, info.tp_size, protocol_of(info.version, server.url)),
+        model=shapes_of(path, tied),
         description=what,
     )
 

@@ -12,11 +12,10 @@ import torch
 
 from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from tests.fakes.sglang import scripted
+from tests.fakes.sglang import loader_of, scripted
 from tests.fakes.weights import publish
 
 
@@ -47,7 +46,7 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     refs = [publish({"w": torch.ones(2) * at}, tmp_path, PolicyVersion(0, at)) for at in range(2)]
     server, inside, most = Server(), list[int](), list[int]()
     entered, go = threading.Event(), threading.Event()
-    loader = ServerLoader(server, WeightsConfig(), cache=tmp_path / "cache")  # type: ignore[arg-type]
+    loader = loader_of(server, WeightsConfig(), cache=tmp_path / "cache")  # type: ignore[arg-type]
     prepare = loader._whole
 
     def slow(ref: WeightsRef) -> Any:
@@ -75,7 +74,7 @@ async def test_scores_are_computed_anew() -> None:
     async with scripted() as script:
         answer = b'{"meta_info":{"input_token_logprobs":[[null,4,null],[-1.5,5,null],[-2.5,6,null]]}}'
         script.says("/generate", 200, answer)
-        loader = ServerLoader(ServerApi(script.url), WeightsConfig())
+        loader = loader_of(ServerApi(script.url), WeightsConfig())
         assert await loader.score((4, 5, 6)) == (-1.5, -2.5)
         with pytest.raises(EngineError, match="other ids"):
             await loader.score((4, 6, 5))
