@@ -27,7 +27,7 @@ T = TypeVar("T")
 MODEL = "policy"
 PICTURE = "[a picture was here: this model reads text only]"
 IGNORED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-_CODES = {EpisodeEnd.LENGTH: "context_length_exceeded"}
+LIMITS = {EpisodeEnd.LENGTH: "context_length_exceeded"}  # codes of limits that have a usual one
 _OURS = re.compile(r"(.*)-t\d+", re.DOTALL)  # ids of tool calls as we give them out
 _ids = itertools.count()
 
@@ -65,11 +65,6 @@ class AgentReply(msgspec.Struct, frozen=True):
 
 def openai_error(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code}}
-
-
-def refused(refusal: Refusal) -> ApiError:
-    """The error that the client gets for a limit."""
-    return ApiError(400, refusal.detail, _CODES.get(refusal.end, str(refusal.end)), refusal=refusal)
 
 
 class Listener(Protocol):

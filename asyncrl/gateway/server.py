@@ -79,7 +79,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         """Wait for the agent's first request for a turn, in any event loop; for ever, where no gateway of
         this process runs the episode."""
         gateway = _gateways.get(self.api_key)
-        asked = gateway.asked(self.api_key) if gateway is not None else Future[None]()
+        asked = gateway.admitted[self.api_key].asked if gateway is not None else Future[None]()
         await asyncio.shield(asyncio.wrap_future(asked))
 
 
@@ -150,7 +150,7 @@ class Gateway:
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self._address = address
-        self._admitted: dict[str, _Admitted] = {}  # by key
+        self.admitted: dict[str, _Admitted] = {}  # by key
         self._logged: set[str] = set()  # unheeded parameters that were logged
         self._url = ""
         app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
@@ -190,11 +190,11 @@ class Gateway:
     async def admit(self, host: Host) -> AsyncIterator[Endpoint]:
         """The agent is served while the body runs. Requests under way at its end are cancelled."""
         key, admitted = secrets.token_urlsafe(32), _Admitted(host)
-        self._admitted[key], _gateways[key] = admitted, self
+        self.admitted[key], _gateways[key] = admitted, self
         try:
             yield Endpoint(self._url, key)
         finally:
-            del self._admitted[key], _gateways[key]
+            del self.admitted[key], _gateways[key]
             for listener in admitted.listeners:
                 listener.close()
             self._connections.end(admitted)
@@ -204,7 +204,7 @@ class Gateway:
 
     async def listen(self, key: str, listener: socket.socket) -> str:
         """Serve an episode on a listener (see `Endpoint.through`), in the gateway's loop. Returns the URL."""
-        admitted = self._admitted.get(key)
+        admitted = self.admitted.get(key)
         if admitted is None:
             raise AsyncrlError("the episode of this endpoint is over")
         own = socket.socket(fileno=listener.detach())  # nobody else can close it
@@ -212,10 +212,6 @@ class Gateway:
         admitted.listeners.append(server)
         await server.start_serving()
         return _url(own)
-
-    def asked(self, key: str) -> Future[None]:
-        """See `Endpoint.asked`."""
-        return self._admitted[key].asked
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -288,7 +284,7 @@ class Gateway:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = request.headers.get("x-api-key", "")
-        admitted = self._admitted.get(key.strip())
+        admitted = self.admitted.get(key.strip())
         if admitted is None or not self._connections.trust(request, admitted):
             raise ApiError(401, "this API key names no running episode", "invalid_api_key")
         return admitted
@@ -321,7 +317,8 @@ async def _outcome(task: Answering) -> Sequence[AgentReply]:
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
     if isinstance(found, Refusal):
-        raise exchange.refused(found)
+        code = exchange.LIMITS.get(found.end, str(found.end))
+        raise ApiError(400, found.detail, code, refusal=found)
     return found
 
 

@@ -121,8 +121,9 @@ class ServerPool:
         if self.name == "train":
             await self.fresh(oldest)
         turn = ServerTurn(request, oldest, asyncio.get_running_loop().time() + self._patience)
-        while turn.sampled.stop is StopReason.ABORT:
-            await self._continue(turn)
+        while turn.sampled.stop is StopReason.ABORT:  # a server samples what is left, or as much as it can
+            async with self._server(turn) as server:
+                self._append(turn, server, await server.client.generate(rest(request, turn.sampled)))
         return turn.sampled
 
     async def score(self, request: Request) -> tuple[float, ...]:
@@ -147,11 +148,6 @@ class ServerPool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     # -- one turn ------------------------------------------------------------------------------------
-
-    async def _continue(self, turn: ServerTurn) -> None:
-        """Have one server sample what is left of the turn, or as much of that as it can."""
-        async with self._server(turn) as server:
-            self._append(turn, server, await server.client.generate(rest(turn.request, turn.sampled)))
 
     @asynccontextmanager
     async def _server(self, turn: ServerTurn) -> AsyncIterator[PooledServer]:

@@ -17,7 +17,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, assert_never
@@ -111,7 +111,11 @@ class RolloutWorker:
         self.activity = Activity(self.timeline)
         self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
         self._mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
-        self._local = self._local_samplers(build, engine) if build is not None else {}
+        self._local: dict[str, LocalSampler] = {}
+        if build is not None:
+            waited = self.waits, self.busy_timer, self.timeline, config.weights.deadline, self._mirror
+            self._local["train"] = LocalSampler("train", build, *waited, engine=engine)
+            self._local["eval"] = LocalSampler("eval", build, *waited, pinned=True)
         self._servers: dict[str, worker.EngineEntry] = {}  # by name
         self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
         pool = (self.waits, self.busy_timer, config.engine.start_timeout, self._uses)
@@ -143,12 +147,6 @@ class RolloutWorker:
             return AgentPlayer(run, self.agents)
         return TurnPlayer(run, self._parts.toolbox, self._parts.environment)
 
-    def _local_samplers(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
-        deadline = self.config.weights.deadline
-        common = (build, self.waits, self.busy_timer, self.timeline, deadline, self._mirror)
-        train = LocalSampler("train", *common, engine=engine)
-        return {"train": train, "eval": LocalSampler("eval", *common, pinned=True)}
-
     async def serve(self) -> int:
         """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""
         loop, endpoints = asyncio.get_running_loop(), self._endpoints
@@ -159,23 +157,15 @@ class RolloutWorker:
         self._ending: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
         self.contact = Contact(launch.lease, launch.start_timeout, loop.time())
-        services = [asyncio.create_task(service) for service in self._services()]
+        loading = [sampler.run(self._control.send) for sampler in self._local.values()]
+        own = self._listen_control(), self._listen_bulk(), self._keep_contact(), self.outbox.run()
+        services = [asyncio.create_task(service) for service in (*own, *loading)]
         try:
             waited: list[asyncio.Future[Any]] = [self._ending, *services]
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             return int(done.pop().result())
         finally:
             await self._close(services)
-
-    def _services(self) -> list[Coroutine[Any, Any, None]]:
-        loading = [sampler.run(self._control.send) for sampler in self._local.values()]
-        return [
-            self._listen_control(),
-            self._listen_bulk(),
-            self._keep_contact(),
-            self.outbox.run(),
-            *loading,
-        ]
 
     def end(self, reason: str) -> None:
         """Leave, as after `Stop`."""
