@@ -67,7 +67,7 @@ const maskedOf = (turn) => turn.ids.filter((_, at) => maskOf(turn, at)).length;
 /** A colour with what it needs to know of an episode, for all its turns alike. */
 export function painter(episode, name) {
   const known = name === "advantages" ? episode.turns.flatMap((turn) => turn.advantages ?? []) : [];
-  const largest = known.reduce((most, value) => Math.max(most, Math.abs(value)), 1e-9);
+  const largest = known.reduce((most, value) => Math.max(most, Math.abs(value)), 0) || 1;
   return { ...(COLOURS[name] ?? COLOURS[""]), bound: episode.bound, largest, episode };
 }
 
