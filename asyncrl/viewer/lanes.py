@@ -47,9 +47,8 @@ class LaneReader:
     def window(
         self, since: float | None = None, until: float | None = None, step: int | None = None
     ) -> dict[str, Any]:
-        """Return what lies between two times, in seconds since the run's start, or the time of a step; all of
-        it by default. Raises OSError, and ConfigError where a time is no number or beyond FARTHEST, or where
-        there is no such step.
+        """Return what lies between two times, or in the time of a step; all of it by default. Raises OSError,
+        and ConfigError where a time is no number or beyond FARTHEST, or where there is no such step.
 
         All times are seconds since the run's start. A row took `share` of its process's time; a span of it is
         [start, end, name, calls, seconds, longest, text]: the number of its name among `names`, how many

@@ -19,7 +19,6 @@ COORDINATOR = "coordinator"
 LONG = 10.0  # seconds
 APART = 60.0  # seconds: processes that begin again less than so after the coordinator were launched with it
 MOST_TEXT = 120  # characters
-INSTANT = 1e-9  # seconds
 
 
 def since_start(spans: np.ndarray, begun: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, Marks]:
@@ -50,7 +49,7 @@ def shares(spans: np.ndarray, process: np.ndarray) -> list[float]:
     np.minimum.at(first, process[spans["row"]], spans["start"])
     np.maximum.at(last, process[spans["row"]], spans["end"])
     took = np.bincount(spans["row"], spans["seconds"], len(process))
-    return np.minimum(1, took / np.maximum(last - first, INSTANT)[process]).round(5).tolist()
+    return np.minimum(1, took / np.maximum(last - first, 1e-9)[process]).round(5).tolist()
 
 
 def totals(
@@ -61,7 +60,7 @@ def totals(
     known = sorted({*kinds})
     group = np.array([known.index(kind) for kind in kinds])[spans["row"]] * len(names) + spans["name"]
     part = np.minimum(spans["end"], until) - np.maximum(spans["start"], since)
-    part /= np.maximum(spans["end"] - spans["start"], INSTANT)
+    part /= np.maximum(spans["end"] - spans["start"], 1e-9)
     seconds, calls = np.bincount(group, spans["seconds"] * part), np.bincount(group, spans["calls"])
     longest = np.zeros(len(seconds))
     np.maximum.at(longest, group, spans["longest"])
@@ -102,7 +101,8 @@ def by_row(spans: np.ndarray, texts: Sequence[str], rows: int, pixel: float) -> 
     since, until = (spans[name].round(digits).tolist() for name in ("start", "end"))
     seconds, longest = (spans[name].astype(float).round(4).tolist() for name in ("seconds", "longest"))
     row, name, calls = (spans[name].tolist() for name in ("row", "name", "calls"))
-    told = [_detail(texts, *one) for one in spans[["text", "step", "micro", "epoch"]].tolist()]
+    details = spans[["text", "step", "micro", "epoch"]].tolist()
+    told = ["" if one[0] < 0 else _detail(texts, *one) for one in details]  # of what was merged: none
     found: list[list[list[Any]]] = [[] for _ in range(rows)]
     for of, *span in zip(row, since, until, name, calls, seconds, longest, told, strict=True):
         found[of].append(span)
@@ -110,9 +110,7 @@ def by_row(spans: np.ndarray, texts: Sequence[str], rows: int, pixel: float) -> 
 
 
 def _detail(texts: Sequence[str], text: int, step: int, micro: int, epoch: int) -> str:
-    """Describe a span beside its name; one that was merged has no text."""
-    if text < 0:
-        return ""
+    """Describe a span beside its name."""
     words = [f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}"] if step >= 0 else []
     words += [f"micro-batch {micro}"] if micro >= 0 else []
     return ", ".join(filter(None, [*words, texts[text][:MOST_TEXT]]))
