@@ -279,7 +279,7 @@ class RewardResult(msgspec.Struct, frozen=True):
     agents: dict[str, float] = {}
 
 
-class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
+class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Say what an episode earned, how it ended. It travels unchanged inside other structs: from the episode
     to the worker's last record, into the buffer and the store, and as a part of the baseline to the trainer.
 
@@ -349,7 +349,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
         return ""
 
 
-class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
+class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment; `reward_s`: in
     the reward. `longest_row`: tokens; `prompt`: those of the first row before what was sampled. Of the
     `answered` tool calls, `failed` raised or ran out of time, and `refused` were wrong themselves.

@@ -107,4 +107,5 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
     group.baseline = tuple(member for member in group.baseline if member != episode.member)
     episode.attempt += 1
     episode.worker = ""
+    buffer.touch(episode)
     buffer.move(episode, State.PENDING)

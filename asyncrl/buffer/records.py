@@ -49,7 +49,8 @@ MOST_NAMED = 80  # characters of a name of a tool, or of names of agents
 NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
 
 
-class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100,000 takes too long
+# Small on the disk, as each change is written; no cycles, as a collection of 100,000 takes too long.
+class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     """A member of a group. `oldest` and `newest` are policy versions of its trained tokens; while it runs, no
     token is added that is older than `bound`. `step` is the batch it was taken into (the lag is counted from
     it). The `greedy` one is sampled at temperature 0 and never trained: the others are compared with it."""
@@ -145,7 +146,7 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
         self.agent = self.failed_tool = ""
 
 
-class GroupRecord(msgspec.Struct):
+class GroupRecord(msgspec.Struct, array_like=True):
     """The episodes of one sample, the greedy one (where there is one) last. `baseline`: the members that
     others are compared with, fixed when the group settles; before that those that landed after the deadline,
     in order. `first_only`: a late member is compared with the first of them alone. `filtered`: those of the

@@ -75,21 +75,25 @@ class ReplayBuffer:
         self.abandoned_tokens = 0  # model tokens of durable turns that no episode has any more
         self.cohorts = Cohorts()
         self._dirty_episodes: dict[str, EpisodeRecord] = {}
+        self._moved: dict[str, EpisodeRecord] = {}  # their states have changed
         self._dirty_groups: dict[int, GroupRecord] = {}
 
     # -- persistence ---------------------------------------------------------------------------------
 
-    def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord]]:
-        """Returns the records that changed since the last call, to be written in one transaction."""
+    def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord], list[EpisodeRecord]]:
+        """Returns the records that changed since the last call, to be written in one transaction: groups,
+        episodes, and episodes of which only state, reason and step have changed."""
         groups, episodes = list(self._dirty_groups.values()), list(self._dirty_episodes.values())
-        self._dirty_groups, self._dirty_episodes = {}, {}
-        return groups, episodes
+        moved = [episode for uid, episode in self._moved.items() if uid not in self._dirty_episodes]
+        self._dirty_groups, self._dirty_episodes, self._moved = {}, {}, {}
+        return groups, episodes, moved
 
     def unwritten(self, uid: str) -> EpisodeRecord | None:
         """An episode that is in memory, or has left it since the last call of `changes`."""
-        return self.episodes.get(uid) or self._dirty_episodes.get(uid)
+        return self.episodes.get(uid) or self._dirty_episodes.get(uid) or self._moved.get(uid)
 
     def touch(self, episode: EpisodeRecord) -> None:
+        """Mark an episode of which more than state, reason and step changes."""
         self._dirty_episodes[episode.uid] = episode
         self.floors.pop(episode.group, None)
 
@@ -158,6 +162,7 @@ class ReplayBuffer:
 
     def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
         episode.worker, episode.assign_seq, episode.bound = worker, seq, acked
+        self.touch(episode)
         self.move(episode, State.RUNNING)
         group = self.live[episode.group]
         if math.isnan(group.started):
@@ -170,6 +175,7 @@ class ReplayBuffer:
         group = self.live[episode.group]
         self._settle(group, now)  # if the deadline has passed since the last tick: before this one landed
         episode.result, episode.stats = result, stats
+        self.touch(episode)
         self.move(episode, State.LANDED)
         if not episode.greedy:
             self.cohorts.landed(group.issued_step, episode)
@@ -187,6 +193,7 @@ class ReplayBuffer:
         running and is dropped with it."""
         sampled, goes_on = episode.sampled, episode.retry(reason, self.retries)
         self.abandoned_tokens += sampled - episode.sampled
+        self.touch(episode)
         if not goes_on:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
@@ -305,7 +312,7 @@ class ReplayBuffer:
         episode.state, episode.reason = state, reason
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
-        self.touch(episode)
+        self._moved[episode.uid] = episode
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
         """Give up everything that is not taken: the run ends. Returns what was running."""
@@ -354,7 +361,8 @@ class ReplayBuffer:
         if episode.state in (State.PENDING, State.RUNNING) and state in (State.FAILED, State.DROPPED):
             self.abandoned_tokens += episode.sampled
         self.tally.move(episode, state)
-        self.touch(episode)
+        self._moved[episode.uid] = episode
+        self.floors.pop(episode.group, None)
         if state in OVER:
             self.waiting_tokens.forget(episode.uid)
 

@@ -79,7 +79,9 @@ class RecordHandler:
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
                 state.store.put_calls(episode.uid, message.turn, replies)
                 failed = next((reply.call.name for reply in replies if reply.failed), "")
-                episode.failed_tool = episode.failed_tool or failed[:MOST_NAMED]
+                if failed and not episode.failed_tool:
+                    episode.failed_tool = failed[:MOST_NAMED]
+                    state.flow_of(episode.uid).touch(episode)
             case Finished():
                 turns = message.stats.turns + message.stats.untrained_turns
                 tokens = max(message.result.tokens, message.stats.longest_row)

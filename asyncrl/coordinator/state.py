@@ -164,14 +164,14 @@ class RunState:
     def persist(self) -> None:
         """Write what changed in one transaction, then send the messages of this turn. StorePaused: neither
         has happened; call it again, before anything else changes."""
-        groups, episodes = self.buffer.changes()
+        groups, episodes, moved = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
-        self.store.put_episodes(episodes)
-        if episodes:  # else no attempt was given up
+        self.store.put_episodes(episodes, moved)
+        if episodes or moved:  # else no attempt was given up
             self.store.put_meta(ABANDONED, str(self.buffer.abandoned_tokens))
         self.store.put_batches(self.batches.changes())
         self.held_out.put_changes()
-        for episode in episodes:
+        for episode in (*episodes, *moved):
             if episode.state in OVER and episode.state is not State.TRAINED:
                 self.store.release_frames(episode.uid)
         self.store.commit()

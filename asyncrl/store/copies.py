@@ -35,7 +35,7 @@ _ROWS = {  # that a copy has of each table
     "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
     "groups": "WHERE NOT over OR id IN needed OR id = (SELECT max(id) FROM run.groups)",
     **dict.fromkeys(("episodes", "questions"), "WHERE group_id IN (SELECT id FROM main.groups)"),
-    **dict.fromkeys(("records", "answers", "calls"), "WHERE uid IN (SELECT uid FROM main.episodes)"),
+    **dict.fromkeys(("answers", "calls"), "WHERE uid IN (SELECT uid FROM main.episodes)"),
     "frames": "WHERE NOT spare AND uid IN (SELECT uid FROM main.episodes)",
 }
 

@@ -17,7 +17,9 @@ from asyncrl.store.segments import FramePlace, SegmentReader
 from asyncrl.types import NO_VERSION, PolicyVersion
 
 T = TypeVar("T")
-_OF = "FROM episodes JOIN records USING(uid)"
+# The step of a held-out one is that of its validation, which no batch takes.
+_EPISODES = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
+    FROM episodes WHERE """
 COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result
 
@@ -113,7 +115,8 @@ class RunReader:
 
     def plan(self, step: int) -> Batch:
         """Decodes the plan of one of these batches."""
-        return self._one(Batch, "plan of batch", "SELECT record FROM plans WHERE step=?", step)
+        found = self._records(Batch, "SELECT record FROM plans WHERE step=?", step)
+        return _one(found, "plan of batch", step)
 
     @property
     def covered(self) -> int:
@@ -132,11 +135,11 @@ class RunReader:
         return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in plans) + before
 
     def episode(self, uid: str) -> EpisodeRecord:
-        return self._one(EpisodeRecord, "episode", "SELECT record FROM records WHERE uid=?", uid)
+        return _one(self._episodes("uid=?", uid), "episode", uid)
 
     def find_episode(self, uid: str) -> EpisodeRecord | None:
         """None where the index has no such episode, or has forgotten it."""
-        return next(iter(self._records(EpisodeRecord, "SELECT record FROM records WHERE uid=?", uid)), None)
+        return next(iter(self._episodes("uid=?", uid)), None)
 
     def baseline(self, group: int) -> Baseline:
         """The baseline of a settled group, from the records of its members."""
@@ -160,19 +163,18 @@ class RunReader:
         return self._records(GroupRecord, "SELECT record FROM groups ORDER BY id")
 
     def members(self, group: int) -> list[EpisodeRecord]:
-        return self._records(EpisodeRecord, f"SELECT record {_OF} WHERE group_id=?", group)
+        return self._episodes("group_id=?", group)
 
     def group(self, number: int) -> GroupRecord:
-        return self._one(GroupRecord, "group", "SELECT record FROM groups WHERE id=?", number)
+        found = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", number)
+        return _one(found, "group", number)
 
     def load(self) -> StoredRun:
         """Everything a coordinator needs to go on from here."""
         groups = self._records(GroupRecord, "SELECT record FROM groups WHERE over=0")
         last = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
         batches = self.plans()
-        episodes = self._records(
-            EpisodeRecord, f"SELECT record {_OF} WHERE group_id IN (SELECT id FROM groups WHERE over=0)"
-        )
+        episodes = self._episodes("group_id IN (SELECT id FROM groups WHERE over=0)")
         taken = [self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})]
         left = dict(self.counts())
         for episode in episodes:
@@ -191,11 +193,12 @@ class RunReader:
             committed=committed,
         )
 
-    def _one(self, kind: type[T], what: str, query: str, value: object) -> T:
-        """The coordinator may have forgotten it since it was named."""
-        if found := self._records(kind, query, value):
-            return found[0]
-        raise StoreError(f"{DATABASE}: has no {what} {value} any more: set a larger store.keep_bytes")
+    def _episodes(self, where: str, *values: object) -> list[EpisodeRecord]:
+        decode, found = msgspec.msgpack.Decoder(EpisodeRecord).decode, list[EpisodeRecord]()
+        for record, state, reason, step in self.rows(_EPISODES + where, *values):
+            found.append(episode := decode(record))
+            episode.state, episode.reason, episode.step = State(state), reason, step
+        return found
 
     def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
         decode = msgspec.msgpack.Decoder(kind).decode
@@ -206,6 +209,13 @@ class RunReader:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise damage(Path(DATABASE), error) from error
+
+
+def _one(found: Sequence[T], what: str, name: object) -> T:
+    """The coordinator may have forgotten it since it was named."""
+    if found:
+        return found[0]
+    raise StoreError(f"{DATABASE}: has no {what} {name} any more: set a larger store.keep_bytes")
 
 
 def meta_of(run_dir: Path, key: str) -> str:

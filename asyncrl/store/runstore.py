@@ -24,20 +24,20 @@ from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, fsy
 from asyncrl.types import PolicyVersion, Sample, ToolReply
 from asyncrl.values import in_short
 
-OF_EPISODE = ("episodes", "records", "answers", "calls", "frames")  # tables with rows of one
+OF_EPISODE = ("episodes", "answers", "calls", "frames")  # tables with rows of one
 MEMBERS = "SELECT uid FROM episodes WHERE group_id=?"
 MOST_FORGOTTEN = 200  # episodes that one transaction forgets, so that none takes long
 log = logging.getLogger("asyncrl.store")
 
 Row = tuple[object, ...]
 # In place, and without its index: most of what a turn writes are episodes that were there.
-PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(uid) DO
+PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(uid) DO
     UPDATE SET state=excluded.state, reason=excluded.reason, step=excluded.step, "end"=excluded."end",
     score=excluded.score, reward=excluded.reward, components=excluded.components, turns=excluded.turns,
     tokens=excluded.tokens, calls=excluded.calls, failed_calls=excluded.failed_calls,
     failed_tool=excluded.failed_tool, agent=excluded.agent, seconds=excluded.seconds,
-    oldest=excluded.oldest, newest=excluded.newest"""
-PUT_RECORD = "INSERT INTO records VALUES(?,?) ON CONFLICT(uid) DO UPDATE SET record=excluded.record"
+    oldest=excluded.oldest, newest=excluded.newest, record=excluded.record"""
+MOVE_EPISODE = "UPDATE episodes SET state=?, reason=?, step=? WHERE uid=?"
 
 COVER = """INSERT INTO meta VALUES(?,?) ON CONFLICT(key) DO UPDATE SET
     value=max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"""
@@ -76,9 +76,10 @@ class RunStore:
         self._put("groups", *((g.id, g.id not in live, msgspec.msgpack.encode(g)) for g in groups))
         self._put("retired", *((group.sample,) for group in groups if group.retires))
 
-    def put_episodes(self, episodes: Collection[EpisodeRecord]) -> None:
-        self._add(PUT_RECORD, *((e.uid, msgspec.msgpack.encode(e)) for e in episodes))
+    def put_episodes(self, episodes: Collection[EpisodeRecord], moved: Iterable[EpisodeRecord] = ()) -> None:
+        """`moved`: of these only state, reason and step have changed."""
         self._add(PUT_EPISODE, *(listed(e) for e in episodes))
+        self._add(MOVE_EPISODE, *((e.state.value, e.reason, _step(e), e.uid) for e in moved))
 
     def put_question(self, group: int, sample: Sample) -> None:
         """The texts of a group's sample, for lists; `group`: as in the row of an episode."""
@@ -117,7 +118,6 @@ class RunStore:
 
     def list_held_out(self, episode: EpisodeRecord, step: int, kind: str, mode: str) -> None:
         """Lists an episode of a validation that is over; `step`: of the validation."""
-        self._put("records", (episode.uid, msgspec.msgpack.encode(episode)))
         self._add(PUT_EPISODE, listed(episode, -1 - episode.group, step, kind, mode))
 
     def forget_held_out(self, prefix: str) -> None:
@@ -268,7 +268,7 @@ def listed(
 ) -> Row:
     """The row of an episode in `episodes`."""
     result, stats, landed = e.result, e.stats, e.stats.turns > 0
-    step = e.step + 1 if step is None and e.step >= 0 else step
+    step = _step(e) if step is None else step
     ended = (result.end.value, result.score, result.reward) if landed else ("", None, None)
     parts = msgspec.json.encode(result.components).decode() if result.components else None
     size = (e.turns, result.tokens, stats.tool_calls, stats.failed) if landed else (e.turns, e.sampled, 0, 0)
@@ -277,7 +277,12 @@ def listed(
         *(e.uid, e.group if group is None else group, e.member, kind),
         *(mode or ("greedy" if e.greedy else "sampled"), e.state.value, e.reason, step, *ended, parts),
         *(*size, e.failed_tool, e.agent, stats.seconds if landed else e.seconds, *sampled),
+        msgspec.msgpack.encode(e),
     )
+
+
+def _step(episode: EpisodeRecord) -> int | None:
+    return episode.step + 1 if episode.step >= 0 else None
 
 
 def _plain(truth: str) -> str:

@@ -1,8 +1,9 @@
 """The tables of `run.db`, and their version. All code that opens it does so here.
 
-An episode has a record, from which a coordinator goes on, and a narrow row of what lists show of it: steps
-are counted from 1, and NULL is what is not known yet. Held-out episodes have rows once they are over, in
-groups below 0: -1 - the sample's row. Texts, which few queries read, are in tables of their own.
+The row of an episode has what lists show of it, where steps are counted from 1 and NULL is what is not known
+yet, and the record from which a coordinator goes on. The record is older than the row where only the state
+has changed since, with its reason and step. Held-out episodes have rows once they are over, in groups below
+0: -1 - the sample's row. Texts, which few queries read, are in tables of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 11  # to be raised when a table, a struct that is stored in one, or `Sample` changes
+SCHEMA_VERSION = 12  # to be raised when a table, a struct that is stored in one, or `Sample` changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
@@ -30,9 +31,8 @@ CREATE TABLE episodes(
     mode TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, step INTEGER, "end" TEXT NOT NULL,
     score REAL, reward REAL, components TEXT, turns INTEGER NOT NULL, tokens INTEGER NOT NULL,
     calls INTEGER NOT NULL, failed_calls INTEGER NOT NULL, failed_tool TEXT NOT NULL, agent TEXT NOT NULL,
-    seconds REAL NOT NULL, oldest INTEGER, newest INTEGER) WITHOUT ROWID;
+    seconds REAL NOT NULL, oldest INTEGER, newest INTEGER, record BLOB NOT NULL) WITHOUT ROWID;
 CREATE INDEX episodes_group ON episodes(group_id);
-CREATE TABLE records(uid TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE questions(
     group_id INTEGER PRIMARY KEY, sample INTEGER NOT NULL, source TEXT NOT NULL, question TEXT NOT NULL,
     truth TEXT NOT NULL);

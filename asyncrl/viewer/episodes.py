@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.buffer.records import EpisodeRecord
@@ -100,7 +101,9 @@ def transcript(
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)
     return {
-        **msgspec.to_builtins(episode),
+        **asdict(episode),
+        "result": asdict(episode.result),
+        "stats": asdict(episode.stats),
         "listed": listed,
         "step": listed["step"],
         "bound": config.buffer.max_staleness,

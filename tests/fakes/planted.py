@@ -159,11 +159,11 @@ class PlantedRun:
         """All but what its processes report."""
         if launches:
             self.store.put_meta(KEY, msgspec.json.encode(launches).decode())
-        groups, episodes = self.buffer.changes()
+        groups, *episodes = self.buffer.changes()
         for group in groups:
             self.store.put_question(group.id, self.samples[group.sample])
         self.store.put_groups(groups, self.buffer.live)
-        self.store.put_episodes(episodes)
+        self.store.put_episodes(*episodes)
         self.store.commit()
         self.store.close()
         (self.dir / "config.yaml").write_bytes(msgspec.yaml.encode(self.config))

@@ -40,7 +40,7 @@ def trained_uids(run: Path) -> Counter[str]:
 
 def running(run: Path) -> dict[str, int]:
     """Durable turns of the episodes that are in flight."""
-    rows = _read(run, "SELECT record FROM episodes JOIN records USING(uid) WHERE state='running'")
+    rows = _read(run, "SELECT record FROM episodes WHERE state='running'")
     return {e.uid: e.turns for e in (msgspec.msgpack.decode(row[0], type=EpisodeRecord) for row in rows)}
 
 

@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.store import schema
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
-from asyncrl.store.schema import StoreError, StorePaused, SupersededError, check_schema
+from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
 from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, segment_path
 from asyncrl.types import PolicyVersion
 from tests.fakes.power import DurableFiles
@@ -40,9 +40,9 @@ for turn in range(1000):
 
 
 def persist(store: RunStore, buffer: ReplayBuffer) -> None:
-    groups, episodes = buffer.changes()
+    groups, *episodes = buffer.changes()
     store.put_groups(groups, buffer.live)
-    store.put_episodes(episodes)
+    store.put_episodes(*episodes)
     store.commit()
 
 
@@ -106,7 +106,9 @@ def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
     assert list(store.read.frames("0.0", 1)) == [b"x", b""], "there is no newer segment yet"
 
 
-@pytest.mark.parametrize(("version", "whose"), [(0, "an older"), (6, "an older"), (12, "a newer")])
+@pytest.mark.parametrize(
+    ("version", "whose"), [(0, "an older"), (SCHEMA_VERSION - 1, "an older"), (SCHEMA_VERSION + 1, "a newer")]
+)
 def test_a_run_of_another_schema_is_refused_by_name(tmp_path: Path, version: int, whose: str) -> None:
     RunStore(tmp_path).close()
     check_schema(tmp_path)

@@ -46,11 +46,10 @@ def save_pages(run_dir: Path) -> Path:
     """124 episodes, which are listed on two pages."""
     save_conversations(run_dir, long=1000)
     with closing(sqlite3.connect(run_dir / "run.db")) as db, db:
-        for table in ("episodes", "records"):
-            db.execute(f"CREATE TEMP TABLE new_{table} AS SELECT * FROM {table} WHERE uid = '0.1'")
-            for number in range(120):
-                db.execute(f"UPDATE new_{table} SET uid = ?", (f"0.1-{number:03}",))
-                db.execute(f"INSERT INTO {table} SELECT * FROM new_{table}")
+        db.execute("CREATE TEMP TABLE copied AS SELECT * FROM episodes WHERE uid = '0.1'")
+        for number in range(120):
+            db.execute("UPDATE copied SET uid = ?", (f"0.1-{number:03}",))
+            db.execute("INSERT INTO episodes SELECT * FROM copied")
     return run_dir
 
 
