@@ -13,7 +13,7 @@ from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError, one_line
 from asyncrl.isolation.images import find_image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
-from asyncrl.isolation.sandbox.jail import Jail, Shown
+from asyncrl.isolation.sandbox.jail import Jail
 
 MOST_CHANGES = 700_000  # bytes: as base64 text, with what an agent returned, a result of 1 MiB
 RESULT_SECONDS = 20.0  # to collect what changed, on a busy machine
@@ -32,7 +32,7 @@ class TaskSandbox:
         task: Task,
         limits: SandboxLimits,
         require: Iterable[str],
-        show: Iterable[Shown] = (),
+        show: Iterable[str] = (),
         listen: bool = False,
     ) -> None:
         try:

@@ -88,13 +88,19 @@ async def test_programs_reach_servers_of_their_own_and_nothing_else(image: Image
 async def test_what_is_shown_lies_over_the_image_and_changes_are_those_of_the_upper_layer(
     image: Image, tmp_path: Path
 ) -> None:
-    (tmp_path / "shown.txt").write_text("shown")
+    there, file, link, top = (tmp_path / name for name in ("there", "file", "link", "top"))
+    there.mkdir()
+    for path in (file, there / "file"):
+        path.write_text("shown")
+        hidden = top / str(path)[1:]
+        hidden.parent.mkdir(parents=True, exist_ok=True)
+        hidden.write_text("the image's")
+    link.symlink_to("there")
+    over = Image("over", root=str(top), over=image.layers, environment=image.environment)
     os.chmod(tmp_path, 0o755)  # the sandbox of root is another user's
-    show = (str(tmp_path), (str(tmp_path), "/usr/lib/over"), (f"{tmp_path}/shown.txt", "/bin/ls"))
-    async with Jail(LIMITS, image=image, show=show) as box:
-        paths = f"{tmp_path}/shown.txt /usr/lib/over/shown.txt /usr/bin/ls"
-        assert (await box.run("shell", f"cat {paths}", 5)).output == "shown" * 3
-        assert "Read-only" in (await box.run("shell", f"touch {tmp_path}/x", 5)).output
+    async with Jail(LIMITS, image=over, show=map(str, (there, file, link))) as box:
+        assert (await box.run("shell", f"cat {file} {there}/file {link}/file", 5)).output == "shown" * 3
+        assert "Read-only" in (await box.run("shell", f"touch {there}/x", 5)).output
         await box.run("shell", "cd /etc && rm hostname && echo > new", 5)
         found = {entry.path: entry.kind for entry in read_entries(await box.changes(["/etc"]))}
         assert {path: kind for path, kind in found.items() if path != "etc"} == {
@@ -171,13 +177,13 @@ async def test_links_of_an_image_are_never_followed_outside(
             SHAPES[shape](name, top / name)
     thin = Image("thin", root=str(top), over=small_image(images).layers)
     before = contents(str(outside)), contents(str(top)), of_the_machine()
-    show, directory = (str(outside / "srv"), (str(outside / "srv"), "/srv/shown/deep")), "/srv/work"
+    show, directory = [str(outside / "srv")], f"{outside}/work"
     async with Jail(LIMITS, image=thin, user=user, show=show, directory=directory) as box:
-        look = f"ls -d /proc/1/task /dev/null {outside}/srv /srv/shown/deep; ls {outside}; echo $HOME"
+        look = f"ls -d /proc/1/task /dev/null {outside}/srv; ls {outside}; echo $HOME"
         seen = await box.run("shell", f"{look}; echo > ~/x && echo > x && echo > /tmp/x && echo > /etc/x", 5)
         assert seen.ending == RunEnding.DONE, seen.output
-        places = ["/dev/null", "/proc/1/task", "/srv/shown/deep", f"{outside}/srv"]
-        assert seen.output.split() == [*sorted(places), "srv", "/sandbox"]
+        places = ["/dev/null", "/proc/1/task", f"{outside}/srv"]
+        assert seen.output.split() == [*sorted(places), "srv", "work", "/sandbox"]
     assert before == (contents(str(outside)), contents(str(top)), of_the_machine())
 
 

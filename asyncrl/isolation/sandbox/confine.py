@@ -51,15 +51,15 @@ TERMINALS = "newinstance,ptmxmode=666,max=32"  # the machine has 3,072 for all s
 
 
 class ConfinementPlan(NamedTuple):
-    """`number`: the guard's process id outside all namespaces. `shown`: paths that the code may read, and
-    their places inside. `layers`: directories of an image, the uppermost first; without any the root is made
+    """`number`: the guard's process id outside all namespaces. `shown`: paths that the code may read, the
+    shorter ones first. `layers`: directories of an image, the uppermost first; without any the root is made
     of what is shown. `environment`: variables beside those of every sandbox. `fallback`: the directory to
     create as its home where there can be no new root. `listen`: open a listening socket inside. `user`:
     "root" for its rights inside. `directory`: where programs start."""
 
     number: int
     limits: SandboxLimits
-    shown: Sequence[tuple[str, str]]
+    shown: Sequence[str]
     layers: Sequence[str]
     environment: Mapping[str, str]
     fallback: str
@@ -186,7 +186,6 @@ def new_root(plan: ConfinementPlan, uid: int) -> int:
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     layers = imaging.copy_layers(plan.layers, uid)
     inside = 0 if plan.user == "root" else uid
-    paths = [path for _, path in plan.shown]
     kernel.mount("tmpfs", NEW_ROOT, "tmpfs", kernel.MS_SAFE, "size=1m,mode=755")
     try:
         _fill(plan.shown, uid)
@@ -199,7 +198,7 @@ def new_root(plan: ConfinementPlan, uid: int) -> int:
         terminals = f"{NEW_ROOT}/dev/pts"
         attempt(lambda: kernel.mount("devpts", terminals, "devpts", kernel.MS_TERMINALS, TERMINALS), [])
         if layers:
-            return imaging.enter_image(layers, NEW_ROOT, HOME, paths, uid, inside)
+            return imaging.enter_image(layers, NEW_ROOT, HOME, plan.shown, uid, inside)
         upper = os.open(NEW_ROOT + HOME, os.O_DIRECTORY | os.O_CLOEXEC)
         kernel.enter_root(NEW_ROOT)
         return upper
@@ -208,11 +207,11 @@ def new_root(plan: ConfinementPlan, uid: int) -> int:
         raise
 
 
-def _fill(shown: Sequence[tuple[str, str]], uid: int) -> None:
+def _fill(shown: Sequence[str], uid: int) -> None:
     for name in ("proc", "dev/pts", "etc", HOME[1:]):  # first: never the machine's own in their place
         os.makedirs(f"{NEW_ROOT}/{name}")
-    for path, inside in shown:
-        _show(path, NEW_ROOT + inside)
+    for path in shown:
+        _show(path, NEW_ROOT + path)
     for name in DEVICES:
         os.close(os.open(f"{NEW_ROOT}/dev/{name}", os.O_CREAT))
     for name, target in LINKS.items():
@@ -268,7 +267,7 @@ def _files_by_landlock(plan: ConfinementPlan, home: str, holds: set[str], notes:
     """A Landlock ruleset, used when there is no new root. On new kernels it also blocks signals to others."""
     devices = [f"/dev/{name}" for name in DEVICES.values()]
     try:
-        fd = kernel.landlock_ruleset([path for path, _ in plan.shown], [home, *devices])
+        fd = kernel.landlock_ruleset(plan.shown, [home, *devices])
     except OSError as error:
         notes.append(str(error))
         return -1

@@ -68,17 +68,14 @@ ENVIRONMENT = {
 }
 """All environment variables of the code: keys and tokens of the trainer's environment are left out."""
 
-Shown = str | tuple[str, str]
-"""A path that the code may read, or such a path and the absolute one at which it is inside."""
-
 
 class Jail:
     """An isolated place for code, with processes, a directory, and no network, made of namespaces, Landlock,
     seccomp and resource limits (confine.py). Calls run one after the other; nothing runs between two of them.
 
     `require`: isolation that must be in force (words of ISOLATION), else `start` raises SandboxError. `show`:
-    what the code may read, beside this Python and the system's programs. `listen`: after `start`, `listener`
-    is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
+    paths that the code may read, beside this Python and the system's programs. `listen`: after `start`,
+    `listener` is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
     caller's, who closes it, and such a sandbox is not started again by itself. `home` is the code's
     directory, after `start`.
 
@@ -93,7 +90,7 @@ class Jail:
         limits: SandboxLimits = SandboxLimits(),
         *,
         require: Iterable[str] = ISOLATION,
-        show: Iterable[Shown] = (),
+        show: Iterable[str] = (),
         listen: bool = False,
         image: Image | None = None,
         user: Literal["", "root"] = "",
@@ -194,8 +191,7 @@ class Jail:
         root that is a link, and where the sandbox has ended."""
         top, ours_too = self.home or "/", tuple[str, ...]()
         if self._image:
-            shown = (one if isinstance(one, str) else one[1] for one in self._show)
-            top, ours_too = "/", (*OWN_FILES, *shown)
+            top, ours_too = "/", (*OWN_FILES, *self._show)
         source = changes.request(most, top, roots, (*skip, *ours_too))
         return await self._receive("the changes", frames.TAKE, source, most)
 
@@ -363,12 +359,8 @@ def _close(descriptors: list[int]) -> None:
     descriptors.clear()
 
 
-def _existing(shown: Iterable[Shown]) -> list[tuple[str, str]]:
+def _existing(paths: Iterable[str]) -> list[str]:
     """Keep what exists, links resolved beside their names; a directory before what is in it."""
-    found: dict[str, str] = {}
-    for one in shown:
-        path, target = (one, "") if isinstance(one, str) else one
-        if os.path.exists(path):
-            inside = (target,) if target else (os.path.abspath(path), os.path.realpath(path))
-            found |= {name: os.path.realpath(path) if target else name for name in inside}
-    return sorted(((path, target) for target, path in found.items()), key=lambda pair: len(pair[1]))
+    there = [path for path in paths if os.path.exists(path)]
+    names = dict.fromkeys((*map(os.path.abspath, there), *map(os.path.realpath, there)))
+    return sorted(names, key=len)
