@@ -186,7 +186,7 @@ function toolTable(found) {
     const to = (column) => address({ ...ANEW, sub: null, where: JSON.stringify([[column, "=", one.tool]]) });
     const failures = { href: to("failed_tool"), class: "bad", title: "episodes in which it failed first" };
     return [
-      make("a", { href: to("tool"), title: "episodes that called it" }, one.tool),
+      make("a", { href: to("tool"), title: "episodes that called it" }, line(one.tool, 60)),
       `${number(one.calls)}${one.refused ? `, ${number(one.refused)} refused` : ""}`,
       share ? make("a", failures, percent(share)) : percent(share),
       meter(share, percent(share), "var(--bad)"), seconds(one.p50), seconds(one.p95),
