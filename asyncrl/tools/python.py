@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -48,8 +47,7 @@ class Workspace:
         self._seconds = seconds
         self._setup = ""
         self._number = 0  # of the sample
-        self._ready = False  # the interpreter has run the setup, and was not lost since
-        self._lost = self._emptied = False  # what the next reply reports
+        self._prepared = -1  # how often variables were lost before the setup last ran
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
@@ -87,7 +85,7 @@ class Workspace:
         if self._setup:
             await self._sandbox.close()
             await self._sandbox.start()
-            self._ready = False
+            self._prepared = -1
         await self._sandbox.apply(snapshot)
 
     async def result(self) -> dict[str, str] | None:
@@ -99,28 +97,16 @@ class Workspace:
 
     async def _run(self, kind: RunKind, source: str) -> RunResult:
         await self._prepare()
-        self._ready = False  # unless the call comes to its end: it may be cancelled
-        result = await self._noting_losses(kind, source)
-        self._ready = not result.lost
-        result = replace(result, lost=self._lost, emptied=self._emptied)
-        self._lost = self._emptied = False
-        return result
+        return await self._sandbox.run(kind, source, self._seconds)
 
     async def _prepare(self) -> None:
         """Run the setup where the interpreter has not."""
-        if self._ready or not self._setup:
+        if not self._setup or self._prepared == self._sandbox.losses:
             return
-        result = await self._noting_losses("cell", self._setup)
+        result = await self._sandbox.prepare(self._setup, self._seconds)
         if result.ending != RunEnding.DONE:
             raise ToolError(f"the setup of sample {self._number} did not run: {result.output[-500:]}")
-        self._ready = True
-
-    async def _noting_losses(self, kind: RunKind, source: str) -> RunResult:
-        """A loss is reported by the next run, which may be the setup's: keep it for the next reply."""
-        result = await self._sandbox.run(kind, source, self._seconds)
-        self._lost |= result.lost
-        self._emptied |= result.emptied
-        return result
+        self._prepared = self._sandbox.losses
 
 
 def _register(label: str, snapshots: int, *methods: Callable[..., Awaitable[str]]) -> None:

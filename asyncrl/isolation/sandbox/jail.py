@@ -77,7 +77,7 @@ class Jail:
     paths that the code may read, beside this Python and the system's programs. `listen`: after `start`,
     `listener` is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
     caller's, who closes it, and such a sandbox is not started again by itself. `home` is the code's
-    directory, after `start`.
+    directory, after `start`; `losses`: how often variables of cells were lost.
 
     `image`: its files are the sandbox's root, and this Python and the system's programs are not there; what
     the code writes is gone with the sandbox. `user`: the code's name inside: an unprivileged user, or "root",
@@ -108,7 +108,8 @@ class Jail:
         self._directory = directory or (image.directory if image else "")
         self._turn = asyncio.Lock()
         self._closed = False
-        self._lost = self._emptied = False  # by a call without a result: the next one reports it
+        self.losses = self._reported = 0
+        self._emptied = False  # since the last report
         self._fallback = ""  # where there is no new root: its directory
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
@@ -147,6 +148,10 @@ class Jail:
         starts it again, and reports what is lost. ValueError for a source that is too long."""
         given = (text.encode(errors="replace") for text in (source, stdin))
         return await self._report(frames.RunRequest(kind[0].encode(), seconds, *given))
+
+    async def prepare(self, source: str, seconds: float) -> RunResult:
+        """Run a cell. What was lost is reported by the next run, as if this one had not been."""
+        return await self._ask(frames.RunRequest(b"c", seconds, source.encode(errors="replace")))
 
     async def execute(
         self, program: Program, streams: tuple[int, int, int], seconds: float = math.inf
@@ -209,8 +214,8 @@ class Jail:
     async def _report(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         started = time.monotonic()
         result = await self._ask(request, streams)
-        lost, emptied = self._lost, self._emptied
-        self._lost = self._emptied = False
+        lost, emptied = self.losses > self._reported, self._emptied
+        self._reported, self._emptied = self.losses, False
         return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
 
     async def _receive(self, what: str, kind: bytes, source: bytes, most: int) -> bytes:
@@ -252,15 +257,13 @@ class Jail:
             try:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
                     result = await self._exchange(request, streams)
-            except (OSError, EOFError, SandboxError):
-                self._lost = self._emptied = True
+            except BaseException as error:
+                self.losses, self._emptied = self.losses + 1, True
                 await self._end()
-                return RunResult(RunEnding.DIED, "")
-            except BaseException:  # cancelled: the reply would answer the next question
-                self._lost = self._emptied = True
-                await self._end()
-                raise
-            self._lost |= result.lost
+                if isinstance(error, OSError | EOFError | SandboxError):
+                    return RunResult(RunEnding.DIED, "")
+                raise  # cancelled: the reply would answer the next question
+            self.losses += result.lost
             return result
 
     async def _end(self) -> None:
