@@ -141,7 +141,7 @@ def probe(config: RunConfig) -> list[Measurements]:
                 rollout=replace(config.rollout, slots=max(1, slots)),
                 validation=replace(config.validation, samples=0),
                 checkpoint=replace(config.checkpoint, every=0, directory=""),
-                observe=replace(config.observe, console="plain", trackers=[], plot=False),
+                observe=replace(config.observe, console="plain", trackers=[]),
             )
             print(f"probe: {PROBE_STEPS} steps with rollout.slots={short.rollout.slots}", flush=True)
             code = train(short, summary=False)

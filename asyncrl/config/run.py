@@ -119,7 +119,7 @@ Tracker = Literal[
 
 
 class ObserveConfig(Section, frozen=True):
-    """Console, trackers and plot."""
+    """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """Live view on a terminal, where `g` and `b` show the newest good and bad transcript; elsewhere a line
@@ -129,8 +129,6 @@ class ObserveConfig(Section, frozen=True):
     The others, except tensorboard, run through accelerate: they get only numbers and the configuration."""
     project: Text = "asyncrl"
     """Project name for trackers."""
-    plot: bool = True
-    """Draw run.png at the end of the run. `asyncrl view` shows the same curves while it goes on."""
 
 
 class LaunchConfig(Section, frozen=True):

@@ -124,11 +124,10 @@ def _remove_outside_weights(config: RunConfig) -> None:
 def conclude(
     config: RunConfig, run_dir: Path, code: int, error: str, console: Console, printed: bool = True
 ) -> int:
-    """Complete the summary, print it unless it is not to be, and draw run.png. After an interrupt print only,
-    to end at once."""
+    """Complete the summary, and print it unless it is not to be. After an interrupt print only, to end at
+    once."""
     summary = read_summary(run_dir)
-    completes = bool(summary) and code != INTERRUPTED
-    if completes:
+    if summary and code != INTERRUPTED:
         with recorded() as failure:
             summary["busy_at_once"] = overlap(run_dir)
             write_summary(run_dir, summary)
@@ -136,13 +135,6 @@ def conclude(
             console.fail(f"summary.json is not complete: {failure.line}")
     if summary and config.total_steps and printed:
         print_summary(summary, run_dir)
-    if completes and config.observe.plot:
-        with recorded() as failure:
-            from asyncrl.observe.plot import draw
-
-            draw(run_dir)
-        if failure:
-            console.fail(f"run.png is not drawn: {failure.line}")
     if error:
         console.fail(error)
     if not summary:

@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from asyncrl.buffer.records import LOSSES
+from asyncrl.config import ValidationConfig
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.metrics import Row, clock, matching
-from asyncrl.observe.summary import flow_of, mean, success_line
+from asyncrl.observe.summary import flow_of, mean
 from asyncrl.types import FailReason
 
 WINDOW, SETTLED = 10, 5  # steps that a rule looks back on, and before which no advice is given
@@ -124,12 +125,10 @@ class Advice(msgspec.Struct, frozen=True):
     keys: list[str] = []
 
 
-class RuleText(msgspec.Struct, frozen=True):
+class RuleText(Advice, frozen=True, kw_only=True):
     """The entry of an alert in alerts.yaml."""
 
     level: Level
-    do: str
-    keys: list[str] = []
     link: dict[str, str] = {}
     scores: bool = False
     causes: dict[str, Advice] = {}
@@ -295,9 +294,12 @@ def _masked(seen: Seen) -> Found | None:
 
 
 def _beyond(seen: Seen) -> Found | None:
-    highest = max((row.get(metric.HIGHEST, 0.0) for row in seen.validations), default=None)
-    line = success_line(highest, seen.keys.get("validation.success"))
-    return Found(line.partition(": ")[0]) if line else None
+    """Scores go beyond `validation.success`, and that is left at its default."""
+    highest = max((row.get(metric.HIGHEST, 0.0) for row in seen.validations), default=0.0)
+    default = ValidationConfig().success
+    if seen.keys.get("validation.success") != default or highest <= default * (1 + 1e-6):
+        return None
+    return Found(f"scores go up to {highest:g}, and {default:g} is a success, validation.success by default")
 
 
 def _limited(seen: Seen) -> Found | None:

@@ -13,7 +13,6 @@ from typing import Any
 from msgspec.structs import asdict
 
 from asyncrl.buffer.records import Flow
-from asyncrl.config import ValidationConfig
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.metrics import Row, matching
 
@@ -79,8 +78,6 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "probe_noise_floor": _last(rows, "weights/probe_noise_floor"),
         "flow": dict(flow),
         "conserved": conserved,
-        "validation_episodes": int(_last(validations, "val-aux/episodes") or 0),
-        "validation_score_max": _max(validations, metric.HIGHEST),
     }
 
 
@@ -166,17 +163,6 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
         )
         found.append(f"held out: {flow['issued']} issued = {' + '.join(parts)}")
     return [line for line in found if line]
-
-
-def success_line(highest: float | None, threshold: float | None) -> str:
-    """A warning if scores go beyond `validation.success`, and that is left at its default; '' if not."""
-    default = ValidationConfig().success
-    if highest is None or threshold != default or highest <= default * (1 + 1e-6):
-        return ""
-    return (
-        f"scores go up to {highest:g}, and {default:g} is a success, the default of validation.success: set "
-        "it to what a solved task earns"
-    )
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:

@@ -28,7 +28,6 @@ SMALL = [
     "validation.samples=8",
     "checkpoint.every=3",
     "launch.lease=4",
-    "observe.plot=false",
     "observe.console=plain",
 ]
 

@@ -49,7 +49,7 @@ BATCH = GROUPS * MEMBERS
 COMMON = [
     *(f"buffer.groups_per_batch={GROUPS}", f"buffer.episodes_per_group={MEMBERS}", "rollout.workers=1"),
     *("trainer.lr=1e-30", "trainer.lr_schedule=constant", "rollout.retries=0", f"rollout.tools=[{TOOL}]"),
-    *("validation.samples=0", "data.test=''", "checkpoint.every=0", "observe.plot=false"),
+    *("validation.samples=0", "data.test=''", "checkpoint.every=0"),
 ]
 SYNC = "buffer.max_staleness=0"
 MODES: dict[str, list[str]] = {"sync": [SYNC], "async": []}

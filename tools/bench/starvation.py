@@ -32,7 +32,7 @@ from asyncrl.store.reader import RunReader
 LATENCY = "rollout.tool_args.calculator={latency_mean: 0.3, latency_sigma: 1.5}"
 COMMON = [
     *(LATENCY, "trainer.lr=1e-30", "trainer.lr_schedule=constant", "validation.samples=0", "data.test=''"),
-    *("checkpoint.every=0", "observe.plot=false"),
+    "checkpoint.every=0",
 ]
 MODES = {
     "sync": ["buffer.max_staleness=0"],

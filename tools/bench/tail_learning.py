@@ -40,7 +40,7 @@ ARMS = {
     "async": [LATENCY],
     "complete": [LATENCY, "buffer.group_policy=complete"],
 }
-COMMON = ["validation.samples=0", "data.test=''", "checkpoint.every=0", "observe.plot=false"]
+COMMON = ["validation.samples=0", "data.test=''", "checkpoint.every=0"]
 HEADER = ["arm", "seeds", "success, mean", "of each seed", "minus sync", "95% lower bound", "lag",
           "masked", "s/step"]  # fmt: skip
 T_95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94}  # one-sided, by seeds

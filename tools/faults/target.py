@@ -49,7 +49,7 @@ class Target:
         self._config = [
             *(f"experiment={experiment}", f"name={run.name}", f"run_dir={run.parent}", "resume=auto"),
             *(f"launch.port={port}", f"launch.lease={lease:g}", "launch.restarts=1000"),
-            *("observe.console=plain", "observe.plot=false"),
+            "observe.console=plain",
             *(DEMO if experiment == "calculator" else ()),
             *overrides,
         ]
