@@ -37,6 +37,7 @@ from tests.fakes.images import small_image
 from tests.fakes.worker import sample
 
 LOST = toolbox.RESTORED.strip()
+RECORDS = 14  # of an episode of ShellEngine or CountingEngine
 RANDOM = "cat /proc/sys/kernel/random/uuid | tee -a log"
 
 
@@ -211,6 +212,7 @@ class Ledger(FakeCoordinator):
         self.attempts: dict[str, Attempt] = {}
         self.durable: dict[str, list[list[bytes]]] = {}
         self.ends: dict[str, Finished | Failed] = {}
+        self.records = 0
 
     def issue(self, uid: str) -> None:
         """Assign an episode, or what is left of it."""
@@ -226,6 +228,12 @@ class Ledger(FakeCoordinator):
             self.poller.wait(left)
             self._drain()
 
+    def follow(self, records: int, more: float) -> None:
+        """Serve until so many records have come, and `more` of the time that each of them took."""
+        began, wanted = time.monotonic(), self.records + records
+        self.until(lambda: self.records >= wanted or len(self.ends) == len(self.durable), "records")
+        self.work(more * (time.monotonic() - began) / max(1, records))
+
     def replies(self, uid: str) -> list[str]:
         turns = [
             msgspec.msgpack.decode(frames[1], type=TurnReply) for frames in self.durable[uid] if frames[1]
@@ -236,6 +244,7 @@ class Ledger(FakeCoordinator):
         super()._handle(peer, message, frames)
         if not isinstance(message, Record) or message.attempt != self.attempts[message.attempt.uid]:
             return
+        self.records += 1
         turns = self.durable[message.attempt.uid]
         match message:
             case Generated():
@@ -274,7 +283,7 @@ def test_kills_leave_each_effect_once(
             live.add(uid := f"e{(issued := issued + 1)}")
             hub.issue(uid)
         if kill < kills:
-            hub.work(draw.uniform(0.0, 1.2))
+            hub.follow(draw.randint(0, RECORDS), draw.random())
         else:
             hub.until(lambda: len(hub.ends) == len(hub.durable), "ends")
             hub.send(Stop("end of the test"))
