@@ -138,16 +138,14 @@ class LiveLimit:
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         section = config.buffer
-        self.buffer, self.seconds = buffer, config.rollout.episode_timeout
-        self.adapts, self.budget = section.target_staleness == "auto", section.stale_budget
+        self.buffer, self.adapts = buffer, section.target_staleness == "auto"
+        self.budget = section.stale_budget
         self.control = FlowControl(section.groups_per_batch, section.max_staleness)
         self.kv, self._servers = KvCap(section.groups_per_batch, section.max_staleness), config.engine.remote
         self.crossings = Crossings(buffer.waiting_tokens, section.max_staleness)
         self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
         self._idle = 0.0  # share of a step that the trainer waited, as last known
         self._engines: frozenset[str] = frozenset()
-        self._measures = False  # a step was committed, and the gauges are older
-        self.life, self.token_age = 0.0, math.inf
 
     def committed(
         self, row: Mapping[str, float], taken: int, engines: Collection[str], validating: bool, now: float
@@ -159,7 +157,7 @@ class LiveLimit:
         plain = same and not validating
         live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit
         self.kv.update(live, plain)
-        self._idle, self._measures = row.get(TRAINER_IDLE, self._idle), True  # it comes with heartbeats
+        self._idle = row.get(TRAINER_IDLE, self._idle)  # it comes with heartbeats
         masked, tokens = row.get("staleness/masked_token_frac", 0.0), row.get("trainer/model_tokens", 0.0)
         self._crossed += self.crossings.committed(masked, tokens, now)
         if self.adapts:
@@ -169,17 +167,8 @@ class LiveLimit:
                 self._crossed = 0.0
             self.buffer.live_limit = min(self.control.limit, self.kv.limit)
 
-    def tick(self, now: float) -> None:
-        """Measure the gauges in the turn of the loop that follows a commit, which is the longest one."""
-        if self._measures:
-            self._measures = False
-            self.life = self.buffer.lives.mean(now, self.seconds)
-            self.token_age = self.buffer.waiting_tokens.quantile(0.99, now)
-
     def gauges(self) -> dict[str, float]:
-        found = {"async/live_limit": float(self.buffer.max_live), "async/group_life_s": self.life}
-        if self.token_age < math.inf:
-            found["async/token_age_p99_s"] = self.token_age
+        found = {"async/live_limit": float(self.buffer.max_live)}
         if self._servers:
             found["rollout/retractions"] = float(self.kv.retracted)
         return found if self.kv.use is None else found | {"rollout/kv_use": self.kv.use}

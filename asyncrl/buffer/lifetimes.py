@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Hashable, Iterator
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 from typing import Literal
 
 import numpy as np
@@ -15,7 +15,6 @@ from asyncrl.buffer.records import GroupRecord
 
 NEWEST = 256  # groups that the patience is estimated from: a median needs few, and follows changes
 ESTIMATE_EVERY = 0.25  # seconds: many groups are issued at once, and one estimate serves them all
-SAMPLE = 4096  # running things that stand for all: of more, every k-th counts k times
 
 
 class Lifetimes:
@@ -26,7 +25,7 @@ class Lifetimes:
     Times are of the caller's clock, in seconds. `weight` is a number of tokens, or 1.
 
     Example: three of weight 1 last 1, 2 and 3 s, and the second still runs. The share that lasts longer falls
-    to 2/3 at 1 s and to 0 at 3 s, so 1 s is the quantile of 0.3, and the mean is 1 + 2 · 2/3.
+    to 2/3 at 1 s and to 0 at 3 s, so 1 s is the quantile of 0.3.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,17 +65,10 @@ class Lifetimes:
         found = np.flatnonzero(survival <= 1 - q + 1e-9)
         return float(ages[found[0]]) if found.size else math.inf
 
-    def mean(self, now: float, limit: float) -> float:
-        """The mean duration, where longer ones count as `limit`, and as the longest that was seen."""
-        ages, survival = self._survival(now)
-        steps = np.diff(np.clip(ages, 0.0, limit), prepend=0.0)
-        return float(steps @ np.concatenate(([1.0], survival[:-1]))) if ages.size else 0.0
-
     def _survival(self, now: float) -> tuple[np.ndarray, np.ndarray]:
         """(ages at which a life ended or was last seen, ascending; share of the weight that lasts longer)."""
-        every = 1 + len(self._running) // SAMPLE
-        runs = chain.from_iterable(islice(self._running.values(), 0, None, every))
-        rows = np.array([*self._ended, *((b, every * w, math.inf) for b, w in runs)], float).reshape(-1, 3)
+        runs = chain.from_iterable(self._running.values())
+        rows = np.array([*self._ended, *((b, w, math.inf) for b, w in runs)], float).reshape(-1, 3)
         began, weight, ended = rows[rows[:, 1] > 0].T
         until, entered = np.minimum(ended, now) - began, self._since - began
         ages, place = np.unique(until, return_inverse=True)

@@ -58,7 +58,6 @@ class ReplayBuffer:
         self.group_size = config.episodes_per_group + greedy
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
-        self.lives = Lifetimes(128)  # of groups, from the first slot to settlement: few, to follow changes
         self.waiting_tokens = Lifetimes(4096)  # by turn, from its end until a batch may take its episode
         self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
@@ -167,7 +166,6 @@ class ReplayBuffer:
         group = self.live[episode.group]
         if math.isnan(group.started):
             self.deadlines.start(group, now)
-            self.lives.begin(group.id, now)
             self._dirty_groups[group.id] = group
 
     def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
@@ -232,7 +230,6 @@ class ReplayBuffer:
         in_time = tuple(episode.member for episode in landed if episode.member not in group.baseline)
         group.settled, group.first_only = True, overdue and len(in_time) < self.config.min_group
         group.baseline = in_time + group.baseline
-        self.lives.end(group.id, now)
         self._dirty_groups[group.id] = group
         if no_greedy or not enough:
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
@@ -375,7 +372,6 @@ class ReplayBuffer:
             self.untrained_reason = self.members(group)[-1].ending
         del self.live[group.id]
         self.deadlines.forget(group)
-        self.lives.forget(group.id)
         self._dirty_groups[group.id] = group  # written as over
         self.cohorts.over(group.issued_step)
         self.tally.leave(group)

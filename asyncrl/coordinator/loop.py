@@ -155,7 +155,6 @@ class Coordinator:
         self.state.waits = []
         self._extend_leases(now, gap=now - self._turned_at - TICK)
         self._turned_at, self._more = now, False
-        self.state.live_limit.tick(now)
         for received in self._unread.values():
             self._on_control(*received, now)
         self._unread.clear()
