@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import defstruct
+from msgspec.structs import astuple
 
 from asyncrl.config import leaves
 from asyncrl.errors import AsyncrlError
@@ -37,6 +39,7 @@ class Measured:
     def __init__(self, path: Path) -> None:
         self._path, self.read = path, 0
         self._rows = {STEP: array("f")}
+        self._decode = _decoder(self._rows)
 
     def update(self) -> None:
         """Read what was written since."""
@@ -45,8 +48,10 @@ class Measured:
             while lines := [line for line in file.readlines(CHUNK) if line.endswith(b"\n")]:
                 self.read += sum(map(len, lines))
                 file.seek(self.read)  # the last line may have been under way
-                if rows := [row for line in lines if STEP in (row := _decoded(line))]:
-                    self._add(rows)
+                rows = [row for line in lines if (row := self._row_of(line))]
+                columns = zip_longest(*rows, fillvalue=math.nan)  # earlier ones may lack the newest names
+                for values, more in zip(self._rows.values(), columns, strict=False):
+                    values.extend(more)
         steps, trained = self._row(STEP), ~np.isnan(self._row(metric.STEP_SECONDS))
         order = np.lexsort((trained, steps))
         self.steps, place, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
@@ -54,18 +59,19 @@ class Measured:
         earlier = np.delete(np.arange(len(order)), last)
         self._last, self._earlier, self._place = order[last], order[earlier], place[earlier]
 
-    def _add(self, rows: Sequence[Row]) -> None:
-        blank = dict.fromkeys(self._rows, math.nan)
-        full = [{**blank, **row} for row in rows]
-        if max(map(len, full)) > len(blank):
-            nothing = self._row("")
-            for name in set[str]().union(*full) - blank.keys():
-                self._rows[name] = array("f", nothing.tobytes())
-            self._add(rows)
-            return
-        columns = np.array([[*row.values()] for row in full], "f").T
-        for values, more in zip(self._rows.values(), columns, strict=True):
-            values.frombytes(more.tobytes())
+    def _row_of(self, line: bytes) -> Sequence[float]:
+        """Of each name a number. A line that cannot be decoded has new names, or NaN, which JSON has not, or
+        was cut by a crash."""
+        with suppress(msgspec.DecodeError):
+            return astuple(self._decode(line))
+        row: Row = {}
+        with suppress(ValueError):
+            row = json.loads(line)
+        if STEP in row and row.keys() - self._rows.keys():
+            nothing = self._row("").tobytes()
+            self._rows |= {name: array("f", nothing) for name in row if name not in self._rows}
+            self._decode = _decoder(self._rows)
+        return [row.get(name, math.nan) for name in self._rows] if STEP in row else ()
 
     def _row(self, name: str) -> np.ndarray:
         return np.array(self._rows.get(name) or np.full(len(self._rows[STEP]), math.nan, "f"))
@@ -93,14 +99,12 @@ class Measured:
         return {*self._rows}, {name for name in self._rows if np.any(np.nan_to_num(self._row(name)))}
 
 
-def _decoded(line: bytes) -> Row:
-    """Return nothing for a line that a crash has cut."""
-    try:
-        return msgspec.json.decode(line, type=dict[str, float])
-    except msgspec.DecodeError:  # NaN, which JSON has not
-        with suppress(ValueError):
-            return json.loads(line)
-        return {}
+def _decoder(names: Iterable[str]) -> Callable[[bytes], msgspec.Struct]:
+    """Make what decodes rows that have only these names, in half the time that dictionaries take."""
+    renamed = {f"field{number}": name for number, name in enumerate(names)}
+    fields = [(field, float, math.nan) for field in renamed]
+    row = defstruct("Row", fields, rename=renamed, forbid_unknown_fields=True)
+    return msgspec.json.Decoder(row).decode
 
 
 def series(
