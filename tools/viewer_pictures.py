@@ -22,6 +22,7 @@ from tests.fakes.browser import Tab, browser, served
 
 GROUP = "where=" + quote('[["group","=",16]]')
 PICTURES = {
+    "overview": ("tab=overview", 'document.querySelector(".overview .spark")'),
     "run": ("tab=charts", 'document.querySelectorAll("canvas").length >= 10'),
     "episode": ("tab=episodes&order=-lag&colour=versions", 'document.querySelector("article [data-at]")'),
     "group": (f"tab=episodes&{GROUP}&side=1", 'document.querySelectorAll(".column").length > 1'),

@@ -24,8 +24,8 @@ export async function show(place, route, state, current) {
   const run = { name, path, ended, phase, number: Number(route.run) };
   redraw(place, [run, answer], () => [
     headline(run, answer), ...answer.alerts.map(warning),
-    make("div", { class: "overview" },
-      heldOut(answer), training(answer), waits(answer, run), flow(answer), configuration(answer)),
+    make("div", { class: "overview" }, make("div", {}, heldOut(answer), training(answer)),
+      make("div", {}, waits(answer, run), flow(answer), configuration(answer))),
     ...answer.notes.map((note) => make("p", { class: "dim small" }, note)),
     ...Object.entries(answer.tables).map(([title, rows]) =>
       Object.keys(rows).length > 0 && fold(title, false, table(null, Object.entries(rows)))),
@@ -85,9 +85,9 @@ export function judged(one, unit) {
 /** Both intervals on an axis from 0 to 1: grey before, coloured after. */
 function intervals(one) {
   const at = (share) => 4 + share * (WIDE - 8);
-  const drawn = ["before", "after"].filter((when) => one[when]?.interval).flatMap((when) => {
-    const { value, interval: [low, high] } = one[when], y = when === "before" ? 11 : 25;
-    return [svg("line", { x1: at(low), x2: at(high), y1: y, y2: y, class: `interval ${when}` }),
+  const drawn = ["before", "after"].filter((when) => one[when]).flatMap((when) => {
+    const { value, interval } = one[when], ends = interval ?? [value, value], y = when === "before" ? 11 : 25;
+    return [svg("line", { x1: at(ends[0]), x2: at(ends[1]), y1: y, y2: y, class: `interval ${when}` }),
       svg("circle", { cx: at(value), cy: y, r: 4, class: `point ${when}` })];
   });
   const axis = svg("line", { x1: 4, x2: WIDE - 4, y1: HIGH / 2, y2: HIGH / 2, class: "axis" });
@@ -131,7 +131,7 @@ function training({ figures: found }) {
 
 /** One bar a role: where its time went, and what it waits for now. */
 function waits({ waits: roles }, { ended, phase }) {
-  const none = ended ? "No step has told." : `${phase}; shares of time are known after a step.`;
+  const none = ended ? "No step has told." : `${phase}: nobody waits; shares of time are known after a step.`;
   if (!roles.length) return empty("Who waits for whom", none);
   return card("Who waits for whom", ...roles.map(({ role, note, parts, now }) =>
     make("div", { class: "who-waits", "data-role": role },

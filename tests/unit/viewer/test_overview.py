@@ -73,8 +73,10 @@ def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
 def test_a_run_of_a_moment_says_what_is_known(tmp_path: Path) -> None:
     empty = overview(save(tmp_path / "a", []), "")
     assert empty["outcome"] == "It starts: its coordinator has not reported yet" and empty["alerts"] == []
-    begun = overview(save(tmp_path / "b", [], gauges={BATCH: 0.12}), "")
+    begun = overview(save(tmp_path / "b", [], gauges={BATCH: 0.12}, waits=WAITS[:1]), "")
     assert begun["outcome"] == "No step is over; 12% of the first batch is there"
+    (trainer,) = begun["waits"]
+    assert (trainer["parts"], trainer["now"]) == ({}, ["trajectories of step 3 (5 s)"])
     one = overview(save(tmp_path / "c", run({})[:1], step=1), "")
     assert one["outcome"] == "Reward 0.4 after 1 of 20 steps; nothing was held out"
     killed = overview(save(tmp_path / "d", []), "killed: its launcher is gone")
