@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from asyncrl.algorithms.advantages import credit_of
 from asyncrl.algorithms.credit import CreditInput, by_token, token_rewards
 from asyncrl.buffer.batches import Baseline
+from asyncrl.buffer.payloads import decode_reply, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Done, Opened
@@ -24,7 +26,7 @@ from asyncrl.conversation.episode import Episode, begin, conversation
 from asyncrl.conversation.turns import read_turn, scored, trained
 from asyncrl.data import Samples, samples_path
 from asyncrl.episodes.scoring import shaped, transcript
-from asyncrl.errors import UNDECODABLE, AsyncrlError, ProtocolError
+from asyncrl.errors import AsyncrlError
 from asyncrl.observe.held_out import HeldOut, Judged, answer_of, uid_prefix
 from asyncrl.rewards import RewardError, RewardInput
 from asyncrl.store.reader import RunReader
@@ -36,17 +38,12 @@ if TYPE_CHECKING:
 
 ANY_TOOL = '{"type": "function", "function": {"name": "", "parameters": {}}}'  # as templates see it
 
-_decode_turn = msgspec.msgpack.Decoder(Turn).decode
-_decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
-
 
 def turns_of(frames: Sequence[bytes]) -> list[Turn]:
-    """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded)."""
-    try:
-        pairs = zip(frames[::2], frames[1::2], strict=True)
-        read = [(_decode_turn(turn), _decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
-    except (*UNDECODABLE, ValueError) as error:
-        raise ProtocolError(f"recorded turns cannot be read: {error}") from error
+    """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded).
+    ProtocolError when they cannot be read."""
+    pairs = zip_longest(frames[::2], frames[1::2], fillvalue=b"")
+    read = [(decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
     replace = msgspec.structs.replace
     return [replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in read]
 

@@ -24,7 +24,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
 
 MANIFEST = "manifest.json"
-TOKEN = "ranks-"
+TOKEN = "ranks"  # the file by which ranks see that their place is one
 BLOCK = 4 << 20  # bytes read at once
 Files = dict[str, tuple[int, str]]  # path in a checkpoint → (bytes, xxh3)
 
@@ -197,22 +197,18 @@ class Checkpoints:
 
     # -- whether all see the same place ----------------------------------------------------------------
 
-    def sweep_tokens(self) -> None:
-        """Removes the files of ranks that were killed before they removed them."""
-        with suppress(OSError):
-            for path in self._fs.glob(f"{self.root}/{TOKEN}*"):
-                self._fs.rm_file(path)
-
-    def put_token(self, token: str, rank: int) -> None:
+    def put_token(self, token: str) -> None:
         self._fs.makedirs(self.root, exist_ok=True)
-        self._fs.pipe_file(f"{self.root}/{TOKEN}{token}-{rank}", b"")
+        self._fs.pipe_file(f"{self.root}/{TOKEN}", token.encode())
 
-    def sees_tokens(self, token: str, ranks: int) -> bool:
+    def sees_token(self, token: str) -> bool:
         self._fs.invalidate_cache()
-        return all(self._fs.exists(f"{self.root}/{TOKEN}{token}-{rank}") for rank in range(ranks))
+        with suppress(OSError):
+            return bool(self._fs.cat_file(f"{self.root}/{TOKEN}") == token.encode())
+        return False
 
-    def drop_token(self, token: str, rank: int) -> None:
-        self._fs.rm_file(f"{self.root}/{TOKEN}{token}-{rank}")
+    def drop_token(self) -> None:
+        self._fs.rm_file(f"{self.root}/{TOKEN}")
 
     # -- parts -----------------------------------------------------------------------------------------
 

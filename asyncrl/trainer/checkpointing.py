@@ -42,24 +42,21 @@ class Job(NamedTuple):
 
 
 def shared_place(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
-    """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what the
-    others write. A place that cannot be written to now may be later, and is not looked at."""
-    place = checkpoints_of(config, run_dir)
-    if world.rank == 0:
-        place.sweep_tokens()
-    token = world.gather(secrets.token_hex(8), str)[0]
+    """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what rank
+    0 writes. A place that cannot be written to now may be later, and is not looked at."""
+    place, token = checkpoints_of(config, run_dir), secrets.token_hex(8)
     try:
-        place.put_token(token, world.rank)
-        written = True
+        if world.rank == 0:
+            place.put_token(token)
     except OSError as error:
         log.warning("%s cannot be written to: %s", place.root, one_line(error))
-        written = False
-    if not all(world.gather(written, bool)):
+        token = ""
+    if not (token := world.gather(token, str)[0]):
         return place
-    sees = place.sees_tokens(token, world.size)
-    found = world.gather((sees, HOST), tuple[bool, str])
+    found = world.gather((place.sees_token(token), HOST), tuple[bool, str])
     blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(found) if not sees]
-    place.drop_token(token, world.rank)
+    if world.rank == 0:
+        place.drop_token()
     if blind:
         raise ConfigError(
             f"checkpoint.directory: {place.root} is not one place for all trainer ranks, {', '.join(blind)} "

@@ -58,7 +58,7 @@ def test_turns_that_cannot_be_read_are_missing_with_the_reason(tmp_path: Path, d
             path.unlink()
     with closing(RunReader.open(run_dir)) as reader:
         turns, why = kept_turns(reader, reader.episode("0.0"))
-    assert turns == [] and ("recorded turns cannot be read" if damage == "a frame" else "segment") in why
+    assert turns == [] and ("a turn that cannot be decoded" if damage == "a frame" else "segment") in why
 
 
 def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_path: Path) -> None:
