@@ -4,7 +4,7 @@ reads what `asyncrl eval` found."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import fmean
@@ -29,8 +29,6 @@ COMPONENTS = """SELECT mode, sample, key, avg(value)
     WHERE kind IN ('held out', 'eval') AND step = ? GROUP BY mode, sample, key"""
 STEPS = "SELECT DISTINCT step FROM episodes WHERE kind IN ('held out', 'eval') ORDER BY step"
 ALL, TASK = "val-core/all/", "val-task/"  # in evaluation.json
-
-Evaluation = Mapping[str, Mapping[str, float]]  # by metric: `mean`, and most have `low`, `high`, `samples`
 _evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 
@@ -121,18 +119,18 @@ def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def evaluation_of(run_dir: Path) -> Evaluation:
-    """{} of a run that is none."""
+def measures(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """What `asyncrl eval` found, by mode and measure, `sampled/pass@4`: the mean with its interval over
+    questions, and of tasks each one's. Nothing of a run that is none."""
+    numbers: dict[str, dict[str, float]] = {}
     with suppress(FileNotFoundError, *UNDECODABLE):
-        return _evaluation((run_dir / "evaluation.json").read_bytes())
-    return {}
-
-
-def measures(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
-    """By mode and measure, `sampled/pass@4`: its numbers, and `tasks`: the mean of each."""
-    whole = {name.removeprefix(ALL): found for name, found in evaluation.items() if name.startswith(ALL)}
-    found: dict[str, dict[str, Any]] = {name: {**numbers, "tasks": {}} for name, numbers in whole.items()}
-    for name in (name for name in evaluation if name.startswith(TASK)):
+        numbers = _evaluation((run_dir / "evaluation.json").read_bytes())
+    tasks = defaultdict[str, dict[str, float]](dict)
+    for name in (name for name in numbers if name.startswith(TASK)):
         task, mode, measure = name.removeprefix(TASK).rsplit("/", 2)
-        found[f"{mode}/{measure}"]["tasks"][task] = evaluation[name]["mean"]
-    return found
+        tasks[f"{mode}/{measure}"][task] = numbers[name]["mean"]
+    for name, one in ((name.removeprefix(ALL), one) for name, one in numbers.items() if name.startswith(ALL)):
+        interval = (one["low"], one["high"]) if "low" in one else None
+        after = {"value": one["mean"], "interval": interval, "step": 0, "episodes": one.get("samples", 0)}
+        unit = "" if "mean@" in name or name == "nll" else "share"
+        yield {"label": name, "unit": unit, "curve": [], "after": after, "tasks": tasks[name]}

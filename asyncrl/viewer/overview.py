@@ -21,7 +21,7 @@ from asyncrl.observe.metrics import Row, label, matching
 from asyncrl.observe.summary import JUDGED, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import Tree, described, differences, launches_of, tree
-from asyncrl.viewer.compare import Evaluation, evaluation_of, measures
+from asyncrl.viewer.compare import measures
 from asyncrl.viewer.series import wilson
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
@@ -55,7 +55,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     flow, saved = flow_of(gauges), read_summary(run_dir)
     summary = saved or summarize(rows, asdict(flow), flow.conserved)
     whole = saved or summary["steps"] == len(steps)  # else its sums are of some of the steps
-    launches, evaluation = launches_of(run_dir), evaluation_of(run_dir)
+    launches = launches_of(run_dir)
     config = launches[-1].config if launches else {}
     changes = [(new.step + 1, described(old.config, new.config)) for old, new in pairwise(launches)]
     resumed = [
@@ -70,7 +70,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "conserved": summary["conserved"],
-        "held_out": list(_held_out(rows, evaluation)),
+        "held_out": list(measures(run_dir)) or list(_held_out(rows)),
         "figures": list(_figures(steps)),
         "alerts": [*alerts(rows, status, dict(leaves(config))), *resumed[-RESUMED:]],
         "waits": list(_waits(steps if ended else steps[-1:], gauges, status, ended)),
@@ -78,7 +78,6 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "running": int(gauges.get("async/running", 0)),
         "reasons": summary.get("reasons", {}),
         "configuration": _configuration(config),
-        "evaluation": measures(evaluation),
         "tables": {
             "All numbers": dict(numbers(summary, everything=True)) if whole else {},
             "Machine of the newest launch": machine or {},
@@ -95,7 +94,7 @@ def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any]) 
     return line + f"; {share:.0%} of the first batch is there" * (share > 0)
 
 
-def _held_out(rows: Sequence[Row], evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+def _held_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """What validations found before training, last, and by step, components of the score included. A score
     that is the success is left out."""
     parts = matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
@@ -103,25 +102,17 @@ def _held_out(rows: Sequence[Row], evaluation: Evaluation) -> Iterator[dict[str,
         curve, known = _curve(rows, name), [row for row in rows if name in row]
         if not known or (name in SCORES and curve == _curve(rows, SCORES[name])):
             continue
-        found = [_found(row, name, evaluation) for row in (known[0], known[-1])]
-        first, later = not found[0]["step"], len(known) > 1 or found[1]["step"] > 0
-        yield {
-            "label": named,
-            "part": named in parts,
-            "unit": "share" if name in SHARES else "",
-            "curve": curve,
-            "before": found[0] if first else None,
-            "after": found[1] if later else None,
-        }
+        ends = {} if known[0]["training/step"] else {"before": known[0]}
+        if len(known) > len(ends):
+            ends["after"] = known[-1]
+        found = {"label": named, "unit": "share" if name in SHARES else "", "curve": curve}
+        yield found | {"part": named in parts} | {when: _found(row, name) for when, row in ends.items()}
 
 
-def _found(row: Row, name: str, evaluation: Evaluation) -> dict[str, Any]:
-    """A validation's number, with Wilson's interval where it is a share of episodes; of an evaluation with
-    its own, over questions."""
+def _found(row: Row, name: str) -> dict[str, Any]:
+    """A validation's number, with Wilson's interval where it is a share of episodes."""
     count = row.get("val-aux/episodes", 0.0) / max(1, sum(share in row for share in SHARES))
     interval = wilson(row[name], count) if name in SHARES and count else None
-    if "low" in (evaluated := evaluation.get(name, {})):
-        count, interval = evaluated["samples"], (evaluated["low"], evaluated["high"])
     return {"value": row[name], "interval": interval, "step": row["training/step"], "episodes": count}
 
 

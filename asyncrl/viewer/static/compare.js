@@ -7,8 +7,9 @@ import { go, link } from "view/route.js";
 import { ask } from "view/source.js";
 
 const MEASURE = "sampled/success"; // of tasks, unless another one is chosen
-const NOTE = `held out: the last validation, with 95% intervals; reward and loss: the last tenth of the steps;
-  of seeds: the mean, from the lowest to the highest`;
+const NOTE = "of the last validation, with 95% intervals; training: the last tenth of the steps; "
+  + "of seeds: the mean, from the lowest to the highest";
+const TRAINED = ["reward", "loss per token"]; // figures of training
 const FEW = 24; // tasks that are not folded
 
 export async function show(place, now, state, current) {
@@ -37,24 +38,20 @@ function named(name, { configuration }, at) {
 
 /** What came of each run; of the seeds of one setting their mean, and from the lowest to the highest. */
 function outcomes(state, answers) {
-  const numbers = answers.map(({ held_out: held, figures, evaluation, steps, seconds }) => {
-    const measures = Object.entries(evaluation).map(([name, one]) => [name, { value: one.mean,
-      interval: one.samples && [one.low, one.high], unit: /mean@|nll/.test(name) ? "" : "share" }]);
-    const validated = held.filter((one) => !one.part).map((one) =>
-      [`held-out ${one.label}`, { ...(one.after ?? one.before), unit: one.unit }]);
-    const trained = figures.filter((one) => !one.part && ["reward", "loss per token"].includes(one.label))
-      .map((one) => [one.label, { value: one.last }]);
-    return Object.fromEntries([...(measures.length ? measures : validated), ...trained,
-      ["steps", { value: steps }], ["time", { value: seconds, unit: "s" }]]);
-  });
+  const numbers = answers.map(({ held_out: held, figures, steps, seconds }) => Object.fromEntries([
+    ...held.filter((one) => !one.part).map((one) =>
+      [one.label, { ...(one.after ?? one.before), unit: one.unit }]),
+    ...figures.filter((one) => !one.part && TRAINED.includes(one.label))
+      .map((one) => [`${one.label}, training`, { value: one.last }]),
+    ["steps", { value: steps }], ["time", { value: seconds, unit: "s" }]]));
   const names = [...new Set(numbers.flatMap(Object.keys))];
   const row = (head, found, kind) => make("tr", { class: kind }, make("th", { scope: "row" }, head),
     ...names.map((name) => make("td", {}, judged(found[name], found[name]?.unit))));
-  const rows = settingsOf(state).flatMap(({ of, name }) => {
-    const own = of.map((at) => [named(state.runs[at].name, answers[at], at), numbers[at]]);
-    return of.length === 1 ? [row(...own[0])]
-      : [row(name, together(of.map((at) => numbers[at]), names)), ...own.map((one) => row(...one, "part"))];
-  });
+  const rows = settingsOf(state).flatMap(({ of, name }) => [
+    of.length > 1 && row(name, together(of.map((at) => numbers[at]), names)),
+    ...of.map((at) =>
+      row(named(state.runs[at].name, answers[at], at), numbers[at], of.length > 1 ? "part" : "")),
+  ]).filter(Boolean);
   return card("Outcomes", table(["", ...names], rows), make("p", { class: "dim small" }, NOTE));
 }
 
@@ -67,18 +64,20 @@ function together(seeds, names) {
   }));
 }
 
-/** Of evaluations, by a measure: a column for each model or agent. */
+/** Of evaluations, by a measure: a column for each model or agent, and its difference from the first. */
 function tasks(names, answers, measure) {
-  const of = names.map((_, at) => at).filter((at) => answers[at].evaluation[measure]);
-  const found = of.map((at) => answers[at].evaluation[measure].tasks);
-  const all = [...new Set(found.flatMap(Object.keys))];
-  const rows = all.map((task) => [task, ...found.map((one) => {
-    const sign = Math.sign(one[task] - found[0][task]) || 0; // beside the first one
+  const own = answers.map(({ held_out: held }) => held.find((one) => one.label === measure)?.tasks ?? {});
+  const of = names.map((_, at) => at).filter((at) => Object.keys(own[at]).length);
+  if (!of.length) return null;
+  const all = [...new Set(of.flatMap((at) => Object.keys(own[at])))];
+  const rows = all.map((task) => [task, ...of.map((at) => {
+    const sign = Math.sign(own[at][task] - own[of[0]][task]) || 0;
     const [kind, mark] = [["bad", " ▼"], ["", ""], ["good", " ▲"]][sign + 1];
-    return make("td", { class: kind }, number(one[task]) + mark);
+    return make("td", { class: kind }, number(own[at][task]) + mark);
   })]);
-  const measures = Object.keys(answers[of[0]]?.evaluation ?? {}).map((name) => link({ measure: name }, name));
-  return all.length > 0 && card(`Tasks by ${measure}`, make("div", { class: "bar small" }, ...measures),
+  const measures = answers[of[0]].held_out.filter((one) => Object.keys(one.tasks).length)
+    .map(({ label }) => link({ measure: label }, label === measure ? make("b", {}, label) : label));
+  return card(`Tasks by ${measure}`, make("div", { class: "bar small" }, ...measures),
     fold(`${number(all.length)} tasks`, all.length <= FEW,
       table(["task", ...of.map((at) => named(names[at], answers[at], at))], rows)));
 }

@@ -60,17 +60,17 @@ export function figure(value, unit = "") {
 
 const empty = (title, text) => card(title, make("p", { class: "dim" }, text));
 
-function heldOut({ held_out: found, evaluation }) {
+function heldOut({ held_out: found }) {
   if (!found.length) return empty("Held out", "No validation is over; data.test asks for some.");
   const rows = found.map((one) => trend(one, judged(one.before, one.unit), judged(one.after, one.unit),
     one.unit === "share" ? intervals(one) : spark(one)));
   const [first, last] = [found[0].before, found[0].after];
   const named = (one) => (one ? ` (step ${one.step})` : "");
-  const count = (last ?? first).episodes;
+  const of = `of ${number((last ?? first).episodes)} ${found[0].tasks ? "questions" : "episodes"}`;
   return card("Held out",
     table(["", `before${named(first)}`, `last${named(last)}`, ""], rows, { class: "trends" }),
-    count > 0 && make("p", { class: "dim small" }, `${number(count)} episodes each, with 95% intervals`),
-    Object.keys(evaluation).length > 0 && link({ tab: "compare" }, "by measure and task →"));
+    (last ?? first).interval && make("p", { class: "dim small" }, `${of}, with 95% intervals`),
+    found.some((one) => Object.keys(one.tasks ?? {}).length) && link({ tab: "compare" }, "by task →"));
 }
 
 const trend = (one, ...cells) => make("tr", { class: one.part ? "part" : "" },

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -94,10 +95,15 @@ def test_of_a_run_of_an_older_version_all_but_its_episodes_is_shown(tmp_path: Pa
         views.answer("compare", {})
 
 
-def test_what_an_evaluation_found_by_measure_and_task() -> None:
-    whole = {"mean": 0.5, "low": 0.25, "high": 0.75, "samples": 2.0}
-    found = measures({
-        "val-core/all/sampled/pass@2": whole, "val-core/x/sampled/pass@2": whole,
-        "val-task/org/fix/sampled/pass@2": {"mean": 1.0}, "val-aux/all/sampled/a/mean@1": whole,
-    })  # fmt: skip
-    assert found == {"sampled/pass@2": whole | {"tasks": {"org/fix": 1.0}}}
+def test_what_an_evaluation_found_by_measure_and_task(tmp_path: Path) -> None:
+    whole = {"mean": 0.5, "low": 0.25, "high": 0.75, "samples": 2}
+    found = {"val-core/all/sampled/pass@2": whole, "val-core/x/sampled/pass@2": whole}
+    found |= {"val-task/org/fix/sampled/pass@2": {"mean": 1.0}, "val-core/all/nll": {"mean": 1.5}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(found))
+    passed, loss = measures(tmp_path)
+    after = {"value": 0.5, "interval": (0.25, 0.75), "step": 0, "episodes": 2}
+    assert passed == {"label": "sampled/pass@2", "unit": "share", "curve": [], "after": after} | {
+        "tasks": {"org/fix": 1.0}
+    }
+    assert (loss["label"], loss["unit"], loss["after"]["interval"]) == ("nll", "", None)
+    assert not [*measures(tmp_path / "other")]
