@@ -138,18 +138,13 @@ function ticks(splits, spec) {
   return splits.map((v) => v && `${Number((v / unit).toFixed(digits))}${name}`);
 }
 
-/** Where a logarithmic axis has ticks: at powers of ten, and between them where they are few. */
+/** Where a logarithmic axis has ticks; of uPlot's own there may be endlessly many. */
 function powers(low, high) {
-  const every = (step) => Array.from({ length: 9 / step }, (_, at) => 1 + at * step);
-  const within = (digits) => {
-    const found = [];
-    for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
-      found.push(...digits.map((digit) => digit * power));
-    }
-    return found.filter((v) => v >= low && v <= high);
-  };
-  const found = [[1], [1, 2, 5], every(1), every(0.1)].map(within);
-  return found.find((places) => places.length > 2) ?? found.at(-1);
+  const found = [];
+  for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
+    found.push(...[1, 2, 3, 4, 5, 6, 7, 8, 9].map((digit) => digit * power));
+  }
+  return found.filter((v) => v >= low && v <= high);
 }
 
 /** Lines over the plot, with a symbol each; of those of a kind that are close together the first one. */

@@ -5,8 +5,6 @@ import { go } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
 const X = { step: "step", tokens: "tokens trained", seconds: "time" };
-const MARKS = { restart: "restarts", resume: "other keys", lost: "lost workers", alert: "alerts",
-  validation: "validations" };
 const SMOOTH = 0.6; // share that the past has
 const FEW = 20; // points from which on a curve is smoothed
 const APART = 20; // times: runs whose scales differ so have scales of their own
@@ -25,8 +23,8 @@ export async function show(place, now, state, current) {
   if (!place.firstChild) {
     place.append(make("div", { id: "chart-bar", class: "bar" }), make("div", { id: "figures" }));
   }
-  const settings = settingsOf(state, now.seeds !== "apart"), words = (text) => (text ?? "").split(",");
-  const view = { now, by, settings, window: zoom ?? whole(by), out: words(now.out), hidden: words(now.hide) };
+  const settings = settingsOf(state, now.seeds !== "apart"), out = (now.out ?? "").split(",");
+  const view = { now, by, settings, window: zoom ?? whole(by), out };
   const drawn = [now, settings, answers.map((one) => one.number)];
   redraw(document.getElementById("chart-bar"), [...drawn, { ...now, smooth: null }].slice(1), () =>
     bar(view, settingsOf(state).length < runs.length));
@@ -73,11 +71,9 @@ function whole(by) {
 
 // -- the page ----------------------------------------------------------------------------------------------
 
-function bar({ now, by, settings, out, hidden }, seeds) {
-  const kinds = Object.keys(MARKS).filter((kind) => answers.some((one) =>
-    one.marks.some((mark) => mark.kind === kind)));
-  const button = (id, text, on, changes) =>
-    make("button", { id, "aria-pressed": String(Boolean(on)), onclick: () => go(changes, true) }, text);
+function bar({ now, by, settings, out }, seeds) {
+  const button = (id, text, on, changes, title = null) => make("button",
+    { id, title, "aria-pressed": String(Boolean(on)), onclick: () => go(changes, true) }, text);
   return [
     make("span", { class: "choice", role: "group", "aria-label": "x axis" }, ...Object.entries(X).map(([key,
       text]) => button(`by-${key}`, text, by === key, { by: key === "step" ? null : key, zoom: null }))),
@@ -90,9 +86,8 @@ function bar({ now, by, settings, out, hidden }, seeds) {
       value: now.panels, "aria-label": "panels by name",
       onchange: (event) => go({ panels: event.target.value.trim() }) }),
     make("datalist", { id: "panel-names" }, ...columns().map((value) => make("option", { value }))),
-    kinds.length > 0 && make("span", { class: "dim" }, "marks:"),
-    ...kinds.map((kind) => button(`mark-${kind}`, MARKS[kind], !hidden.includes(kind),
-      { hide: flipped(hidden, kind) })),
+    button("marks", "marks", !now.marks, { marks: now.marks ? null : "off" },
+      "↻ started again, ◆ other keys, ✕ lost workers, ▲ alerts, | validations"),
     now.zoom && make("button", { id: "whole", title: "key 0", onclick: keys[0] }, "all steps"),
     runs.length > 1 && make("span", { class: "legend" }, ...settings.map((one) =>
       series(String(one.of[0]), one.name, out, one.hue, [], one.names.join(", ")))),
@@ -101,13 +96,11 @@ function bar({ now, by, settings, out, hidden }, seeds) {
 
 /** A series that a click puts out, and in again: a setting, or a metric. */
 function series(id, text, out, stroke, dash, title = text) {
-  const shown = String(!out.includes(id)), onclick = () => go({ out: flipped(out, id) }, true);
-  return make("button", { class: "series", id: `series-${id}`, title, "aria-pressed": shown, onclick },
-    line(stroke, dash), text);
+  const shown = !out.includes(id), next = out.filter((one) => one && one !== id).concat(shown ? id : []);
+  return make("button", { class: "series", id: `series-${id}`, title, "aria-pressed": String(shown),
+    onclick: () => go({ out: next.join(",") }, true) }, line(stroke, dash), text);
 }
 
-const flipped = (list, value) =>
-  (list.includes(value) ? list.filter((one) => one !== value) : [...list, value]).filter(Boolean).join(",");
 
 let later = 0;
 function smoothed({ target: { value } }) {
@@ -117,7 +110,7 @@ function smoothed({ target: { value } }) {
 
 function figures(view) {
   const shown = view.settings.filter((one) => !view.out.includes(String(one.of[0])));
-  const marks = shown.flatMap(({ of }) => of.flatMap((run) => marksOf(run, view)));
+  const marks = view.now.marks ? [] : shown.flatMap(({ of }) => of.flatMap((run) => marksOf(run, view.by)));
   const groups = new Map();
   for (const chart of chosen(view.now.panels ?? "")) {
     const element = panel(chart, { ...view, shown, marks });
@@ -129,9 +122,9 @@ function figures(view) {
     fold(name, true, make("div", { class: "charts" }, ...elements))) : make("p", { class: "card" }, none);
 }
 
-function marksOf(run, { by, hidden }) {
+function marksOf(run, by) {
   const { marks, step, [by]: x } = answers[run], name = runs.length > 1 ? `${runs[run].name}: ` : "";
-  return marks.filter((mark) => !hidden.includes(mark.kind)).map((mark) => ({ kind: mark.kind,
+  return marks.map((mark) => ({ kind: mark.kind,
     x: by === "step" ? mark.step : x[step.findIndex((one) => one >= mark.step)] ?? null,
     text: `${name}${mark.text} (step ${number(mark.step)})` })).filter((mark) => mark.x !== null);
 }
