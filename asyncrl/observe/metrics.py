@@ -85,12 +85,7 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # by group, by title; what a `*
         "Attempts that failed": ("rollout/attempts_failed/*",),
     },
 }
-LARGE = frozenset(
-    {
-        *("Reward, before shaping", "Success, held out", "Loss per token (supervised)", "Lag, in steps"),
-        *("Masked tokens, share", "Tokens per second", "Seconds per step", "Response, tokens", "Ends, share"),
-    }
-)
+LARGE = 2  # charts of a group, the first ones
 QUANTILES = (("min", "max"), ("p05", "p95"), ("p25", "p75"))  # around a mean, the widest first
 
 
@@ -159,6 +154,7 @@ def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]
     """The charts of which something is known. `happened`: names that are not always 0; but for what a run
     learns, others are left out."""
     for group, own in CHARTS.items():
+        large = LARGE
         for title, patterns in own.items():
             lines = dict[str, str]()
             for pattern in patterns:
@@ -170,7 +166,8 @@ def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]
             lines = {name: text for name, text in lines.items() if name in happened or group == "learning"}
             if lines:
                 percent = "share" in title or all(one in (SAMPLED, GREEDY) for one in lines)
-                yield Chart(group, title, lines, title in LARGE, percent)
+                yield Chart(group, title, lines, large > 0, percent)
+                large -= 1
 
 
 def matching(pattern: str, names: Iterable[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ export async function show(place, now, state, current) {
   const sides = [Number(now.a ?? 0), Number(now.b ?? Math.min(1, runs.length - 1))];
   const found = await ask("compare", { a: sides[0], b: sides[1], from: now.from, to: now.to })
     .catch((error) => ({ error: `the questions cannot be compared: ${error.message}` }));
-  const answers = await Promise.all(runs.map((_, run) => ask("overview", { run })));
+  const answers = await Promise.all(runs.map(overviewOf));
   if (!current()) return;
   const heads = sides.map((run, at) => `${names[run]}, step ${number(found.steps?.[at])}`);
   redraw(place, [found, sides, now.mode, now.measure, answers, names, differences], () => [
@@ -28,6 +28,15 @@ export async function show(place, now, state, current) {
     runs.length > 1 && differing(names, differences), // before what may be long
     found.modes?.length > 0 && flips(found, sides, heads, now.mode),
   ]);
+}
+
+const known = new Map(); // of each run: how much it had written, and its overview
+
+/** Asked again once there is more: of a long run it takes half a second. */
+async function overviewOf({ rows, ended }, run) {
+  const written = `${rows} ${ended}`;
+  if (known.get(run)?.written !== written) known.set(run, { written, found: await ask("overview", { run }) });
+  return known.get(run).found;
 }
 
 /** A run's name, and its agent program's. */
