@@ -166,8 +166,9 @@ const tip = make("div", { class: "tip", id: "tip" });
 /** Beside the cursor: what each line has there, and what happened there. */
 function pointed(u, spec) {
   const figure = u.root.closest("figure"), focused = figure === document.activeElement;
-  if (!figure.matches(":hover") && !(focused && !document.querySelector("figure:hover"))) return;
-  if (!(u.cursor.left >= 0)) return tip.remove();
+  const mine = figure.matches(":hover") || (focused && !document.querySelector("figure:hover"));
+  if (!mine || !(u.cursor.left >= 0)) return tip.dataset.title === spec.title && tip.remove();
+  tip.dataset.title = spec.title;
   const found = nearest(u, spec), x = u.posToVal(u.cursor.left, "x");
   const near = spec.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - u.cursor.left) < NEAR);
   const happened = [...new Set(near.map((mark) => `${SYMBOLS[mark.kind]} ${mark.text}`))];

@@ -57,6 +57,8 @@ async def seeds_are_a_mean_with_a_band(tab: Tab) -> None:
     await tab.run(PAINT)
     assert await tab.run('document.querySelector("#chart-bar .legend").innerText') == "8 seeds: seed-0 …"
     assert "step 12\n0.35 (0 to 0.7)" in await pointed_at(tab, REWARD, 11 / 23)
+    await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    await tab.until('!document.getElementById("tip")')
     found = await paint(tab, REWARD)
     assert found["line"] > 500 and found["band"] > 50000 and found["raw"] < 100
 
