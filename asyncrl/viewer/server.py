@@ -35,8 +35,8 @@ class ViewServer:
     def __init__(self, views: Views, port: int = 0) -> None:
         self._views, self._port = views, port
         self._token = secrets.token_urlsafe(32)
-        # A list reads all that may fit: one at a time, or lists would take all threads.
-        self._lists = ThreadPoolExecutor(1, "lists")
+        # A thread a view: whatever one reads, others go on. What many threads read would take more memory.
+        self._threads = {name: ThreadPoolExecutor(1, name) for name in views.names}
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
         self._runner = web.ServerRunner(
@@ -53,7 +53,8 @@ class ViewServer:
 
     async def close(self) -> None:
         await self._runner.cleanup()
-        self._lists.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Only GET; only under the server's own name, or a page of another site could ask by a name that it
@@ -67,14 +68,13 @@ class ViewServer:
             return _error(403, "open the address that `asyncrl view` has printed")
         if request.path == f"/{token}/":
             return web.Response(text=page(), content_type="text/html", headers=HEADERS)
-        if not place.startswith("api/"):
-            return _error(404, "Not Found")
         name = place.removeprefix("api/")
+        if name == place or name not in self._threads:
+            return _error(404, f"no view {name!r}")
         try:
-            threads = self._lists if name in ("episodes", "tools") else None
             answer = partial(self._views.answer, name, dict(request.query))
             async with asyncio.timeout(DEADLINE):
-                found = await asyncio.get_running_loop().run_in_executor(threads, answer)
+                found = await asyncio.get_running_loop().run_in_executor(self._threads[name], answer)
         except AsyncrlError as error:
             return _error(400, str(error))
         except TimeoutError:

@@ -3,7 +3,6 @@ kept in memory are tokenizers, and of some runs their metrics and the spans of t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
@@ -35,7 +34,7 @@ KEPT = 256 << 20  # bytes of files of metrics, a fifth of it in memory; those of
 
 class Views:
     """Answers about several runs, which a query names by number: `run=0`. `ended` says how a run ended, ''
-    while it goes on. Methods may be called from several threads."""
+    while it goes on. Each of `names` is for one thread at a time."""
 
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
         self._runs, self._ended = list(dict.fromkeys(runs)), ended
@@ -43,7 +42,6 @@ class Views:
         self._names = names if len({*names}) == len(names) else [*map(str, self._runs)]
         self._decoder = lru_cache(decoder)
         self._lanes_of, self._columns = dict[Begun, LaneReader](), dict[Begun, Measured]()
-        self._reading, self._measuring = threading.Lock(), threading.Lock()
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
@@ -54,11 +52,10 @@ class Views:
             "compare": self._compare,
             "overview": lambda query: overview(path := self._path(query), self._ended(path)),
         }
+        self.names = tuple(self._views)
 
     def answer(self, name: str, query: Query) -> Any:
         """Return an answer as JSON. AsyncrlError says why there is none."""
-        if name not in self._views:
-            raise ConfigError(f"no view {name!r}; there are {', '.join(self._views)}")
         try:
             return self._views[name](query)
         except OSError as error:
@@ -91,16 +88,15 @@ class Views:
     def _rows(self, query: Query) -> dict[str, Any]:
         """Return the curves of a run; of a stretch, by step, seconds or tokens."""
         path, since, until = self._path(query), _given(query, "from"), _given(query, "to")
-        with self._measuring:
-            begun = _begun(path)
-            columns = self._columns.pop(begun, None) or Measured(path / "metrics.jsonl")
-            columns.update()
-            self._columns[begun] = columns  # the newest one, which stays
-            while sum(one.read for one in self._columns.values()) > KEPT and len(self._columns) > 1:
-                del self._columns[next(iter(self._columns))]
-            drawn = msgspec.to_builtins(list(charts(*columns.known())))
-            found = series(columns, query.get("by", ""), since, until)
-            return found | {"charts": drawn, "marks": marks(path, columns)}
+        begun = _begun(path)
+        columns = self._columns.pop(begun, None) or Measured(path / "metrics.jsonl")
+        columns.update()
+        self._columns[begun] = columns  # the newest one, which stays
+        while sum(one.read for one in self._columns.values()) > KEPT and len(self._columns) > 1:
+            del self._columns[next(iter(self._columns))]
+        drawn = list(charts(*columns.known()))
+        found = series(columns, query.get("by", ""), since, until)
+        return found | {"charts": drawn, "marks": marks(path, columns)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
         sides = self._path({"run": query.get("a", "0")}), self._path({"run": query.get("b", "0")})
@@ -138,13 +134,12 @@ class Views:
     def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run, or around a step."""
         path, since, until = self._path(query), _given(query, "from"), _given(query, "to")
-        with self._reading:
-            begun = _begun(path)
-            lanes = self._lanes_of.pop(begun, None) or LaneReader(path)
-            self._lanes_of[begun] = lanes
-            for other in list(self._lanes_of)[:-MOST_LANES]:
-                del self._lanes_of[other]
-            return lanes.window(since, until, _given(query, "step", Step))
+        begun = _begun(path)
+        lanes = self._lanes_of.pop(begun, None) or LaneReader(path)
+        self._lanes_of[begun] = lanes
+        for other in list(self._lanes_of)[:-MOST_LANES]:
+            del self._lanes_of[other]
+        return lanes.window(since, until, _given(query, "step", Step))
 
     def _path(self, query: Query) -> Path:
         number = query.get("run", "0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from asyncrl.store.launches import KEY, LaunchRecord, tree
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import (
     DropReason,
+    EpisodeEnd,
     EpisodeResult,
     EpisodeStats,
     Message,
@@ -71,6 +72,7 @@ class Played(NamedTuple):
     answer: str
     score: float
     components: Mapping[str, float] = {}
+    end: EpisodeEnd = EpisodeEnd.ANSWERED
 
 
 Player = Callable[[int, int], Played]  # of a question's number and a step's
@@ -94,10 +96,11 @@ class PlantedRun:
 
     def __init__(self, run_dir: Path, samples: Sequence[Sample] = SAMPLES, **keys: Any) -> None:
         self.dir, self.store, self.samples = run_dir, RunStore(run_dir), samples
-        self.buffer, self.batches = make(rows=len(samples), max_staleness=BOUND)
+        sizes = {"max_staleness": BOUND} | keys.pop("buffer", {})
+        self.buffer, self.batches = make(rows=len(samples), **sizes)
         self._encode = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode
         needed = {"name": run_dir.name, "model": {"path": str(MODEL)}, "data": {"train": "x", "test": "y"}}
-        self.config = parse({**needed, "buffer": {"max_staleness": BOUND}, **keys})
+        self.config = parse({**needed, "buffer": sizes, **keys})
         self._metrics: list[dict[str, float]] = []
 
     def train(self, first: Player = right, second: Player = wrong) -> None:
@@ -118,6 +121,15 @@ class PlantedRun:
     def commit(self, step: int) -> None:
         train(self.batches, step)
         self.store.put_commit(step + 1, 1, self.batches.batches[step].plan_hash)
+        self._index()
+
+    def _index(self) -> None:
+        groups, *episodes = self.buffer.changes()
+        for group in groups:
+            self.store.put_question(group.id, self.samples[group.sample])
+        self.store.put_groups(groups, self.buffer.live)
+        self.store.put_episodes(*episodes)
+        self.store.commit()
 
     def validate(self, step: int, played: Sequence[Played]) -> None:
         """The first questions are asked, each once."""
@@ -152,19 +164,14 @@ class PlantedRun:
         episode.failed_tool = failed[0] if failed else ""
         self.store.put_answer(episode.uid, one.answer)
         earned = (*(0.0 for _ in one.turns[1:]), one.score)
-        result = EpisodeResult(one.score, episode.sampled, earned, dict(one.components))
+        result = EpisodeResult(one.score, episode.sampled, earned, dict(one.components), end=one.end)
         return result, EpisodeStats(len(one.turns), len(replies), failed=len(failed), seconds=15.0)
 
     def close(self, launches: Sequence[LaunchRecord] = ()) -> Path:
         """All but what its processes report."""
         if launches:
             self.store.put_meta(KEY, msgspec.json.encode(launches).decode())
-        groups, *episodes = self.buffer.changes()
-        for group in groups:
-            self.store.put_question(group.id, self.samples[group.sample])
-        self.store.put_groups(groups, self.buffer.live)
-        self.store.put_episodes(*episodes)
-        self.store.commit()
+        self._index()
         self.store.close()
         (self.dir / "config.yaml").write_bytes(msgspec.yaml.encode(self.config))
         for split in ("train", "test"):
@@ -187,8 +194,9 @@ class PlantedRun:
         return self.dir
 
 
-def report(run_dir: Path, metrics: Sequence[Mapping[str, float]]) -> None:
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+def report(run_dir: Path, metrics: Iterable[Mapping[str, float]]) -> None:
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in metrics)
 
 
 # -- the runs ----------------------------------------------------------------------------------------------

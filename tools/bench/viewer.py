@@ -1,17 +1,17 @@
-"""How long the answers of `asyncrl view` take over long runs, and how large its server gets.
+"""How long `asyncrl view` takes over long runs: its answers, and its page in Chromium; how large both get.
 
-    python tools/bench/viewer.py                          100,000 episodes, 50,000 steps
-    python tools/bench/viewer.py --runs 20 --keep DIR     the same run under twenty names
+    python tools/bench/viewer.py                100,000 episodes, 50,000 steps, under twenty names
+    python tools/bench/viewer.py --keep DIR     made there once, and looked at again
 
-A run directory is made by what a run writes it with: the store with groups, episodes, questions, answers and
-the payloads of their turns (two tool calls each), metrics of 150 names, a timeline. Then the real command
-serves it, and each answer is asked for `--repeat` times. CPU seconds are of the server: on a machine with
-other work only they say much. Episodes are opened last: the memory of the server is printed before and after.
+The real command serves a run directory, each answer is asked for `--repeat` times, and a browser goes through
+the tabs. CPU seconds are of the server: on a machine with other work only they say much. Episodes are opened
+last: the memory of the server is printed before and after. Of the tab it is what its process alone has.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import subprocess
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,128 +27,85 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-import msgspec
 import psutil
 from common import ROOT, table
 
-from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.config import parse
-from asyncrl.data import Samples, samples_path
-from asyncrl.observe.files import mark_start
-from asyncrl.observe.timeline import Timeline
-from asyncrl.store.runstore import RunStore
-from asyncrl.types import (
-    EpisodeEnd,
-    EpisodeResult,
-    EpisodeStats,
-    Message,
-    Sample,
-    StopReason,
-    ToolCall,
-    ToolReply,
-    Turn,
-    TurnReply,
-    VersionSpan,
-)
+sys.path.insert(0, str(ROOT))  # for tests.fakes
 
-MODEL = ROOT / "examples" / "multiturn" / "calculator" / "model"
-MEMBERS, TOKENS, NAMES, SAMPLES = 8, 40, 150, 5000
+from asyncrl.observe.timeline import Timeline
+from asyncrl.types import DropReason, EpisodeEnd, Message, Sample, ToolCall, ToolReply
+from tests.fakes.browser import Tab, browser
+from tests.fakes.planted import PlantedRun, Played, Said, report
+
+MEMBERS, GROUPS, NAMES, SAMPLES = 8, 2, 150, 5000
 BEGIN = 1.7e9  # seconds
 TOOLS = ("search", "calculator", "bash", "edit")
+WORDS = [a + b + c for a in ("ra", "ko", "mi", "tu") for b in ("le", "no", "si") for c in ("m", "n", "")]
 SORTS = """score -score reward tokens -tokens turns calls seconds -lag step end question answer source
     -components.acc failed_tool"""
 CONDITIONS: list[list[Any]] = [
     *(["kind", "=", "train"], ["state", "=", "dropped"], ["reason", "=", "group_short"]),
     *(["end", "=", "length"], ["score", "=", [0.2, 0.4]], ["failed_tool", "=", "bash"]),
     *(["agent", "=", "helper"], ["source", "=", "logic"], ["components.acc", "=", 1.0]),
-    *(["step", ">=", 40000], ["tokens", "<=", 10], ["lag", ">=", 3], ["group", "=", 77]),
+    *(["step", ">=", 5000], ["tokens", "<=", 60], ["lag", ">=", 3], ["group", "=", 77]),
 ]
-PAGE_SECONDS, ANSWER_SECONDS, SEARCH_SECONDS, SERVER_BYTES = 1.0, 0.5, 2.0, 200e6
+PAGE_SECONDS, ANSWER_SECONDS, SEARCH_SECONDS, MEMORY_BYTES = 1.0, 0.5, 2.0, 200e6
 
 
 def make_run(run_dir: Path, episodes: int, steps: int) -> None:
-    """A run of so many episodes, of which each 16th group was dropped."""
-    draw, ends, groups = random.Random(0), list(EpisodeEnd), episodes // MEMBERS
-    words = [a + b + c for a in ("ra", "ko", "mi", "tu") for b in ("le", "no", "si") for c in ("m", "n", "")]
-
-    def said(count: int) -> str:
-        return " ".join(draw.choices(words, k=count))
-
+    """A run of so many episodes, of which each 16th group was dropped; its metrics are of more steps."""
+    draw, step, ready = random.Random(0), 0, 0
     samples = [
-        Sample(row, ("math", "logic", "code")[row % 3], (Message("user", said(25)),), str(row % 1000))
+        Sample(row, ("math", "logic", "code")[row % 3], (Message("user", _said(draw, 25)),), str(row % 1000))
         for row in range(SAMPLES)
     ]
-    path = samples_path(run_dir, "train")
-    path.parent.mkdir(parents=True)
-    with path.open("w+b") as file:
-        Samples.write(file, [samples])
-    with closing(RunStore(run_dir)) as store:
-        for group in range(groups):
-            step, uids = group * steps // groups, [f"{group}.{member}" for member in range(MEMBERS)]
-            turn = Turn(0, (1,) * 20, (5,) * TOKENS, (-0.5,) * TOKENS, (VersionSpan(0, TOKENS, step, step),),
-                        StopReason.STOP)  # fmt: skip
-            generated, dropped = msgspec.msgpack.encode(turn), group % 16 == 15
-            sample = samples[group % SAMPLES]
-            record = GroupRecord(group, sample.row, step, uids, settled=True, baseline=tuple(range(MEMBERS)))
-            store.put_groups([record], {})
-            store.put_question(group, sample)
-            found = []
-            for member, uid in enumerate(uids):
-                replies = tuple(_reply(draw) for _ in range(2))
-                failed = next((reply.call.name for reply in replies if reply.failed), "")
-                score, right = round(draw.random(), 3), float(draw.random() < 0.5)
-                parts = {"acc": right, "format": 1.0}
-                result = EpisodeResult(score, draw.randrange(TOKENS), (score,), parts, end=draw.choice(ends))
-                stats = EpisodeStats(1, 2, seconds=draw.random(), failed=sum(one.failed for one in replies))
-                found.append(
-                    EpisodeRecord(
-                        uid, group, member, state=State.DROPPED if dropped else State.TRAINED,
-                        reason="group_short" if dropped else "", oldest=max(0, step - draw.randrange(5)),
-                        newest=step, turns=1, tokens=60, result=result, stats=stats,
-                        step=-1 if dropped else step, agent=draw.choice(("", "main", "helper")),
-                        failed_tool=failed,
-                    )
-                )  # fmt: skip
-                store.put_frame(uid, 0, "generated", generated)
-                store.put_frame(uid, 0, "replied", msgspec.msgpack.encode(TurnReply(replies)))
-                store.put_calls(uid, 0, replies)
-                store.put_answer(uid, f"so the answer is {draw.randrange(10**6)} {said(12)}")
-            store.put_episodes(found)
-            if group % 100 == 0:
-                store.commit()
-        store.commit()
-    _files(run_dir, steps)
-
-
-def _reply(draw: random.Random) -> ToolReply:
-    error = f"Error {draw.randrange(4)}: it broke" if draw.random() < 0.1 else None
-    return ToolReply(ToolCall(draw.choice(TOOLS), '{"a": 1}'), "42", error, draw.random())
-
-
-def _files(run_dir: Path, steps: int) -> None:
-    """All but the store and the data."""
-    mark_start(run_dir)
-    config = {"name": run_dir.name, "model": {"path": str(MODEL)}, "data": {"train": "x"}}
-    (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(parse(config)))
+    one = PlantedRun(run_dir, samples, buffer={"episodes_per_group": MEMBERS, "groups_per_batch": GROUPS})
+    for number in range(episodes // MEMBERS):
+        group = one.buffer.admit(step, now=0.0)
+        for uid in group.members:
+            one.land(uid, _played(draw, step), step)
+        if number % 16 == 15:
+            one.buffer.drop_group(group, DropReason.GROUP_SHORT)
+        elif ready := (ready + 1) % GROUPS:
+            continue
+        else:
+            one.commit(step)
+            step += 1
+    one.close()
     names = ["rollout/score/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "async/ready"]
     names += [f"bench/{number}" for number in range(NAMES - len(names))]
-    draw = random.Random(1)
-    with (run_dir / "metrics.jsonl").open("w") as out:
-        for step in range(1, steps + 1):
-            row = {"training/step": float(step), "time_s": float(step), "timing_s/step": 1.0}
-            out.write(json.dumps(row | {name: round(draw.random(), 6) for name in names}) + "\n")
+    times = [
+        {"training/step": float(at), "time_s": float(at), "timing_s/step": 1.0} for at in range(1, steps)
+    ]
+    report(run_dir, (row | {name: round(draw.random(), 6) for name in names} for row in times))
     timelines = {role: Timeline(run_dir / "timeline" / f"{role}-0.jsonl") for role in ("trainer", "rollout")}
-    for step in range(min(steps, 2000)):
-        at = BEGIN + step
+    for at in range(min(steps, 2000)):
         for micro in range(8):
-            start = at + micro / 10
-            timelines["trainer"].record("train", start, start + 0.1, step=step + 1, micro=micro)
-        timelines["trainer"].record("step", at + 0.8, at + 0.9, step=step + 1)
+            start = BEGIN + at + micro / 10
+            timelines["trainer"].record("train", start, start + 0.1, step=at + 1, micro=micro)
+        timelines["trainer"].record("step", BEGIN + at + 0.8, BEGIN + at + 0.9, step=at + 1)
         for part in range(16):
-            name, start = ("decode", "search", "calculator", "reward")[part % 4], at + part / 16
+            name, start = ("decode", "search", "calculator", "reward")[part % 4], BEGIN + at + part / 16
             timelines["rollout"].record(name, start, start + 0.05, calls=4, seconds=0.2)
     for timeline in timelines.values():
         timeline.close()
+
+
+def _said(draw: random.Random, count: int) -> str:
+    return " ".join(draw.choices(WORDS, k=count))
+
+
+def _played(draw: random.Random, step: int) -> Played:
+    """Two calls of tools, of which each tenth fails, and an answer."""
+    old, agent = max(0, step - draw.randrange(5)), draw.choice(("", "main", "helper"))
+    errors = [f"Error {draw.randrange(4)}: it broke" if draw.random() < 0.1 else None for _ in range(2)]
+    replies = [
+        ToolReply(ToolCall(draw.choice(TOOLS), '{"a": 1}'), "42", one, draw.random()) for one in errors
+    ]
+    turns = [Said(_said(draw, 8), reply, agent=agent, versions=(old, step)) for reply in replies]
+    answer = f"so the answer is {draw.randrange(10**6)} {_said(draw, 12)}"
+    parts = {"acc": float(draw.random() < 0.5), "format": 1.0}
+    return Played(turns, answer, round(draw.random(), 3), parts, draw.choice(list(EpisodeEnd)))
 
 
 @contextmanager
@@ -190,16 +147,20 @@ class Bench:
         return times.user + times.system
 
     def memory(self, title: str) -> None:
-        """Its own and its children's, which are processes for the time of an answer."""
-        size = self.server.memory_info().rss
-        self.lines.append([f"memory {title}", f"{size / 1e6:.0f} MB", "", f"{SERVER_BYTES / 1e6:.0f} MB", "",
-                           "over" if size > SERVER_BYTES else ""])  # fmt: skip
+        self.size(f"server {title}", self.server.memory_info().rss)
+
+    def size(self, title: str, size: int) -> None:
+        late = "over" if size > MEMORY_BYTES else ""
+        self.lines.append(
+            [f"memory: {title}", f"{size / 1e6:.0f} MB", "", f"{MEMORY_BYTES / 1e6:.0f} MB", "", late]
+        )
 
 
 def look(bench: Bench, groups: int) -> None:
     """All that the page asks for, episodes last."""
     bench.memory("at the start")
     bench.ask("runs", "runs", PAGE_SECONDS)
+    bench.ask("overview", "overview", PAGE_SECONDS)
     bench.ask("list, first page", "episodes", PAGE_SECONDS)
     bench.ask("list, page 500", "episodes", ANSWER_SECONDS, start=50_000)
     for order in SORTS.split():
@@ -221,14 +182,51 @@ def look(bench: Bench, groups: int) -> None:
     bench.memory("after episodes")
 
 
+async def page(bench: Bench, profile: Path) -> None:
+    """Each tab of the page, until it is drawn, and what a click on it takes."""
+    async with browser(profile) as tab:
+        await tab.open("about:blank")
+        began = time.perf_counter()
+        await tab.call("Page.navigate", url=bench.address)
+        await drawn(tab, bench, "page: overview, the first", PAGE_SECONDS, began)
+        for title, address, limit in (
+            ("page: episodes", "tab=episodes", PAGE_SECONDS),
+            ("page: sorted", "tab=episodes&order=-score", ANSWER_SECONDS),
+            (
+                "page: a facet",
+                f"tab=episodes&order=-score&where={json.dumps([CONDITIONS[3]])}",
+                ANSWER_SECONDS,
+            ),
+            ("page: a search", "tab=episodes&search=answer", SEARCH_SECONDS),
+            ("page: an episode", "tab=episodes&uid=7.0&colour=versions", ANSWER_SECONDS),
+            ("page: compare", "tab=compare", PAGE_SECONDS),
+            ("page: time", "tab=time", PAGE_SECONDS),
+            ("page: charts of all runs", "tab=charts", 0.0),
+        ):
+            began = time.perf_counter()
+            await tab.run(f"document.body.dataset.ready = ''; location.hash = {json.dumps(address)}")
+            await drawn(tab, bench, title, limit, began)
+        processes = psutil.Process().children(recursive=True)
+        tabs = [one for one in processes if "--type=renderer" in one.cmdline()]
+        size = max(one.memory_full_info().uss for one in tabs)
+        bench.size("tab", size)
+        bench.lines += [["page complains", text, "", "", "", "over"] for text in tab.complaints]
+
+
+async def drawn(tab: Tab, bench: Bench, title: str, limit: float, began: float) -> None:
+    await tab.until("document.body.dataset.ready")
+    wall = time.perf_counter() - began
+    bench.lines.append([title, f"{wall:.2f}", "", f"{limit:g}", "", "over" if wall > limit > 0 else ""])
+
+
 def main() -> None:
-    """Make the run, ask for answers, print a table."""
+    """Make the run, ask for answers, look at the page, print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=50_000)
-    parser.add_argument("--runs", type=int, default=1, help="so many names of the same run")
+    parser.add_argument("--runs", type=int, default=20, help="so many names of the same run")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="make the run there, or look at the one there"
@@ -245,6 +243,8 @@ def main() -> None:
         with served([place / "run", *others]) as (address, server):
             bench = Bench(address, server, options.repeat)
             look(bench, options.episodes // MEMBERS)
+            asyncio.run(page(bench, Path(temporary) / "profile"))
+            bench.memory("after the page")
         header = ["answer", "seconds: min / median / max", "CPU seconds, the same", "budget", "bytes", ""]
         print(table(header, bench.lines))
 

@@ -44,8 +44,9 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
             ("api/lanes?from=-1e308&to=1e308", 400, "seconds since the start"),
             ("api/lanes?from=-1e308", 400, "seconds since the start"),
             ("api/lanes?to=nan", 400, "to=nan: give a number"),
-            ("api/nothing", 400, "no view 'nothing'; there are runs, "),
-            ("nothing/at/all", 404, "Not Found"),
+            ("api/nothing", 404, "no view 'nothing'"),
+            ("nothing/at/all", 404, "no view 'nothing/at/all'"),
+            ("runs", 404, "no view 'runs'"),
         ):
             answer = await client.get(url + address)
             assert answer.status == status and why in (await answer.json())["error"]
