@@ -136,6 +136,8 @@ async def test_a_program_that_cannot_be_run_says_so() -> None:
             ("absent",): b"absent cannot be run: No such file or directory\n",
             ("./plain",): b"./plain cannot be run: Permission denied\n",
             ("echo", "x" * (1 << 18)): b"echo cannot be run: Argument list too long\n",
+            ("echo", "\ud800"): b"'utf-8' codec can't encode character '\\ud800' in position 0: "
+            b"surrogates not allowed\n",
         }.items():
             result, output, errors = await run(box, *words)
             assert (result.ending, result.status, output, errors) == (RunEnding.FAILED, 127, b"", why)

@@ -21,6 +21,7 @@ log = logging.getLogger("asyncrl.sandbox")
 T = TypeVar("T")
 
 DETECT_SECONDS = 30.0
+SHELL_SECONDS = 5.0  # of them, for a shell that does nothing
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def check_image(name: str, user: Literal["", "root"] = "") -> Image:
 
 async def _shell_of(image: Image, user: Literal["", "root"]) -> RunResult:
     async with Jail(require=(), image=image, user=user) as jail:
-        return await jail.run("shell", ":", DETECT_SECONDS)
+        return await jail.run("shell", ":", SHELL_SECONDS)
 
 
 def check_isolation(require: str) -> frozenset[str]:

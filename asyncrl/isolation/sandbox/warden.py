@@ -237,8 +237,8 @@ class Warden:
             set_limits(self._limits, self._confinement.processes)
             _enter(self._directory)
             status = int(body() or 0)  # type: ignore[call-overload]
-        except OSError as error:
-            os.write(2, f"{error}\n".encode())
+        except (OSError, ValueError) as error:  # a path or a text that no program can be given
+            os.write(2, f"{error}\n".encode(errors="replace"))
         finally:
             os._exit(status)
 
