@@ -17,7 +17,7 @@ from asyncrl.observe import metrics as metric
 from asyncrl.observe.metrics import Row, matching
 
 UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
-EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
+EDGE = 0.1  # share of the steps that `edges` average over
 JUDGED = {  # the first ones are what a run is judged by; keys of the summary, with `_before` and `_after`
     "success": ("success", metric.SAMPLED),
     "greedy": ("success (greedy)", metric.GREEDY),
@@ -31,13 +31,10 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
-    scored = [row for row in steps if metric.REWARD in row]  # in a step of few episodes none may land
-    edge = max(1, round(EDGE * len(scored)))
-    learned = [row for row in steps if metric.NLL in row]
+    reward, nll = edges(steps, metric.REWARD), edges(steps, metric.NLL)
     components = {
-        label: (mean(scored[:edge], name), mean(scored[-edge:], name), *_of_both(validations, held_out))
-        for label, name in matching(metric.COMPONENT, set[str]().union(*scored)).items()
-        for held_out in (metric.COMPONENT_HELD_OUT.replace("*", label),)
+        label: (*edges(steps, name), *_of_both(validations, metric.COMPONENT_HELD_OUT.replace("*", label)))
+        for label, name in matching(metric.COMPONENT, set[str]().union(*steps)).items()
     }
     tokens = _sum(steps, "trainer/model_tokens")
     busy_s = _sum(steps, metric.STEP_SECONDS)
@@ -45,11 +42,11 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "steps": int(steps[-1]["training/step"]) if steps else 0,
         "skipped_steps": int(_sum(steps, "actor/skipped_steps")),
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
-        "reward_first": mean(scored[:edge], metric.REWARD),
-        "reward_last": mean(scored[-edge:], metric.REWARD),
+        "reward_first": reward[0],
+        "reward_last": reward[1],
         "components": components,
-        "nll_first": mean(learned[:edge], metric.NLL),
-        "nll_last": mean(learned[-edge:], metric.NLL),
+        "nll_first": nll[0],
+        "nll_last": nll[1],
         **{
             f"{key}_{when}": value
             for key, (_, name) in JUDGED.items()
@@ -169,6 +166,14 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """Returns a row per step, in order: a step repeated after a crash counts once, as it was last."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def edges(steps: Sequence[Row], name: str) -> tuple[float | None, float | None]:
+    """Means of the first and the last tenth of those that have a number: in a step of few episodes none may
+    land."""
+    known = [row for row in steps if name in row]
+    edge = max(1, round(EDGE * len(known)))
+    return mean(known[:edge], name), mean(known[-edge:], name)
 
 
 def _of_both(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:

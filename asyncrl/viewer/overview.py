@@ -18,7 +18,7 @@ from asyncrl.observe.alerts import WINDOW, Alert, alerts
 from asyncrl.observe.files import read_status, read_summary, some_rows
 from asyncrl.observe.machine import recorded_machine
 from asyncrl.observe.metrics import Row, label, matching
-from asyncrl.observe.summary import JUDGED, flow_of, latest, mean, notes, outcome_line, summarize
+from asyncrl.observe.summary import JUDGED, edges, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import Tree, described, differences, launches_of, tree
 from asyncrl.viewer.compare import measures
@@ -118,11 +118,11 @@ def _found(row: Row, name: str) -> dict[str, Any]:
 
 def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """The first and the last tenth of the steps, and a small curve."""
-    edge, names = max(1, len(steps) // 10), set[str]().union(*steps)
+    names = set[str]().union(*steps)
     parts = {name: (named, "") for named, name in matching(metric.COMPONENT, names).items()}
     for name, (named, unit) in ({metric.REWARD: FIGURES[metric.REWARD]} | parts | FIGURES).items():
         if name in names:
-            first, last = mean(steps[:edge], name), mean(steps[-edge:], name)
+            first, last = edges(steps, name)
             yield {"label": named, "part": name in parts, "unit": unit, "first": first, "last": last,
                    "curve": _curve(steps, name)}  # fmt: skip
 

@@ -60,8 +60,10 @@ export function figure(value, unit = "") {
 
 const empty = (title, text) => card(title, make("p", { class: "dim" }, text));
 
-function heldOut({ held_out: found }) {
-  if (!found.length) return empty("Held out", "No validation is over; data.test asks for some.");
+function heldOut({ held_out: found, configuration: keys }) {
+  const asked = keys.some(([key]) => key === "data.test");
+  const none = asked ? "No validation is over yet." : "Nothing is held out: data.test asks for it.";
+  if (!found.length) return empty("Held out", none);
   const rows = found.map((one) => trend(one, judged(one.before, one.unit), judged(one.after, one.unit),
     one.unit === "share" ? intervals(one) : spark(one)));
   const [first, last] = [found[0].before, found[0].after];
