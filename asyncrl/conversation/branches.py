@@ -137,7 +137,7 @@ class Branches:
     def count(self, request: AgentRequest) -> int:
         """The tokens of a request's prompt, if it were answered now. ConfigError when the template cannot
         write the messages. A text that is far too long is not tokenised: an estimate."""
-        found = self._find(request)
+        found = self._find(request, self._untrained(request))
         if isinstance(found, Placement):
             return len(found.ids)
         return sum(map(characters_of, request.messages)) // 4
@@ -168,9 +168,10 @@ class Branches:
     def place(self, request: AgentRequest) -> Placement | Refusal:
         """Find the place of the answer to a request. ConfigError when the template cannot write its
         messages."""
-        found = self._find(request)
+        side = self._untrained(request)
+        found = self._find(request, side)
         if isinstance(found, Refusal):
-            if not self._untrained(request):
+            if not side:
                 self.refused = found
             return found
         self._pending[found.session] = found
@@ -239,8 +240,8 @@ class Branches:
 
     # -- finding the row -----------------------------------------------------------------------------
 
-    def _find(self, request: AgentRequest) -> Placement | Refusal:
-        limits, chat, side = self._rules.config, self._rules.chat, self._untrained(request)
+    def _find(self, request: AgentRequest, side: bool) -> Placement | Refusal:
+        limits, chat = self._rules.config, self._rules.chat
         pending = [one for one in list(self._pending.values()) if one.untrained == side]
         if sum(turn.untrained == side for turn in self.turns) + len(pending) >= limits.max_turns:
             return limit_reached(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
@@ -266,14 +267,15 @@ class Branches:
     def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
         """The tokenising that `find` would do, where it may take long: call it, in any thread, before `find`.
         It changes nothing."""
-        row = None if request.prompt is not None else self._extended(request, self._untrained(request))
+        side = self._untrained(request)
+        row = None if request.prompt is not None else self._extended(request, side)
         known = 0 if row is None else len(self.rows[row].messages)
         new, chat = request.messages[known:], self._rules.chat
         quick = short(new, sum(map(len, request.tools)) if row is None else 0)
         if quick and row is not None and not short(request.messages):
             # All of it is tokenised where the template rewrites the row.
             quick = self._ids(chat.delta_ids, chat.fold(new, False), self.rows[row].ids[-1]) is not None
-        return None if quick else lambda: self._find(request)
+        return None if quick else lambda: self._find(request, side)
 
     def _folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
         """The number of system messages that the template does not get as such."""
