@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from asyncrl.engines.sglang.http import OLD
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.trainer.model import Policy, score
 from asyncrl.trainer.world import World
@@ -36,7 +37,7 @@ class Broadcasts:
 
     def __init__(self, started: Sequence[ServerRank], index: int) -> None:
         self._server, self._loop = FakeServer(started=started), asyncio.Runner()
-        self._receiver = Receiver(self._server, index, 1)
+        self._receiver = Receiver(self._server, index, 1, OLD)
 
     def read(self, ref: WeightsRef) -> Found:
         return self._loop.run(self._pushed(ref))

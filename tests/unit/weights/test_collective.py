@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.engines.sglang import receiver as receiving
+from asyncrl.engines.sglang.http import OLD
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion
@@ -93,7 +94,7 @@ def check(server: FakeServer, version: int, rank: int = 0) -> None:
 
 async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     server, tensors = spawn(), weights(1)
-    receiver = Receiver(server, 0, 1)
+    receiver = Receiver(server, 0, 1, OLD)
     manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
     check(server, 1)
     assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
@@ -105,7 +106,7 @@ async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
 
 async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     server = spawn(ranks=2)
-    receiver = Receiver(server, 0, 2)
+    receiver = Receiver(server, 0, 2, OLD)
     for version in (1, 2):
         await push(receiver, offer(sender, version))
         check(server, version, rank=0)
@@ -119,7 +120,7 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     server = spawn()
     first = offer(sender)
     second = offer(sender, 2)
-    receiver = Receiver(server, 0, 1)
+    receiver = Receiver(server, 0, 1, OLD)
     with pytest.raises(Superseded, match="the sender has e0-v2"):
         await push(receiver, first)
     with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
@@ -137,7 +138,7 @@ async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sende
     first = offer(sender)
     latest = sender.latest
     monkeypatch.setattr(sender, "latest", lambda *given: asked.set() or latest(*given))
-    receiver = Receiver(server, 3, 1)
+    receiver = Receiver(server, 3, 1, OLD)
     wanted = WeightsRef(PolicyVersion(0, 2), f"tcp://127.0.0.1:9,{first.path}")
     task = asyncio.create_task(push(receiver, wanted))
     await asyncio.to_thread(asked.wait, LONG)
@@ -150,7 +151,7 @@ async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sende
 async def test_a_push_is_finished_with_its_own_version(spawn, sender):
     server = spawn()
     at_update(server, 1, lambda: offer(sender, 2) and None)
-    receiver = Receiver(server, 0, 1)
+    receiver = Receiver(server, 0, 1, OLD)
     await push(receiver, offer(sender))
     check(server, 1)
     await receiver.close()
@@ -164,8 +165,8 @@ async def test_a_server_that_is_killed(spawn, sender, bucket):
     ref = offer(sender)
     start = time.monotonic()
     with pytest.raises(EngineError, match="died"):
-        await push(Receiver(server, 0, 1), ref)
-    await push(Receiver(other, 0, 1), ref)
+        await push(Receiver(server, 0, 1, OLD), ref)
+    await push(Receiver(other, 0, 1, OLD), ref)
     assert time.monotonic() - start < LONG / 2
     check(other, 1)
     assert sender.error is None
@@ -177,10 +178,10 @@ async def test_a_server_that_freezes(spawn, sender):
     server.look()  # it is up: the push below has all of its time
     at_update(server, 1, lambda: server.signal(SIGSTOP))
     ref = offer(sender)
-    receiver, start = Receiver(server, 0, 1), time.monotonic()
+    receiver, start = Receiver(server, 0, 1, OLD), time.monotonic()
     with pytest.raises((WeightsError, EngineError)):
         await push(receiver, ref, seconds=FEW)
-    await push(Receiver(other, 1, 1), ref)
+    await push(Receiver(other, 1, 1, OLD), ref)
     assert FEW - 0.1 < time.monotonic() - start < LONG / 2
     check(other, 1)
     server.signal(SIGCONT)
@@ -195,7 +196,7 @@ async def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     server.look()
     server.signal(SIGSTOP)
     ref = offer(sender)
-    receiver = Receiver(server, 0, 1)
+    receiver = Receiver(server, 0, 1, OLD)
     with pytest.raises((WeightsError, EngineError)):
         await push(receiver, ref, seconds=FEW)
     assert server.calls == ["init_group", "destroy_group"]
@@ -213,7 +214,7 @@ async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
     monkeypatch.setattr("asyncrl.weights.group.ProcessGroupGloo", unable)
     server = spawn()
     with pytest.raises(WeightsError, match="no such interface"):
-        await push(Receiver(server, 0, 1), offer(sender))
+        await push(Receiver(server, 0, 1, OLD), offer(sender))
     assert server.calls == []
 
 
@@ -230,7 +231,7 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
 
     monkeypatch.setattr(ServerGroup, "_make", slowly)
     server = spawn()
-    await push(Receiver(server, 0, 1), offer(sender))
+    await push(Receiver(server, 0, 1, OLD), offer(sender))
     assert there == [False]
 
 
@@ -240,7 +241,7 @@ async def test_a_trainer_that_is_killed(spawn):
     at_update(server, 2, lambda: trainer.signal(SIGKILL))
     start = time.monotonic()
     with pytest.raises(WeightsError):
-        await push(Receiver(server, 0, 1), trainer.ref)
+        await push(Receiver(server, 0, 1, OLD), trainer.ref)
     assert time.monotonic() - start < LONG / 2
     assert server.look()[0] == "default"
 
@@ -251,7 +252,7 @@ async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
     server.look()
     at_update(server, 2, lambda: trainer.signal(SIGSTOP))
     with pytest.raises((WeightsError, EngineError)):
-        await push(Receiver(server, 0, 1), trainer.ref, seconds=FEW)
+        await push(Receiver(server, 0, 1, OLD), trainer.ref, seconds=FEW)
     with pytest.raises(EngineError, match="no answer"):
         server.ranks[0].call(1.0, "look")
     trainer.signal(SIGKILL)
@@ -262,9 +263,9 @@ async def test_a_trainer_that_is_gone(spawn):
     server, trainer = spawn(), SenderProcess(silent_from=0)
     trainer.end()
     with pytest.raises(WeightsError, match="no sender there"):
-        await push(Receiver(server, 0, 1), trainer.ref)
+        await push(Receiver(server, 0, 1, OLD), trainer.ref)
     with pytest.raises(WeightsError, match="not the address of a sender"):
-        await push(Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
+        await push(Receiver(server, 0, 1, OLD), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
     assert server.calls == []
 
 
@@ -280,7 +281,7 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
     snapshot = snapshot_of(weights(1), PolicyVersion(0, 1))
     broken = replace(snapshot, pin=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
     server = spawn()
-    receiver = Receiver(server, 0, 1)
+    receiver = Receiver(server, 0, 1, OLD)
     with pytest.raises(WeightsError, match="did not deliver"):
         await push(receiver, sender.offer(broken))
     assert server.calls == ["init_group", "update_from_group", "destroy_group"]
@@ -294,7 +295,7 @@ async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline
     ref = offer(sender)
     frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
     await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
-    await push(Receiver(server, 1, 1), ref)
+    await push(Receiver(server, 1, 1, OLD), ref)
     assert 0.9 < time.monotonic() - start < LONG / 2
     check(server, 1)
 
@@ -306,12 +307,12 @@ async def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
     ref = offer(sender)
     told = asyncio.Event()
     server.before = lambda name: told.set()
-    task = asyncio.create_task(push(Receiver(server, 0, 1), ref, seconds=LONG))
+    task = asyncio.create_task(push(Receiver(server, 0, 1, OLD), ref, seconds=LONG))
     await told.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await push(Receiver(other, 1, 1), ref)
+    await push(Receiver(other, 1, 1, OLD), ref)
     check(other, 1)
 
 
@@ -321,7 +322,7 @@ async def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
     ref = offer(sender)
     with socket.create_connection(_address(ref)) as stranger:
         stranger.sendall(junk)
-        await push(Receiver(server, 0, 1), ref)
+        await push(Receiver(server, 0, 1, OLD), ref)
         stranger.settimeout(LONG)
         assert b"ProtocolError" in stranger.recv(1000)
     check(server, 1)
@@ -344,7 +345,7 @@ def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender,
                 time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        asyncio.run(push(Receiver(server, 0, 1), ref))
+        asyncio.run(push(Receiver(server, 0, 1, OLD), ref))
     check(server, 1)
 
 
@@ -361,7 +362,7 @@ async def test_closing_the_sender_ends_its_pushes(spawn):
     at_update(server, 1, sender.close)
     start = time.monotonic()
     with pytest.raises(WeightsError):
-        await push(Receiver(server, 0, 1), offer(sender))
+        await push(Receiver(server, 0, 1, OLD), offer(sender))
     assert time.monotonic() - start < LONG / 2
     assert server.look()[0] == "default"
 
@@ -370,7 +371,7 @@ async def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(sp
     """It costs a thread and a descriptor, and may be on a machine that is gone."""
     monkeypatch.setattr(collective, "IDLE_SECONDS", 0.05)
     server = spawn()
-    receiver = Receiver(server, 0, 1)
+    receiver = Receiver(server, 0, 1, OLD)
     for version in (1, 2):
         await push(receiver, offer(sender, version))
         check(server, version)
@@ -391,7 +392,7 @@ async def test_the_groups_of_training_are_left_alone(spawn, sender):
     """This process has no default group, and gets none."""
     known = dict(dist.distributed_c10d._world.pg_map)
     server = spawn()
-    receiver = Receiver(server, 0, 1)
+    receiver = Receiver(server, 0, 1, OLD)
     await push(receiver, offer(sender))
     assert dict(dist.distributed_c10d._world.pg_map) == known
     await receiver.close()
