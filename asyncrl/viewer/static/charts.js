@@ -63,7 +63,7 @@ function plot(place, spec, width, height) {
     own.forEach((_, at) => {
       series.push({ ...shared, width: 0 }, { ...shared, width: 0 });
       bands.push({ series: [series.length - 1, series.length - 2], // the upper end, the lower one
-        fill: `${stroke}${["1c", "2a", "3c"][at]}` });
+        fill: `${stroke}${["18", "1c", "20"][at]}` });
     });
     if (raw) series.push({ ...shared, width: 1, stroke: `${stroke}48` });
     series.push({ ...shared, width: 2, dash, points: { show: y.length < FEW, size: 5, fill: stroke } });
