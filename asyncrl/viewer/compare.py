@@ -19,7 +19,11 @@ from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.reader import RunReader
 
 SHOWN = 50  # questions of a mode that were lost, and that were won
-SAME = ("data.", "reward", "validation.", "model.template", "tools", "environment", "rollout.max")
+SAME = (  # keys, and what is in them, by which episodes are judged
+    *("data.columns.", "data.system_prompt.", "data.test.", "model.template.", "validation.success."),
+    *("rollout.environment.", "rollout.max_new_tokens.", "rollout.max_tokens.", "rollout.max_turns."),
+    *("rollout.reward.", "rollout.tools."),
+)
 QUESTIONS = """SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull(score, 0)),
     avg(coalesce(components ->> '$.acc', score, 0) >= ?) >= 0.5
     FROM episodes e JOIN questions USING (group_id) LEFT JOIN answers a ON a.uid = e.uid
@@ -66,7 +70,7 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
         other = second.get((mode, row))
         if other and (one.question, one.truth) == (other.question, other.truth):
             shared[mode].append((one, other))
-    keys = [key for key in differences([side.config for side in sides]) if key.startswith(SAME)]
+    keys = [key for key in differences([side.config for side in sides]) if f"{key}.".startswith(SAME)]
     warnings = [f"Not judged alike: the configurations differ in {', '.join(keys)}"] if keys else []
     if alone := len(first.keys() | second.keys()) - sum(map(len, shared.values())):
         warnings.append(f"{alone} questions are not the same in both, and left out")

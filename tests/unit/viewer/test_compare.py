@@ -50,14 +50,14 @@ def test_two_validations_of_a_run_with_what_was_lost_and_won(tmp_path: Path) -> 
 
 
 def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
-    one, other = (planted.PlantedRun(tmp_path / name, **keys) for name, keys in {
-        "a": {}, "b": {"validation": {"success": 2.0}},
-    }.items())  # fmt: skip
+    keys = {"validation": {"success": 2.0}, "rollout": {"reward": "exact"}}
+    one = planted.PlantedRun(tmp_path / "a", data={"train": "z", "test": "y"})
+    other = planted.PlantedRun(tmp_path / "b", **keys)
     one.validate(0, [planted.right(row) for row in range(4)])
     other.validate(0, [planted.right(row) for row in range(3)])
     found = compare([one.save(), other.save()], [None, None])
     assert found["warnings"] == [
-        "Not judged alike: the configurations differ in validation.success",
+        "Not judged alike: the configurations differ in rollout.reward, validation.success",
         "1 questions are not the same in both, and left out",
     ]
     assert found["modes"][0]["questions"] == 3
