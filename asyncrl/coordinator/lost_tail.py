@@ -40,7 +40,7 @@ def recover(state: RunState, step: int, now: float) -> None:
         state.store.forget_frames(uid)
     state.store.forget_plans(range(known, step), rows)
     state.store.put_commit(step, manifests[-1].trainer_epoch, "")
-    state.store.put_checkpoint(step, manifests[-1].trainer_epoch, checkpoints.path(step))
+    state.store.put_checkpoint(step)
     state.store.sync()
     log.warning(
         "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",

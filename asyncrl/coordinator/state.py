@@ -30,7 +30,7 @@ from asyncrl.runtime.liveness import Liveness
 from asyncrl.store import launches
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, StorePaused
-from asyncrl.types import MAX_VOCABULARY, Sample, Turn
+from asyncrl.types import MAX_VOCABULARY, NO_VERSION, Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.model_files import MODEL, identity
 from asyncrl.wire.messages.shared import Welcome, WireMessage
@@ -244,15 +244,15 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     restore(config, store, buffer, batches)
     if not store.read.meta(MODEL):
         store.put_meta(MODEL, json.dumps(identity(config.model.path)))
-    version, path = store.read.newest_version()
-    ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
+    ref = msgspec.json.decode(store.read.meta("version", "null"), type=WeightsRef | None)
+    version = ref.version if ref else NO_VERSION
     return RunState(
         config=config,
         run_dir=run_dir,
         samples=samples,
         buffer=buffer,
         batches=batches,
-        versions=VersionLedger(version, ref),
+        versions=VersionLedger(version, ref if ref and Path(ref.path).is_dir() else None),
         store=store,
         outbox=outbox,
         coordinator_epoch=store.epoch,

@@ -224,7 +224,7 @@ class TrainerHandler:
         ref = message.ref
         if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
             self.snapshot_s, self.write_s = message.snapshot_s, message.write_s
-            state.store.put_version(ref.version, ref.path)
+            state.store.put_meta("version", msgspec.json.encode(ref).decode())
             state.timeline.past("write_weights", message.write_s, version=ref.version)
             state.liveness.alive(now)
 
@@ -242,7 +242,7 @@ class TrainerHandler:
         self.finished = self.finished or (self.stopping and message.step >= reached)
         if message.step == self.checkpoint_step:
             return  # sent again, as a restarted coordinator may have missed it
-        state.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
+        state.store.put_checkpoint(message.step)
         state.timeline.past("checkpoint", 0.0, step=message.step)
         self.checkpoint_step = message.step
         at_end = message.step == state.batches.committed

@@ -31,7 +31,7 @@ FOLDER, KEPT = "copies", 2
 PATIENCE = 60.0  # seconds that closing waits for a copy under way; one that takes longer is logged
 BEYOND = 1_000_000  # epochs: never are so many given between two checkpoints
 _ROWS = {  # that a copy has of each table
-    **dict.fromkeys(("meta", "retired", "commits", "checkpoints", "versions"), ""),
+    **dict.fromkeys(("meta", "retired", "commits", "checkpoints"), ""),
     "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
     "groups": "WHERE NOT over OR id IN needed OR id = (SELECT max(id) FROM run.groups)",
     **dict.fromkeys(("episodes", "questions"), "WHERE group_id IN (SELECT id FROM main.groups)"),

@@ -14,7 +14,6 @@ from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.store.schema import DATABASE, StoreError, damage, open_to_read
 from asyncrl.store.segments import FramePlace, SegmentReader
-from asyncrl.types import NO_VERSION, PolicyVersion
 
 T = TypeVar("T")
 # The step of a held-out one is that of its validation, which no batch takes.
@@ -88,11 +87,6 @@ class RunReader:
     def checkpoints(self) -> list[int]:
         """Steps of all checkpoints ever recorded."""
         return [step for (step,) in self.rows("SELECT step FROM checkpoints ORDER BY step")]
-
-    def newest_version(self) -> tuple[PolicyVersion, str]:
-        """The newest published version and where it was put; NO_VERSION and "" before there is one."""
-        rows = self.rows("SELECT * FROM versions ORDER BY epoch DESC, step DESC LIMIT 1")
-        return (PolicyVersion(*rows[0][:2]), rows[0][2]) if rows else (NO_VERSION, "")
 
     def counts(self) -> dict[State, int]:
         """Episodes by state, counted in the index, with those that it has forgotten: the audit compares them

@@ -1,4 +1,4 @@
-"""The run's journal: one SQLite index (flow, plans, commits, versions) over payload segments.
+"""The run's journal: one SQLite index (flow, plans, commits) over payload segments.
 
 The coordinator is the only writer. What one turn of its loop changes is kept in memory and written by
 `commit`, in one transaction; messages leave after it. Others read the run with `reader.RunReader`, always.
@@ -21,7 +21,7 @@ from asyncrl.store.copies import Copies
 from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, fsync
-from asyncrl.types import PolicyVersion, Sample, ToolReply
+from asyncrl.types import Sample, ToolReply
 from asyncrl.values import in_short
 
 OF_EPISODE = ("episodes", "answers", "calls", "frames")  # tables with rows of one
@@ -106,11 +106,8 @@ class RunStore:
     def put_commit(self, step: int, trainer_epoch: int, plan_hash: str) -> None:
         self._put("commits", (step, trainer_epoch, plan_hash))
 
-    def put_checkpoint(self, step: int, trainer_epoch: int, path: str) -> None:
-        self._put("checkpoints", (step, trainer_epoch, path))
-
-    def put_version(self, version: PolicyVersion, path: str) -> None:
-        self._put("versions", (*version, path))
+    def put_checkpoint(self, step: int) -> None:
+        self._put("checkpoints", (step,))
 
     def put_held_out(self, uid: str, record: bytes) -> None:
         """Stores the result of an episode of a validation."""

@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 12  # to be raised when a table, a struct that is stored in one, or `Sample` changes
+SCHEMA_VERSION = 13  # to be raised when a table, a struct that is stored in one, or `Sample` changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
@@ -49,11 +49,7 @@ CREATE TABLE pruned(state TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWI
 CREATE TABLE plans(step INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE commits(
     step INTEGER PRIMARY KEY, trainer_epoch INTEGER NOT NULL, plan_hash TEXT NOT NULL);
-CREATE TABLE checkpoints(
-    step INTEGER PRIMARY KEY, trainer_epoch INTEGER NOT NULL, path TEXT NOT NULL);
-CREATE TABLE versions(
-    epoch INTEGER NOT NULL, step INTEGER NOT NULL, path TEXT NOT NULL,
-    PRIMARY KEY(epoch, step)) WITHOUT ROWID;
+CREATE TABLE checkpoints(step INTEGER PRIMARY KEY);
 CREATE TABLE held_out(uid TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 """
 TABLES += f"PRAGMA user_version={SCHEMA_VERSION};"

@@ -314,8 +314,7 @@ class TrainerRank:
             return self._status()
         newest = self.saving.newest
         assert newest is not None, "there is none"
-        path = self.saving.place.path(newest.step)
-        return trainer.Checkpointed(self.trainer_epoch, newest.step, path, newest.trained_total)
+        return trainer.Checkpointed(self.trainer_epoch, newest.step, newest.trained_total)
 
     def _status(self) -> trainer.TrainerBeat:
         watch, saving = self.watch, self.saving

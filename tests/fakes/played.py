@@ -402,4 +402,4 @@ class PlayedTrainer:
         self.parent, self.unsaved = self.step, []
 
     def _checkpointed(self) -> Checkpointed:
-        return Checkpointed(self.epoch, self.parent, self.place.path(self.parent), len(self.trained))
+        return Checkpointed(self.epoch, self.parent, len(self.trained))

@@ -221,7 +221,7 @@ class Trainer(Peer):
                 self._checkpoint()
 
     def _checkpoint(self) -> None:
-        self._tell(Checkpointed(self.epoch, self.step, "checkpoint", self.trained))
+        self._tell(Checkpointed(self.epoch, self.step, self.trained))
 
 
 class Observer(Peer):

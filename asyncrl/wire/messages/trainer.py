@@ -77,7 +77,6 @@ class Checkpointed(WireMessage, frozen=True):
 
     trainer_epoch: Count
     step: Count
-    path: str
     trained_total: Count
 
 

@@ -263,7 +263,8 @@ def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetu
 
 def test_a_version_of_an_earlier_launch_is_sent_to_nobody(setup: LoopSetup) -> None:
     """A power cut may have damaged its files: servers that refuse them would end the run."""
-    setup.coordinator.state.store.put_version(PolicyVersion(1, 3), str(setup.run_dir))
+    ref = WeightsRef(PolicyVersion(1, 3), str(setup.run_dir))
+    setup.coordinator.state.store.put_meta("version", msgspec.json.encode(ref).decode())
     setup.turn()
     for launch, sent in (("launch", True), ("the next", False)):
         setup.coordinator.close()

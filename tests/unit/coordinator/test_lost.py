@@ -347,8 +347,7 @@ class Trainer(Training):
         return manifest
 
     def tell(self, manifest: CheckpointManifest) -> None:
-        epoch, path = self.state.trainer_epoch, f"step-{manifest.step}"
-        message = Checkpointed(epoch, manifest.step, path, manifest.trained_total)
+        message = Checkpointed(self.state.trainer_epoch, manifest.step, manifest.trained_total)
         self.handler.checkpointed(PEER, message, 0.0)
         self.state.persist()
 

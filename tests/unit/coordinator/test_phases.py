@@ -58,7 +58,7 @@ def test_a_stop_waits_for_a_slow_micro_batch_and_its_checkpoint(coordinator: Coo
     tick(coordinator, 1400.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert coordinator.state.waits == ["a checkpoint after the micro-batch under way, for at most 196 s more"]
-    coordinator._on_control(b"trainer/0/a", Checkpointed(0, 52, "step-52", 0), [], now=1401.0)
+    coordinator._on_control(b"trainer/0/a", Checkpointed(0, 52, 0), [], now=1401.0)
     tick(coordinator, 1401.0)
     run = coordinator.lifecycle
     assert (run.phase, run.outcome, run.error) == (Phase.CLOSED, "stopped", "")
@@ -141,7 +141,7 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
     tick(coordinator, now)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, "step-3", 0), [], now)
+    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, 0), [], now)
     tick(coordinator, now)
     assert coordinator.lifecycle.outcome == "failed"
     assert "nothing has moved for 420 s (launch.stall_timeout" in coordinator.lifecycle.error
@@ -321,7 +321,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     buffer.total_groups = needed
     coordinator._turn(0.0)
     assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.STOPPING
-    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, "step-3", 0), [], 1.0)
+    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, 0), [], 1.0)
     tick(coordinator, 1.0)
     assert coordinator.lifecycle.outcome == "failed"
     assert coordinator.lifecycle.error == (

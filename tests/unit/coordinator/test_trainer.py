@@ -157,7 +157,7 @@ def test_a_stop_is_the_answer_from_then_on(setup: TrainerSetup) -> None:
 
 
 def checkpointed(setup: TrainerSetup, step: int) -> None:
-    message = Checkpointed(setup.state.trainer_epoch, step, f"step-{step}", 0)
+    message = Checkpointed(setup.state.trainer_epoch, step, 0)
     setup.handler.checkpointed(PEERS[0], message, 0.0)
 
 
@@ -268,11 +268,11 @@ def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: Train
     assert setup.handler._best() == -1
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.5), (5, 0.1)):
         if step != 2:  # validated without a checkpoint
-            state.store.put_checkpoint(step, 1, "")
+            state.store.put_checkpoint(step)
         state.persist()
         setup.handler.validated(step, {"val-core/all/sampled/mean@1": score})
         setup.handler._best()
-    state.store.put_checkpoint(6, 1, "")
+    state.store.put_checkpoint(6)
     setup.handler.validated(4, {"val-core/all/sampled/mean@1": 0.8})  # late: it is deleted
     setup.handler.validated(5, {"val-aux/episodes": 0.0})  # it was abandoned
     state.persist()
@@ -293,7 +293,7 @@ def test_a_checkpoint_of_a_trainer_that_was_replaced_covers_nothing(setup: Train
     """Its steps may be of a branch that the new trainer has left; the plans are still needed."""
     old = setup.state.trainer_epoch
     setup.hello("y")
-    setup.handler.checkpointed(PEERS[0], Checkpointed(old, 5, "somewhere", 20), 0.0)
+    setup.handler.checkpointed(PEERS[0], Checkpointed(old, 5, 20), 0.0)
     setup.state.persist()
     assert setup.state.store.read.checkpoints() == [] and setup.handler.checkpoint_step == -1
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[0]]

@@ -310,7 +310,7 @@ def test_a_side_turn_has_no_part_in_staleness_and_sizes(setup: WorkerSetup) -> N
         (EpisodeResult(1.0), {"seconds": math.nan}, "impossible"),
         (EpisodeResult(1.0), {"tool_s": -1.0}, "impossible"),
         (EpisodeResult(1.0), {"tool_calls": -1}, "impossible"),
-        (EpisodeResult(1.0), {"followed": 1 << 63}, "impossible"),
+        (EpisodeResult(1.0), {"refused": 1 << 63}, "impossible"),
         (EpisodeResult(1.0), {"longest_row": 21}, "are durable"),
     ],
 )

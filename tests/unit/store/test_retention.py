@@ -65,7 +65,7 @@ class Coordinator:
         config = self.state.config
         checkpoint = msgspec.structs.replace(config.checkpoint, keep=keep)
         self.state.config = msgspec.structs.replace(config, checkpoint=checkpoint)
-        self.trainer.checkpointed(b"trainer/0/x", Checkpointed(0, self.buffer.committed, "", 0), 0.0)
+        self.trainer.checkpointed(b"trainer/0/x", Checkpointed(0, self.buffer.committed, 0), 0.0)
 
     def turn(self) -> None:
         self.trainer.forget_covered()

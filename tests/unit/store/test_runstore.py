@@ -23,7 +23,6 @@ from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
 from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, segment_path
-from asyncrl.types import PolicyVersion
 from tests.fakes.power import DurableFiles
 from tests.unit.buffer.machine import admit, land, make, train
 
@@ -58,7 +57,6 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
     store.put_batches(batches.changes())
     store.put_commit(1, 1, batches.batches[0].plan_hash)
-    store.put_version(PolicyVersion(1, 1), "somewhere")
     store.commit()
     store.close()
 
@@ -75,7 +73,6 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert list(held.read.frames("2.0", 1)) == [b"2.0", b""]
     assert list(held.read.frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
     assert held.read.trained_in_plans() == 4
-    assert held.read.newest_version() == ((1, 1), "somewhere")
     restored, _ = make()
     restored.restore(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
     restored.next_group = snapshot.next_group

@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
         ("rollout", Heartbeat(0, (), 0.0, 0.0, 0, engines=(EngineUse("e", tokens=-1),))),
         ("rollout", WorkerHello(0, "a", -4, 1)),
         ("trainer", TrainerHello(0, -2, "a", 0)),
-        ("trainer", Checkpointed(1, 1 << 63, "", 0)),
+        ("trainer", Checkpointed(1, 1 << 63, 0)),
     ],
 )
 def test_a_number_that_cannot_be_is_not_taken_in(role: str, message: WireMessage) -> None:
