@@ -134,6 +134,9 @@ async def test_files_are_written_and_read_with_the_rights_of_the_code() -> None:
         for path, why in (*missing, ("link", "link"), ("a\0", "null")):
             with pytest.raises(SandboxError, match=why):
                 await box.read_file(path)
+        await box.run("shell", "mkfifo pipe", 5)
+        async with asyncio.timeout(9):  # it is not waited for what nobody writes
+            assert await box.read_file("pipe") == b""
         await box.write_file("large", bytes(SMALL.output + 1))
         with pytest.raises(SandboxError, match="more than 2000 bytes"):
             await box.read_file("large")

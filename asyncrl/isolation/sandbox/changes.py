@@ -139,8 +139,8 @@ def run(kind: bytes, top: str, changed: int, source: bytes) -> int:
 def read_file(_: str, __: int, source: bytes) -> None:
     """Write a file to the pipe. `source`: the most bytes, and the path."""
     most, path = marshal.loads(source)
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it may be a pipe
+        data = file.read(most + 1) or b""
     if len(data) > most:
         raise ChangesError(f"it has more than {most} bytes")
     frames.write_all(PIPE, data)
