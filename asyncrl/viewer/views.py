@@ -29,7 +29,7 @@ Query = Mapping[str, str]
 Begun = tuple[Path, bytes]  # a run directory, and which run was begun there
 Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 MOST_LANES = 2  # runs whose timelines are in memory: 100 MB for a million spans
-KEPT = 256 << 20  # bytes of files of metrics, a fifth of it in memory; those of other runs are read again
+KEPT = 128 << 20  # bytes of files of metrics of other runs, a fifth of it in memory; more are read again
 
 
 class Views:
@@ -90,10 +90,10 @@ class Views:
         path, since, until = self._path(query), _given(query, "from"), _given(query, "to")
         begun = _begun(path)
         columns = self._columns.pop(begun, None) or Measured(path / "metrics.jsonl")
-        columns.update()
-        self._columns[begun] = columns  # the newest one, which stays
-        while sum(one.read for one in self._columns.values()) > KEPT and len(self._columns) > 1:
+        while sum(one.read for one in self._columns.values()) > KEPT:
             del self._columns[next(iter(self._columns))]
+        columns.update()
+        self._columns[begun] = columns  # the newest one
         drawn = list(charts(*columns.known()))
         found = series(columns, query.get("by", ""), since, until)
         return found | {"charts": drawn, "marks": marks(path, columns)}
