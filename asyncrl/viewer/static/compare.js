@@ -11,32 +11,35 @@ const NOTE = "of the last validation, with 95% intervals; training: the last ten
   + "of seeds: the mean, from the lowest to the highest";
 const TRAINED = ["reward", "loss per token"]; // figures of training
 const FEW = 24; // tasks that are not folded
+const EMPTY = { held_out: [], figures: [], configuration: [] }; // of a run whose overview is not there yet
 
+const known = new Map(); // of each run: how much it had written, and its overview
+
+/** Overviews come one by one, again once a run has written more: a long run takes half a second. */
 export async function show(place, now, state, current) {
   const { runs, differences } = state, names = runs.map((run) => run.name);
   const sides = [Number(now.a ?? 0), Number(now.b ?? Math.min(1, runs.length - 1))];
   const found = await ask("compare", { a: sides[0], b: sides[1], from: now.from, to: now.to })
     .catch((error) => ({ error: `the questions cannot be compared: ${error.message}` }));
-  const answers = await Promise.all(runs.map(overviewOf));
-  if (!current()) return;
   const heads = sides.map((run, at) => `${names[run]}, step ${number(found.steps?.[at])}`);
-  redraw(place, [found, sides, now.mode, now.measure, answers, names, differences], () => [
-    runs.length > 1 && outcomes(state, answers),
-    tasks(names, answers, now.measure ?? MEASURE),
-    card("Question by question", chooser(names, sides, found),
-      ...(found.error ? [make("p", { class: "alert" }, found.error)] : paired(found, names, sides, heads))),
-    runs.length > 1 && differing(names, differences), // before what may be long
-    found.modes?.length > 0 && flips(found, sides, heads, now.mode),
-  ]);
-}
-
-const known = new Map(); // of each run: how much it had written, and its overview
-
-/** Asked again once there is more: of a long run it takes half a second. */
-async function overviewOf({ rows, ended }, run) {
-  const written = `${rows} ${ended}`;
-  if (known.get(run)?.written !== written) known.set(run, { written, found: await ask("overview", { run }) });
-  return known.get(run).found;
+  const draw = () => {
+    const answers = runs.map((_, run) => known.get(run)?.answer ?? EMPTY);
+    redraw(place, [found, sides, now.mode, now.measure, answers, names, differences], () => [
+      runs.length > 1 && outcomes(state, answers),
+      tasks(names, answers, now.measure ?? MEASURE),
+      card("Question by question", chooser(names, sides, found),
+        ...(found.error ? [make("p", { class: "alert" }, found.error)] : paired(found, names, sides, heads))),
+      runs.length > 1 && differing(names, differences), // before what may be long
+      found.modes?.length > 0 && flips(found, sides, heads, now.mode),
+    ]);
+  };
+  if (current()) draw();
+  for (const [run, { rows, ended }] of runs.entries()) {
+    const written = `${rows} ${ended}`;
+    if (!current() || known.get(run)?.written === written) continue;
+    known.set(run, { written, answer: await ask("overview", { run }).catch(() => EMPTY) });
+    if (current()) draw();
+  }
 }
 
 /** A run's name, and its agent program's. */

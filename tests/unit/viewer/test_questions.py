@@ -131,6 +131,9 @@ async def walk(tab: Tab, url: str, question: Question) -> None:
         await sees(tab, question, f"place({json.dumps(text)})")
         await tab.run(f"(() => {{ {EYES} place({json.dumps(text)}).click() }})()")
     await sees(tab, question, " && ".join(f"seen({json.dumps(words)})" for words in question.answer))
+    await tab.until(
+        "document.body.dataset.ready === document.querySelector('main > section:not([hidden])').id"
+    )
 
 
 async def sees(tab: Tab, question: Question, condition: str) -> None:
