@@ -19,6 +19,7 @@ SAMPLED, GREEDY = "sampled", "greedy"  # modes of prompts
 SCORED = "scored"  # of demonstrations: nothing is sampled
 ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
 RESAMPLES, LEVEL = 1000, 0.95
+Z = 1.96  # of LEVEL
 
 PerSample = dict[str, dict[int, float]]  # metric → row of the sample → value
 
@@ -175,3 +176,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     drawn = [given[draws.integers(len(given), size=len(given))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
+
+
+def wilson(share: float | None, count: float) -> tuple[float | None, float | None]:
+    """Wilson's 95% interval of a share of `count` episodes: 5 of 10 lie between 0.24 and 0.76."""
+    if share is None or count <= 0:
+        return None, None
+    centre = share + Z * Z / (2 * count)
+    width = Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
+    whole = 1 + Z * Z / count
+    return (centre - width) / whole, (centre + width) / whole

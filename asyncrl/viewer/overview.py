@@ -16,13 +16,13 @@ from asyncrl.config import leaves, parse
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.alerts import WINDOW, Alert, alerts
 from asyncrl.observe.files import read_status, read_summary, some_rows
+from asyncrl.observe.held_out import wilson
 from asyncrl.observe.machine import recorded_machine
 from asyncrl.observe.metrics import Row, label, matching
 from asyncrl.observe.summary import JUDGED, edges, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import Tree, described, differences, launches_of, tree
 from asyncrl.viewer.compare import measures
-from asyncrl.viewer.series import wilson
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 MOST_ROWS = 400  # of a longer run they are chosen

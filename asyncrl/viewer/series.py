@@ -2,109 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import defstruct
-from msgspec.structs import astuple
 
 from asyncrl.config import leaves
 from asyncrl.errors import AsyncrlError
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.alerts import WINDOW, alerts
-from asyncrl.observe.metrics import Row
+from asyncrl.observe.columns import STEP, Measured
+from asyncrl.observe.held_out import wilson
 from asyncrl.store.launches import described, launches_of
 from asyncrl.store.reader import RunReader
 
 POINTS = 1000  # places of a curve that a page is sent; a longer stretch is thinned
 LOOKS = 100  # places at which a run is searched for alerts
-CHUNK = 1 << 18  # bytes of the file that are decoded at a time
 LOST = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
-STEP, PLAYED = "training/step", "val-aux/episodes"
-Z = 1.96  # of a 95% interval
-
-
-class Measured:
-    """The metrics of a run, read from their file as it grows: of each name a number for each row, NaN where
-    there is none. In single precision: 50,000 steps of 200 metrics are 40 MB."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self.read = path, 0
-        self._rows = {STEP: array("f")}
-        self._decode = _decoder(self._rows)
-
-    def update(self) -> None:
-        """Read what was written since."""
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self.read)
-            while lines := [line for line in file.readlines(CHUNK) if line.endswith(b"\n")]:
-                self.read += sum(map(len, lines))
-                file.seek(self.read)  # the last line may have been under way
-                rows = [row for line in lines if (row := self._row_of(line))]
-                columns = zip_longest(*rows, fillvalue=math.nan)  # earlier ones may lack the newest names
-                for values, more in zip(self._rows.values(), columns, strict=False):
-                    values.extend(more)
-        steps, trained = self._row(STEP), ~np.isnan(self._row(metric.STEP_SECONDS))
-        order = np.lexsort((trained, steps))
-        self.steps, place, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
-        last = np.cumsum(counts) - 1
-        earlier = np.delete(np.arange(len(order)), last)
-        self._last, self._earlier, self._place = order[last], order[earlier], place[earlier]
-
-    def _row_of(self, line: bytes) -> Sequence[float]:
-        """Of each name a number. A line that cannot be decoded has new names, or NaN, which JSON has not, or
-        was cut by a crash."""
-        with suppress(msgspec.DecodeError):
-            return astuple(self._decode(line))
-        row: Row = {}
-        with suppress(ValueError):
-            row = json.loads(line)
-        if STEP in row and row.keys() - self._rows.keys():
-            nothing = self._row("").tobytes()
-            self._rows |= {name: array("f", nothing) for name in row if name not in self._rows}
-            self._decode = _decoder(self._rows)
-        return [row.get(name, math.nan) for name in self._rows] if STEP in row else ()
-
-    def _row(self, name: str) -> np.ndarray:
-        return np.array(self._rows.get(name) or np.full(len(self._rows[STEP]), math.nan, "f"))
-
-    def values(self, name: str) -> np.ndarray:
-        """One for each of `steps`. A step that was repeated after a crash counts as it was last, with the
-        validation that judged it; only what a validation alone has is taken of it."""
-        row = self._row(name)
-        values, earlier = row[self._last], row[self._earlier]
-        missing = np.isnan(values[self._place]) & ~np.isnan(earlier)
-        values[self._place[missing]] = earlier[missing]  # of several the last one
-        return values
-
-    def having(self, *names: str) -> np.ndarray:
-        """The places of steps at which one of these is known."""
-        return np.flatnonzero(np.any([~np.isnan(self.values(name)) for name in names], axis=0))
-
-    def rows(self, places: np.ndarray) -> list[Row]:
-        some = {name: self.values(name)[places].tolist() for name in self._rows}
-        rows = [dict(zip(some, row, strict=True)) for row in zip(*some.values(), strict=True)]
-        return [{name: value for name, value in row.items() if not math.isnan(value)} for row in rows]
-
-    def known(self) -> tuple[set[str], set[str]]:
-        """All names, and those that are not always 0."""
-        return {*self._rows}, {name for name in self._rows if np.any(np.nan_to_num(self._row(name)))}
-
-
-def _decoder(names: Iterable[str]) -> Callable[[bytes], msgspec.Struct]:
-    """Make what decodes rows that have only these names, in half the time that dictionaries take."""
-    renamed = {f"field{number}": name for number, name in enumerate(names)}
-    fields = [(field, float, math.nan) for field in renamed]
-    row = defstruct("Row", fields, rename=renamed, forbid_unknown_fields=True)
-    return msgspec.json.Decoder(row).decode
+PLAYED = "val-aux/episodes"
 
 
 def series(
@@ -195,13 +114,3 @@ def marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
         found += [(steps[last], "alert", f"{name}: {wrong[name]}") for name in wrong.keys() - before]
         before = {*wrong}
     return [{"step": int(step), "kind": kind, "text": text} for step, kind, text in sorted(found)]
-
-
-def wilson(share: float | None, count: float) -> tuple[float | None, float | None]:
-    """Wilson's 95% interval of a share of `count` episodes: 5 of 10 lie between 0.24 and 0.76."""
-    if share is None or count <= 0:
-        return None, None
-    centre = share + Z * Z / (2 * count)
-    width = Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
-    whole = 1 + Z * Z / count
-    return (centre - width) / whole, (centre + width) / whole

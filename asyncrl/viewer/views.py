@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.observe.columns import Measured
 from asyncrl.observe.files import read_status, size_of_rows
 from asyncrl.observe.metrics import charts
 from asyncrl.store import listing
@@ -23,7 +24,7 @@ from asyncrl.viewer.compare import compare
 from asyncrl.viewer.episodes import decoder, search, transcript
 from asyncrl.viewer.lanes import LaneReader
 from asyncrl.viewer.overview import overview
-from asyncrl.viewer.series import Measured, marks, series
+from asyncrl.viewer.series import marks, series
 
 Query = Mapping[str, str]
 Begun = tuple[Path, bytes]  # a run directory, and which run was begun there

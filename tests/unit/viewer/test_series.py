@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observe.alerts import WINDOW
+from asyncrl.observe.columns import Measured
+from asyncrl.observe.held_out import wilson
 from asyncrl.store.launches import differences
-from asyncrl.viewer.series import POINTS, Measured, marks, series, wilson
+from asyncrl.viewer.series import POINTS, marks, series
 
 
 def row(step: float, time_s: float, **more: float) -> dict[str, float]:
