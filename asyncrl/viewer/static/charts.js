@@ -1,13 +1,13 @@
 // One figure of curves, on uPlot: raw values behind smoothed ones, bands, marks, two scales, a linked cursor.
-import { clock, make, number, percent } from "view/dom.js";
+import { clock, make, number, percent, tell, tip } from "view/dom.js";
 
 export const DASHES = [[], [7, 4], [2, 3], [12, 3, 2, 3], [5, 2, 1, 2]];
 const SYMBOLS = { restart: "↻", resume: "◆", lost: "✕", alert: "▲", validation: "•" };
 const NEAR = 9; // pixels: marks that are closer are one symbol
 const FEW = 40; // points up to which each is a dot
-const INCREMENTS = {
+export const INCREMENTS = { // between two ticks
   step: [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power)),
-  seconds: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400],
+  seconds: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800],
 };
 const plots = new Map(); // by title; a figure that is made anew goes on with the cursor of the old one
 
@@ -161,8 +161,6 @@ function mark(chart, { marks, window: [from, to] }) {
 
 // -- cursor ------------------------------------------------------------------------------------------------
 
-const tip = make("div", { class: "tip", id: "tip" });
-
 /** Beside the cursor: what each line has there, and what happened there. */
 function pointed(u, spec) {
   const figure = u.root.closest("figure"), focused = figure === document.activeElement;
@@ -181,13 +179,9 @@ function pointed(u, spec) {
     return make("div", {}, line(one.stroke, one.dash), `${worded((one.raw ?? one.y)[at])}${range}  `,
       make("span", { class: "dim" }, one.label));
   };
-  tip.replaceChildren(make("b", {}, step + other), ...found.map(shown),
+  const { left, top } = u.over.getBoundingClientRect();
+  tell({ clientX: left + u.cursor.left, clientY: top }, make("b", {}, step + other), ...found.map(shown),
     ...happened.slice(0, 6).map((text) => make("div", { class: "happened" }, text)));
-  document.body.append(tip);
-  const box = u.over.getBoundingClientRect(), left = box.left + u.cursor.left;
-  const wide = tip.offsetWidth + 16;
-  Object.assign(tip.style, { left: `${left + wide > innerWidth ? left - wide : left + 16}px`,
-    top: `${Math.max(4, box.top + 8)}px` });
 }
 
 /** Of each line its point that is nearest to the cursor. */

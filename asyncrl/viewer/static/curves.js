@@ -1,7 +1,7 @@
 // The tab of curves: what a run earns, how old its tokens are, how fast it is; with what happened when.
 import { DASHES, figure, line } from "view/charts.js";
-import { PALETTE, fold, hue, make, number, redraw } from "view/dom.js";
-import { go } from "view/route.js";
+import { PALETTE, byId, fold, hue, make, number, redraw } from "view/dom.js";
+import { go, goLater } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
 const X = { step: "step", tokens: "tokens trained", seconds: "time" };
@@ -26,9 +26,9 @@ export async function show(place, now, state, current) {
   const settings = settingsOf(state, now.seeds !== "apart"), out = (now.out ?? "").split(",");
   const view = { now, by, settings, window: zoom ?? whole(by), out };
   const drawn = [now, settings, answers.map((one) => one.number)];
-  redraw(document.getElementById("chart-bar"), [...drawn, { ...now, smooth: null }].slice(1), () =>
+  redraw(byId("chart-bar"), [...drawn, { ...now, smooth: null }].slice(1), () =>
     bar(view, settingsOf(state).length < runs.length));
-  redraw(document.getElementById("figures"), drawn, () => figures(view));
+  redraw(byId("figures"), drawn, () => figures(view));
 }
 
 /** Of a long run that was thinned: the stretch that is looked at, with more of its steps. */
@@ -72,6 +72,8 @@ function whole(by) {
 // -- the page ----------------------------------------------------------------------------------------------
 
 function bar({ now, by, settings, out }, seeds) {
+  const smoothed = ({ target }) =>
+    goLater({ smooth: Number(target.value) === SMOOTH ? null : target.value }, 60);
   const button = (id, text, on, changes, title = null) => make("button",
     { id, title, "aria-pressed": String(Boolean(on)), onclick: () => go(changes, true) }, text);
   return [
@@ -99,13 +101,6 @@ function series(id, text, out, stroke, dash, title = text) {
   const shown = !out.includes(id), next = out.filter((one) => one && one !== id).concat(shown ? id : []);
   return make("button", { class: "series", id: `series-${id}`, title, "aria-pressed": String(shown),
     onclick: () => go({ out: next.join(",") }, true) }, line(stroke, dash), text);
-}
-
-
-let later = 0;
-function smoothed({ target: { value } }) {
-  clearTimeout(later); // the address of each position that is dragged over is not kept
-  later = setTimeout(() => go({ smooth: Number(value) === SMOOTH ? null : value }, true), 60);
 }
 
 function figures(view) {

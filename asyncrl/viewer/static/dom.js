@@ -1,6 +1,7 @@
 // Elements are made of text here: nothing of a run is ever read as HTML. Figures have at most three digits.
 
 const missing = (value) => value === null || value === undefined || Number.isNaN(value);
+export const byId = (id) => document.getElementById(id);
 const shown = (value) => value !== false && value !== null && value !== undefined;
 
 export function make(tag, attributes = {}, ...children) {
@@ -43,7 +44,7 @@ export function redraw(place, data, draw) {
   const { scrollTop, scrollLeft } = place;
   place.replaceChildren(...[draw(data)].flat().filter(Boolean));
   folds(place).forEach((one, title) => (one.open = open.get(title) ?? one.open));
-  if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+  if (focused) byId(focused)?.focus({ preventScroll: true });
   Object.assign(place, { scrollTop, scrollLeft });
 }
 
@@ -90,6 +91,15 @@ export function meter(share, text, hue = "var(--accent)") {
 export const badge = (text, kind = "") => make("span", { class: `badge ${kind}` }, text);
 export const swatch = (hue) => make("span", { class: "key", style: { background: hue } });
 
+/** Says something beside a place of the window, at once: titles of thousands of elements come late. */
+export const tip = make("div", { class: "tip", id: "tip" });
+export function tell({ clientX, clientY }, ...children) {
+  tip.replaceChildren(...children);
+  document.body.append(tip);
+  const wide = tip.offsetWidth + 12, left = clientX + wide > innerWidth ? clientX - wide : clientX + 12;
+  Object.assign(tip.style, { left: `${Math.max(4, left)}px`, top: `${Math.max(4, clientY + 12)}px` });
+}
+
 /** A card with a heading. */
 export const card = (title, ...children) =>
   make("section", { class: "card" }, title && make("h2", {}, title), ...children);
@@ -102,7 +112,7 @@ export function table(head, rows, attributes = {}) {
 }
 
 export const fail = (text) =>
-  Object.assign(document.getElementById("error"), { textContent: text, hidden: !text });
+  Object.assign(byId("error"), { textContent: text, hidden: !text });
 
 // Okabe and Ito: told apart with any colour vision. On white, orange and sky blue are darker: all have 3:1.
 export const DARK = matchMedia("(prefers-color-scheme: dark)").matches;

@@ -1,7 +1,7 @@
 // The tab of episodes: facets, a list, and beside it the reader of the chosen one; or what the tools did.
 // Everything that is chosen is in the address: where, order, search, start, uid, colour, side, sub.
-import { fail, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
-import { address, go, route } from "view/route.js";
+import { byId, fail, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
+import { address, go, goLater, route } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 import { sideBySide } from "view/group.js";
 import { asText, line } from "view/parts.js";
@@ -37,37 +37,31 @@ async function asked(name, query, holds = () => FRESH) {
 const load = (run, uid) => asked("episode", { run, uid },
   ({ state }) => (uid.startsWith("val") || OVER.includes(state) ? Infinity : 0));
 
-const part = (id) => document.getElementById(id);
-
 export async function show(place, now, state, current) {
   if (!place.firstChild) place.append(...skeleton());
   const { run, where, order, start, search, sub } = now;
-  if (document.activeElement !== part("search")) part("search").value = search ?? "";
+  if (document.activeElement !== byId("search")) byId("search").value = search ?? "";
   const answer = await asked("episodes", { run, where, order, start, search });
   if (!current()) return;
   listed = answer;
-  redraw(part("facets"), [answer.facets, now], () => facets(answer.facets, JSON.parse(now.where || "[]")));
-  redraw(part("active"), [now, answer.total, answer.searched], () => active(answer, now));
-  [part("panes").hidden, part("tools").hidden] = [sub === "tools", sub !== "tools"];
+  redraw(byId("facets"), [answer.facets, now], () => facets(answer.facets, JSON.parse(now.where || "[]")));
+  redraw(byId("active"), [now, answer.total, answer.searched], () => active(answer, now));
+  [byId("panes").hidden, byId("tools").hidden] = [sub === "tools", sub !== "tools"];
   if (sub === "tools") {
     const found = await ask("tools", { run, where });
-    if (current()) redraw(part("tools"), [found, now], () => toolTable(found));
+    if (current()) redraw(byId("tools"), [found, now], () => toolTable(found));
   } else if (!now.uid && answer.episodes.length) {
     go({ uid: answer.episodes.at(entry).uid }, true);
   } else {
-    redraw(part("list"), [answer, now], () => list(answer, now));
-    const chosen = part("list").querySelector('[aria-selected="true"]');
-    if (part("reader").dataset.uid !== now.uid) chosen?.scrollIntoView({ block: "nearest" });
-    await read(part("reader"), now, current);
+    redraw(byId("list"), [answer, now], () => list(answer, now));
+    const chosen = byId("list").querySelector('[aria-selected="true"]');
+    if (byId("reader").dataset.uid !== now.uid) chosen?.scrollIntoView({ block: "nearest" });
+    await read(byId("reader"), now, current);
   }
 }
 
 function skeleton() {
-  let waiting;
-  const searched = ({ target }) => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => go({ search: target.value, start: null, uid: null }, true), WAIT);
-  };
+  const searched = ({ target }) => goLater({ search: target.value, start: null, uid: null }, WAIT);
   const pane = (id, label) => make("div", { id, tabindex: 0, role: "region", "aria-label": label });
   return [
     make("div", { class: "bar" },
@@ -251,7 +245,8 @@ function next(by) {
 }
 
 const side = () => go({ side: route().side ? null : "1" });
-const sibling = () => go({ uid: members[(members.indexOf(route().uid) + 1) % members.length] });
-const search = () => part("search").select();
 
-export const keys = { j: () => next(1), k: () => next(-1), n: sibling, g: side, "/": search };
+export const keys = {
+  j: () => next(1), k: () => next(-1), g: side, "/": () => byId("search").select(),
+  n: () => go({ uid: members[(members.indexOf(route().uid) + 1) % members.length] }),
+};

@@ -2,7 +2,7 @@
 import { fold, make, number } from "view/dom.js";
 import { address, link } from "view/route.js";
 import { escaped, line, parts } from "view/parts.js";
-import { bounded, drawTurn, gist, painter } from "view/reader.js";
+import { bounded, drawTurn, gist, painter, role } from "view/reader.js";
 
 const MOST = 20000; // characters of a text that are compared
 const AHEAD = 100; // words, in which a shared one is looked for
@@ -51,10 +51,10 @@ function cell(turn, reference, episode, colour) {
     const text = of(turn), other = reference ? of(reference) : text;
     return text === other ? bounded(text) : marked(text, other);
   };
-  const replies = turn.replies.map((one, at) => make("div", { class: "role tool" },
-    make("span", { class: "who" }, one.call.name), shown((some) => some.replies[at]?.content ?? "")));
+  const replies = turn.replies.map((one, at) =>
+    role("tool", one.call.name, shown((some) => some.replies[at]?.content ?? "")));
   return make("div", { class: "turn" }, make("h4", {}, `turn ${turn.index + 1}`),
-    make("div", { class: "role model" }, shown(words)), ...replies);
+    role("model", "", shown(words)), ...replies);
 }
 
 const words = (turn) => parts(turn).map((part) => part.text).join("");

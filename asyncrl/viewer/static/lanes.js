@@ -1,21 +1,18 @@
-// The lanes of the tab of time. A bar is as high as the share of its length that was busy; waits: striped.
+// The lanes of the tab of time. A bar is as high as the share of its length that was busy; waits: hollow.
 // Spans are those of viewer/lanes.py: [start, end, name, calls, seconds, longest, text].
-import { PALETTE, clock, fold, make } from "view/dom.js";
+import { INCREMENTS } from "view/charts.js";
+import { PALETTE, byId, clock, fold, make } from "view/dom.js";
 
 const SHORT = 0.01; // share of its process's time below which a lane is folded
 const OPEN = 3; // processes of a group up to which all are shown lane by lane, and from there on the first
 const HUES = [0, 1, 3, 2, 5, 4, 6, 6].map((at) => PALETTE[at]); // by meaning, as in viewer/meanings.py
-const WAITS = [5, 6]; // meanings that are striped
-const TICKS = [ // seconds
-  ...[-3, -2, -1, 0].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power)),
-  ...[10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800],
-];
+const WAITS = [5, 6]; // meanings that are hollow
+const TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, ...INCREMENTS.seconds];
 
 /** What is shown: `whole` and `data` are the answers for the run and for the window, `rows` those of `data`
  * by process and title, `shown` its first and last second, `stretch` what is selected, `chosen` a span. */
 export const view = { whole: null, data: null, rows: new Map(), shown: [0, 1], stretch: null, chosen: null };
 
-export const byId = (id) => document.getElementById(id);
 export const isShort = ({ share }) => share < SHORT;
 const busiest = (rows) => [...rows].sort((a, b) => b.share - a.share)[0];
 export const kindOf = (process) => process.split(" ")[0];
@@ -73,19 +70,6 @@ function begin(canvas) {
   return context;
 }
 
-/** Waits are told from work without colours, too. */
-function striped(hue) {
-  const tile = make("canvas", { width: 6, height: 6 }), brush = tile.getContext("2d");
-  [brush.strokeStyle, brush.lineWidth] = [hue, 2];
-  for (const by of [-6, 0, 6]) {
-    brush.moveTo(by - 1, 7);
-    brush.lineTo(by + 7, -1);
-  }
-  brush.stroke();
-  return brush.createPattern(tile, "repeat");
-}
-const INKS = HUES.map((hue, kind) => (WAITS.includes(kind) ? striped(hue) : hue));
-
 export function paint() {
   const { data, shown, stretch, whole } = view, wide = byId("ruler")?.clientWidth;
   if (!data || !wide) return;
@@ -102,15 +86,8 @@ export function paint() {
 function drawLane(canvas, x) {
   const { clientWidth: wide, clientHeight: high } = canvas, context = wide && begin(canvas);
   if (!wide) return; // it is folded
-  const { spans } = view.rows.get(canvas.dataset.lane), { chosen } = view;
-  bars(context, spans, view.data, x, 0, high, wide);
-  context.fillStyle = tone("text");
-  for (const [at, [, end, , , , , text]] of spans.entries()) { // beside its bar, where there is room
-    const told = text.split(/[,(]/)[0], left = x(end) + 3;
-    const room = Math.min(x(spans[at + 1]?.[0] ?? Infinity), wide) - left;
-    const fits = left >= 0 && room > 12 && room > context.measureText(told).width;
-    if (fits) context.fillText(told, left, high / 2);
-  }
+  const { chosen, data, rows } = view;
+  bars(context, rows.get(canvas.dataset.lane).spans, data, x, 0, high, wide);
   if (chosen?.key !== canvas.dataset.lane) return;
   [context.strokeStyle, context.lineWidth] = [tone("text"), 2];
   context.strokeRect(x(chosen.start) - 1, 1, Math.max(x(chosen.end) - x(chosen.start), 1) + 2, high - 2);
@@ -123,8 +100,11 @@ function bars(context, spans, { names }, x, top, high, wide) {
     if (right < 0 || left > wide) continue;
     const tall = Math.max(2, high * Math.min(1, took / (end - start || 1)));
     const gap = right - left > 4 ? 0.5 : 0;
-    context.fillStyle = INKS[names[name][0]];
-    context.fillRect(left, top + high - tall, Math.max(right - left - gap, 1), tall);
+    const [kind] = names[name], low = top + high;
+    context.fillStyle = HUES[kind];
+    context.fillRect(left, low - tall, Math.max(right - left - gap, 1), tall);
+    const hollow = WAITS.includes(kind) && right - left > 5 && tall > 4; // told apart without colours
+    if (hollow) context.clearRect(left + 2, low - tall + 2, right - left - gap - 4, tall - 4);
   }
 }
 

@@ -64,13 +64,13 @@ function heldOut({ held_out: found, configuration: keys }) {
   const asked = keys.some(([key]) => key === "data.test");
   const none = asked ? "No validation is over yet." : "Nothing is held out: data.test asks for it.";
   if (!found.length) return empty("Held out", none);
-  const rows = found.map((one) => trend(one, judged(one.before, one.unit), judged(one.after, one.unit),
-    one.unit === "share" ? intervals(one) : spark(one)));
+  const rows = found.map((one) =>
+    trend(one, judged(one.before, one.unit), judged(one.after, one.unit), spark(one)));
   const [first, last] = [found[0].before, found[0].after];
   const named = (one) => (one ? ` (step ${one.step})` : "");
   const of = `of ${number((last ?? first).episodes)} ${found[0].tasks ? "questions" : "episodes"}`;
   return card("Held out",
-    table(["", `before${named(first)}`, `last${named(last)}`, ""], rows, { class: "trends" }),
+    table(["", `before${named(first)}`, `last${named(last)}`, "by step"], rows, { class: "trends" }),
     (last ?? first).interval && make("p", { class: "dim small" }, `${of}, with 95% intervals`),
     found.some((one) => Object.keys(one.tasks ?? {}).length) && link({ tab: "compare" }, "by task →"));
 }
@@ -84,28 +84,12 @@ export function judged(one, unit) {
     one?.interval && make("div", { class: "dim small" }, one.interval.map(text).join(" to ")));
 }
 
-/** Both intervals on an axis from 0 to 1: grey before, coloured after. */
-function intervals(one) {
-  const at = (share) => 4 + share * (WIDE - 8);
-  const drawn = ["before", "after"].filter((when) => one[when]).flatMap((when) => {
-    const { value, interval } = one[when], ends = interval ?? [value, value], y = when === "before" ? 11 : 25;
-    return [svg("line", { x1: at(ends[0]), x2: at(ends[1]), y1: y, y2: y, class: `interval ${when}` }),
-      svg("circle", { cx: at(value), cy: y, r: 4, class: `point ${when}` })];
-  });
-  const axis = svg("line", { x1: 4, x2: WIDE - 4, y1: HIGH / 2, y2: HIGH / 2, class: "axis" });
-  return drawing(`${one.label}: before and last, from 0% to 100%`, axis, ...drawn);
-}
-
 function svg(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   Object.entries(attributes).forEach(([name, value]) => element.setAttribute(name, value));
   element.append(...children);
   return element;
 }
-
-const drawing = (label, ...parts) => svg("svg",
-  { viewBox: `0 0 ${WIDE} ${HIGH}`, class: "spark", role: "img", "aria-label": label },
-  svg("title", {}, label), ...parts);
 
 /** A curve without axes; one value is a point. */
 function spark({ curve, label }) {
@@ -119,8 +103,9 @@ function spark({ curve, label }) {
   const text = `${label}: ${number(Math.min(...ys))} to ${number(Math.max(...ys))}, `
     + `steps ${xs[0]} to ${xs.at(-1)}`;
   const points = x.map((at, i) => `${at},${y[i]}`).join(" ");
-  return drawing(text, svg("polyline", { points, class: "curve" }),
-    svg("circle", { cx: x.at(-1), cy: y.at(-1), r: 2.5, class: "point after" }));
+  const seen = { viewBox: `0 0 ${WIDE} ${HIGH}`, class: "spark", role: "img", "aria-label": text };
+  return svg("svg", seen, svg("title", {}, text), svg("polyline", { points }),
+    svg("circle", { cx: x.at(-1), cy: y.at(-1), r: 2.5 }));
 }
 
 /** The first and the last tenth of the steps, with a curve. */

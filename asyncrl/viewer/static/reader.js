@@ -1,5 +1,7 @@
 // The reader: one episode as a conversation; its tokens coloured by what is chosen.
-import { FULL, PALETTE, badge, fold, make, meter, number, percent, seconds } from "view/dom.js";
+import {
+  FULL, PALETTE, badge, byId, fold, make, meter, number, percent, seconds, swatch, table, tell, tip,
+} from "view/dom.js";
 import { address } from "view/route.js";
 import { branches, escaped, line, messages, parts } from "view/parts.js";
 
@@ -100,18 +102,17 @@ function head(episode, buttons) {
   ];
   const question = JSON.stringify([["sample", "=", listed.sample], ["kind", "=", listed.kind]]);
   const same = address({ where: question, order: "-step", search: null, start: null });
-  const pair = (name, ...values) => [make("dt", {}, name), make("dd", {}, ...values)];
   const masks = { href: address({ colour: "masked" }), id: "masked" };
-  const components = Object.entries(listed.components).flatMap(([name, value]) =>
-    pair(name, make("span", {}, number(value)), meter(value, `${name} ${number(value)}`)));
+  const components = Object.entries(listed.components).map(([name, value]) =>
+    [name, make("td", {}, make("span", {}, number(value)), meter(value, `${name} ${number(value)}`))]);
+  const came = [["answer", bounded(listed.answer || "–", 400)], ["truth", bounded(listed.truth || "–", 400)],
+    ["score", make("b", {}, number(listed.score))], ...components];
   return make("div", {},
     make("div", { class: "bar" }, make("b", {}, episode.uid),
       ...[listed.kind, listed.state, listed.reason, listed.mode].filter(Boolean).map((one) => badge(one)),
       make("span", { class: "push" }, ...buttons)),
     make("h3", {}, line(listed.question, 400) || "(no question)"),
-    make("dl", { class: "outcome" }, ...pair("answer", bounded(listed.answer || "–", 400)),
-      ...pair("truth", bounded(listed.truth || "–", 400)),
-      ...pair("score", make("b", {}, number(listed.score))), ...components),
+    table(null, came, { class: "outcome" }),
     make("p", { class: "dim" }, facts.filter(Boolean).join(" · "),
       masked ? make("a", masks, ` · ${number(masked)} tokens masked`) : null),
     make("a", { href: same, id: "same-question" },
@@ -125,8 +126,8 @@ export const chip = (href, on, attributes, ...children) =>
 function colours(episode, paint, chosen) {
   const chips = Object.entries(COLOURS).map(([key, { name }]) =>
     chip(address({ colour: key }), key === chosen, { id: `colour-${key}` }, name));
-  const patches = () => paint.scale(paint).map(([value, label]) => make("span", { class: "patch" },
-    make("span", { class: "key", style: { background: paint.paint(value, paint) } }), label));
+  const patches = () => paint.scale(paint).map(([value, label]) =>
+    make("span", {}, swatch(paint.paint(value, paint)), label));
   const none = chosen === "advantages" ? `no advantages: ${episode.no_advantage}`
     : paint.none ?? "nothing is known of it, of this episode";
   return make("div", { class: "colours" },
@@ -140,7 +141,7 @@ function colours(episode, paint, chosen) {
 function contents({ uid, turns }, rows) {
   const aside = rows.flatMap((row) => (row.aside ? row.turns : []));
   const go = ({ index }) => {
-    const place = document.getElementById(`turn-${uid}-${index}`);
+    const place = byId(`turn-${uid}-${index}`);
     place.closest(".aside > details")?.setAttribute("open", "");
     place.scrollIntoView();
   };
@@ -181,7 +182,7 @@ export function drawTurn(turn, row, episode, paint) {
     make("h4", {}, `turn ${index + 1}`,
       make("span", { class: "dim" }, ` of ${episode.turns.length} · ${facts.filter(Boolean).join(" · ")}`)),
     ...(row ? history(read) : read.map((one) => message(one, true))),
-    make("div", { class: "role model" }, make("span", { class: "who" }, "model"), ...model(turn, paint)),
+    role("model", "model", ...model(turn, paint)),
     ...(observation?.messages ?? []).map((one) => message(one, false)),
     make("div", { class: "context" }, fold(`what the model read: ${number(turn.context.ids.length)} tokens`,
       false, () => bounded(turn.context.text))));
@@ -208,8 +209,7 @@ function answered(reply, open, ...body) {
   const gave = `${failed ? "✗" : "→"} ${line(reply.error || reply.content, LINE) || "(nothing)"}`;
   const title = make("span", {}, make("code", {}, called(reply.call)),
     make("span", { class: failed ? "bad" : "dim" }, ` ${gave}`), ` · ${seconds(reply.seconds)}`);
-  const inside = make("div", { class: "role tool" },
-    make("span", { class: "who" }, reply.refused ? "refused" : "tool"),
+  const inside = role("tool", reply.refused ? "refused" : "tool",
     reply.error ? make("div", { class: "bad" }, bounded(reply.error, 2000)) : null, bounded(reply.content));
   return fold(title, open || failed, ...body, () => inside);
 }
@@ -250,23 +250,27 @@ function said({ content, tool_calls: calls }) {
   return [text, ...(calls ?? []).map((one) => called(one.function, 4000))].filter(Boolean).join("\n");
 }
 
+const who = (name) => make("span", { class: "who" }, name);
+export const role = (kind, name, ...said) =>
+  make("div", { class: `role ${kind}` }, name && who(name), ...said);
+
 /** Folded: a line that says who and begins to say what. */
 function message(one, folded) {
-  const text = said(one), who = make("span", { class: "who" }, one.role);
+  const text = said(one);
   const more = text.length > LINE ? ` · ${number(text.length)} characters` : "";
-  const title = make("span", {}, who, ` ${line(text, LINE)}${more}`);
-  return make("div", { class: `role ${one.role}` },
-    ...(folded ? [fold(title, false, () => bounded(text))] : [who, bounded(text)]));
+  const title = make("span", {}, who(one.role), ` ${line(text, LINE)}${more}`);
+  return folded ? role(one.role, "", fold(title, false, () => bounded(text)))
+    : role(one.role, one.role, bounded(text));
 }
 
 // -- texts of others, and tokens of them --------------------------------------------------------------------
 
-/** What `draw` makes of a stretch, at first of its first `most`: nodes of megabytes would hold up the page. */
+/** What `draw` makes of a stretch, first of its first `most`: nodes of megabytes would hold up the page. */
 function pieces(draw, from, to, most, unit) {
   const end = Math.min(to, from + most), next = Math.min(to - end, 10 * most);
   const more = ({ target }) => target.replaceWith(...pieces(draw, end, to, next, unit));
-  const button = () => make("button", { onclick: more }, `show ${number(next)} more of ${number(to)} ${unit}`);
-  return next ? [...draw(from, end), button()] : draw(from, end);
+  const text = `show ${number(next)} more of ${number(to)} ${unit}`;
+  return [...draw(from, end), ...(next ? [make("button", { onclick: more }, text)] : [])];
 }
 
 export const bounded = (text, most = MOST) => make("div", { class: "text" },
@@ -285,20 +289,16 @@ function tokens(turn, { from, to }, paint) {
   return make("div", { class: "text", ...heard }, ...pieces(draw, from, to, MOST_TOKENS, "tokens"));
 }
 
-// All that is known of the token under the pointer, at once: titles of thousands of elements come late.
-const tip = make("div", { class: "tip" });
-function point({ target, clientX, clientY }, turn) {
-  const at = target.dataset?.at;
+/** All that is known of the token under the pointer. */
+function point(event, turn) {
+  const { at } = event.target.dataset;
   const of = (name, values) => (values?.length ? `${name} ${number(values[at], 4)}` : "");
   if (at === undefined) return tip.remove();
   const kv = turn.kv_versions[at], version = turn.versions[at], logprob = turn.logprobs[at];
-  tip.textContent = [
+  tell(event, [
     `id ${turn.ids[at]}`, `log-prob of the engine ${number(logprob, 4)} (${percent(Math.exp(logprob))})`,
     `version ${version}${kv === version ? "" : `, keys and values from ${kv < 0 ? "?" : kv} on`}`,
     of("lag", turn.lags), maskOf(turn, at) && `masked: ${maskOf(turn, at)}`, of("π/μ", turn.ratios),
     of("advantage", turn.advantages), turn.rewards?.[at] ? of("reward", turn.rewards) : "",
-  ].filter(Boolean).join("\n");
-  const left = Math.min(clientX + 12, innerWidth - 260);
-  Object.assign(tip.style, { left: `${left}px`, top: `${clientY + 14}px` });
-  document.body.append(tip);
+  ].filter(Boolean).join("\n"));
 }

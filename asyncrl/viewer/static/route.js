@@ -16,4 +16,11 @@ export function address(changes) {
 /** Change the address. `replace`: the browser's back button skips what was there. */
 export const go = (changes, replace = false) => location[replace ? "replace" : "assign"](address(changes));
 
+let timer = 0;
+/** Change it when nothing was typed or dragged for some milliseconds: what is passed over is not kept. */
+export function goLater(changes, wait) {
+  clearTimeout(timer);
+  timer = setTimeout(() => go(changes, true), wait);
+}
+
 export const link = (changes, ...children) => make("a", { href: address(changes) }, ...children);

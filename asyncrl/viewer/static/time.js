@@ -1,15 +1,14 @@
 // The tab of time: what each process did when. Above, the whole run with the window; beside, sums by name of
 // the window or of a selected stretch, and the chosen span. A window is asked for again, with finer spans.
-import { card, clock, make, number, percent, redraw, seconds, table } from "view/dom.js";
-import { byId, isShort, kindOf, lanes, paint, sign, spansOf, view } from "view/lanes.js";
-import { go, link } from "view/route.js";
+import { byId, card, clock, make, number, percent, redraw, seconds, table, tell, tip } from "view/dom.js";
+import { isShort, kindOf, lanes, paint, sign, spansOf, view } from "view/lanes.js";
+import { go, goLater, link } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
 const MOST = 14; // names of a stretch
 const HINT = "Drag: sums of a stretch. Click, j k: a span. Ctrl + wheel, + −: zoom. ← →: move. 0: whole run.";
 
 let run = null; // the number of the run that is shown
-let timer = 0; // of a window that will be asked for
 
 export async function show(place, route, state, current) {
   if (run !== route.run) {
@@ -164,9 +163,8 @@ function within(from, to) {
 function move([from, to]) {
   view.shown = within(from, to);
   paint();
-  clearTimeout(timer);
   const [first, last] = view.shown.map((at) => at.toFixed(3));
-  timer = setTimeout(() => go({ step: null, from: first, to: last }, true), 150);
+  goLater({ step: null, from: first, to: last }, 150);
 }
 
 const width = () => view.shown[1] - view.shown[0];
@@ -208,8 +206,6 @@ export const keys = Object.fromEntries(Object.entries({
 
 // -- the pointer ---------------------------------------------------------------------------------------
 
-const tip = make("div", { class: "tip" });
-
 /** The second under the pointer, where a picture shows those of a window. */
 function secondAt(event, [from, to]) {
   const { left, width: wide } = byId("ruler").getBoundingClientRect();
@@ -240,10 +236,7 @@ function listen(strip, place) {
     const span = event.buttons ? null : spanAt(event);
     if (!span) return tip.remove();
     const told = facts(span).map(([what, text]) => `${what} ${text}`);
-    tip.textContent = [span.title, seconds(span.end - span.start), ...told].join("\n");
-    const left = Math.max(0, Math.min(event.clientX + 12, innerWidth - 300));
-    Object.assign(tip.style, { left: `${left}px`, top: `${event.clientY + 12}px` });
-    document.body.append(tip);
+    tell(event, [span.title, seconds(span.end - span.start), ...told].join("\n"));
   });
   place.addEventListener("pointerleave", () => tip.remove());
 }
