@@ -145,6 +145,7 @@ Limit = Annotated[int, Meta(ge=1)]
 
 SAMPLING = "is ignored: sampling is the run's (rollout.temperature)"
 HINT = "is a hint, but for tool_choice none: the model may answer otherwise"
+LOGGED = 200  # names of parameters, which agents choose
 FORMS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
 ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
 
@@ -197,12 +198,12 @@ def _own(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def without_effect(body: bytes, request: Any) -> dict[str, str]:
-    """The fields of a body that do not do what they say, and what happens to them."""
+    """The fields of a body, of the first LOGGED, that do not do what they say, and what happens to them."""
     told = dict.fromkeys(request.__struct_fields__, "") | dict.fromkeys(FORMS, HINT)
     told |= dict.fromkeys(IGNORED, SAMPLING)
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    found = {name: told.get(name, "has no effect") for name in given if bytes(given[name]) != b"null"}
-    return {name: what for name, what in found.items() if what}
+    found = ((name, told.get(name, "has no effect")) for name in itertools.islice(given, LOGGED))
+    return {name: what for name, what in found if what and bytes(given[name]) != b"null"}
 
 
 def _tool(schema: dict[str, Any]) -> str:

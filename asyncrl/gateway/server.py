@@ -37,7 +37,6 @@ MAX_BODY = 16 << 20  # bytes of a request
 READ_SECONDS = 60.0  # for a request to arrive
 BODIES = 4  # of an episode's requests that are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server does
-LOGGED = 200  # names of parameters, which agents choose
 BEAT_SECONDS = 8.0  # in which a stream says something
 DIALECTS = {
     "/v1/chat/completions": completions.DIALECT,
@@ -233,7 +232,8 @@ class Gateway:
         if not admitted.asked.done():
             admitted.asked.set_result(None)
         asked = dialect.read(body := await _body(request, admitted))
-        self._log_unheeded(exchange.without_effect(body, asked.request) | asked.left_out)
+        if len(self._logged) < exchange.LOGGED:  # else an agent's inventions would keep the loop each time
+            self._log_unheeded(exchange.without_effect(body, asked.request) | asked.left_out)
         events = _Events(asked) if asked.request.stream else None
         task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events))
         admitted.running.add(task)
@@ -291,7 +291,7 @@ class Gateway:
 
     def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
         """Log each parameter once."""
-        for name in sorted(unheeded.keys() - self._logged)[: LOGGED - len(self._logged)]:
+        for name in sorted(unheeded.keys() - self._logged)[: exchange.LOGGED - len(self._logged)]:
             self._logged.add(name)
             log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
 

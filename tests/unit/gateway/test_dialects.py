@@ -102,6 +102,8 @@ def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
     body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null}'
     found = exchange.without_effect(body, request)
     assert found == {"seed": exchange.SAMPLING, "user": "has no effect"}
+    many = json.dumps({f"{number}": 1 for number in range(1000)}).encode()
+    assert len(exchange.without_effect(many, request)) == exchange.LOGGED
 
 
 @every_dialect
