@@ -199,6 +199,7 @@ def test_a_damaged_store_is_made_anew_from_a_copy(root: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_store_is_damaged_at_many_sampled_moments(root: Path) -> None:
     """No checkpoint is: one that is newer than the copy is all that is known of its steps until the next."""
     faults = [name for name in RUNNING_ON if name != "damage_checkpoint"]
@@ -206,6 +207,7 @@ def test_a_store_is_damaged_at_many_sampled_moments(root: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_faults_at_many_sampled_moments(root: Path) -> None:
     for seed in range(60, 2060):
         play(root, seed, RUNNING_ON, most=10)
@@ -224,6 +226,7 @@ def test_a_payload_is_damaged_after_a_trainer_was_given_it(root: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_power_cuts_at_many_sampled_moments(root: Path) -> None:
     for seed in range(30, 2030):
         play(root, f"power {seed}", list(FAULTS), most=8)
