@@ -108,11 +108,11 @@ def _refuse_hiding(root: str, layers: list[str]) -> None:
         above, below = ahead.pop()
         with suppress(PermissionError), os.scandir(root + above) as entries:
             for path in (f"{above}/{entry.name}" for entry in entries if entry.is_dir(follow_symlinks=False)):
-                if OPAQUE[0] in os.listxattr(root + path):
-                    continue  # it is to hide what is below
                 there = [layer for layer in below if os.path.lexists(layer + path)]
+                if not there or OPAQUE[0] in os.listxattr(root + path):
+                    continue  # nothing is below, or it is to hide what is
                 links = [layer for layer in there if os.path.islink(layer + path)]
-                if there and there[:1] == links[:1]:
+                if there[:1] == links[:1]:
                     target = os.readlink(there[0] + path)
                     raise ConfigError(
                         f"{path[1:]!r} is a link to {target!r} in the image below, all of which this would "

@@ -80,7 +80,11 @@ def unpack(order: Order) -> Image:
         return work.digest(work.unpack(archive))
     except Exception as error:
         where = f"entry {work.at[:200]!r}: " if work.at else ""
-        why = f"a header over {MEMORY >> 20} MiB" if isinstance(error, MemoryError) else reason(error)
+        known = {
+            MemoryError: f"a header over {MEMORY >> 20} MiB",
+            RecursionError: "lies in too many directories",
+        }
+        why = known.get(type(error)) or reason(error)
         raise ConfigError(where + why) from error
 
 

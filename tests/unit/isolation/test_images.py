@@ -107,6 +107,20 @@ def test_a_directory_over_a_link_is_refused_unless_the_link_is_deleted(own: Path
     assert import_image(str(archive), "top", over="base").over == (find_image("base").root,)
 
 
+def test_a_name_as_long_as_the_kernel_takes_inside(own: Path, tmp_path: Path) -> None:
+    """Outside, below the directory of images, it is too long. The image below may have it, too."""
+    base, archive = tree(tmp_path / "base"), tmp_path / "deep.tar"
+    import_image(base, "base")
+    with tarfile.open(archive, "w") as tar:
+        tar.add(base, ".")
+        info = tarfile.TarInfo("/".join(["n" * 250] * 16 + ["end"]))
+        info.type = tarfile.DIRTYPE
+        tar.addfile(info)
+    for over in ("", "base", "deep"):
+        assert import_image(str(archive), "over" if over else "deep", over=over).files == 19
+    assert remove_image("over") and remove_image("deep") and left(own) == []
+
+
 def test_an_image_that_somebody_damaged_can_be_removed(own: Path, tmp_path: Path) -> None:
     image = import_image(tree(tmp_path / "a"), "one")
     Path(own, image.digest, "image.json").write_text("{")

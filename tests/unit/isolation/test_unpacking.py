@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[list[Entry], str]] = {
     "a name that only looks upwards": ([("..", None)], "leads upwards"),
     "a name with a NUL": ([made("x", pax_headers={"path": "a\0b"})], "null"),
     "a long name": ([("n" * 256, b"")], "File name too long"),
-    "a deep name": ([("a/" * 3000 + "b", b"")], "RecursionError"),
+    "a deep name": ([("a/" * 3000 + "b", b"")], "lies in too many directories"),
     "a tree that is deep through links": (deep(), "File name too long"),
     "a loop of links": ([("a", "b"), ("b", "a"), ("a/c", b"")], "'/a' above it is no directory"),
     "a file as a directory": ([("a", b""), ("a/b", b"")], "'/a' above it is no directory"),
