@@ -134,6 +134,10 @@ async def test_files_are_written_and_read_with_the_rights_of_the_code() -> None:
         for path, why in (*missing, ("link", "link"), ("a\0", "null")):
             with pytest.raises(SandboxError, match=why):
                 await box.read_file(path)
+        await box.run("shell", "while :; do echo >> ticks; sleep 0.001; done &", 5)
+        await box.run("shell", "sleep 0.02", 5)
+        assert len({await box.read_file("ticks") for _ in range(9)}) == 1, "code runs while files are moved"
+        await box.run("program", "", 5)  # ends it
         await box.run("shell", "mkfifo pipe", 5)
         async with asyncio.timeout(9):  # it is not waited for what nobody writes
             assert await box.read_file("pipe") == b""

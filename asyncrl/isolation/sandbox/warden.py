@@ -26,7 +26,7 @@ from functools import partial
 
 from asyncrl.isolation.sandbox import changes, confine, emptying, frames, kernel
 from asyncrl.isolation.sandbox.confine import Confinement, ConfinementPlan
-from asyncrl.isolation.sandbox.frames import GIVE, TAKE, RunEnding, RunReply, RunRequest, SandboxLimits
+from asyncrl.isolation.sandbox.frames import RunEnding, RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 from asyncrl.isolation.sandbox.watched import LINK, BoundedOutput, WatchedProcess
 from asyncrl.isolation.wrapper import CANNOT_RUN
@@ -65,7 +65,7 @@ class Warden:
             frames.write_all(LINK, frames.HELLO.pack(bits, len(notes)) + notes)
             while True:
                 request = frames.read_request(LINK)
-                if request.kind not in (TAKE, GIVE):
+                if request.kind not in changes.STEPS:
                     self._signal_all(signal.SIGCONT)
                 reply = answers.get(request.kind, self._program)(request)
                 if not kernel.stop_all(self._confinement.alone):  # no process runs between two requests
@@ -149,7 +149,7 @@ class Warden:
         return RunReply(RunEnding.OVER if over else failed if ended else RunEnding.LATE, status, lost, 0, b"")
 
     def _move(self, request: RunRequest) -> RunReply:
-        """Move files over the owner's pipe. While changes are, no other process runs."""
+        """Move files over the owner's pipe. No other process runs meanwhile."""
         (pipe,), changed = self._passed("i"), os.dup(self._confinement.upper)
         top = "/" if self._has_image else self._confinement.home
         step = partial(changes.run, request.kind, top, changed, request.source)
