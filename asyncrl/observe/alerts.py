@@ -18,6 +18,7 @@ import msgspec
 from asyncrl.buffer.records import LOSSES
 from asyncrl.config import ValidationConfig
 from asyncrl.observe import metrics as metric
+from asyncrl.observe.held_out import wilson
 from asyncrl.observe.metrics import Row, clock, matching
 from asyncrl.observe.summary import flow_of, mean
 from asyncrl.types import FailReason
@@ -188,6 +189,20 @@ def _solved(seen: Seen) -> Found | None:
     return Found(f"held-out success {seen.success:.0%}, since step {seen.judged[low + 1][0]:.0f}{rest}")
 
 
+def _fell(seen: Seen) -> Found | None:
+    """The newest validation is below the best one by more than chance: their 95% intervals do not meet. For
+    example 100% of 24 episodes is more than 86%, and 50% of them less than 69%."""
+    if not seen.judged:
+        return None
+    modes = sum(name in seen.validations[-1] for name in (metric.SAMPLED, metric.GREEDY))
+    count = seen.validations[-1].get(metric.PLAYED, 0.0) / max(modes, 1)
+    best, now = max(seen.judged, key=lambda one: one[1]), seen.judged[-1]
+    (least, _), (_, most) = wilson(best[1], count), wilson(now[1], count)
+    if least is None or most is None or most >= least:
+        return None
+    return Found(f"from {best[1]:.0%} at step {best[0]:.0f} to {now[1]:.0%} at step {now[0]:.0f}")
+
+
 def _failing(seen: Seen) -> Found | None:
     counts = {str(reason): seen.grown(FAILED + reason) for reason in FailReason if reason not in LOSSES}
     failed = sum(counts.values())
@@ -322,6 +337,7 @@ def _limited(seen: Seen) -> Found | None:
 
 RULES: dict[str, Callable[[Seen], Found | None]] = {
     "solved": _solved,
+    "held-out success fell": _fell,
     "attempts fail": _failing,
     "no progress": _stalled,
     "account is not exact": _account,

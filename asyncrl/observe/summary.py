@@ -100,7 +100,7 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
         )
         both = [text_of(key, summary.get(f"{key}_{when}")) for when in ("first", "last")]
         known = f"{name} {' → '.join(dict.fromkeys(both))}" if all(both) else "no reward is known"
-        text = f"{known} {since}; {f'{before[0]} before' if before else 'nothing was held out'}"
+        text = f"{known} {since}; {f'{before[0]} before' if before else 'no validation was run'}"
     else:
         text = f"{before[0]}{' before training' if total else ''}" if before else "no step is over"
     text = text if ended in ("", "completed") else f"{ended.partition(':')[0]}: {text}"

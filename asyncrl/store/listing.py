@@ -50,7 +50,7 @@ FACETS = {
     "agent": "agent",
     "mode": "mode",
     "source": "source",
-    "stale": "tokens beyond buffer.max_staleness",
+    "stale": "tokens masked as too old",
 }
 NEWEST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out ones last
 FROM = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id

@@ -73,11 +73,12 @@ def search(
 
 
 def _said(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
-    """What the model, the tools and the environment wrote."""
+    """What the model, the tools and the environment wrote, calls and errors among it."""
     for turn in turns:
         if decode is not None:
             yield decode(turn.ids)
-        yield from (reply.content for reply in turn.replies)
+        for reply in turn.replies:
+            yield f"{reply.call.name} {reply.call.arguments}\n{reply.content}\n{reply.error or ''}"
         yield from (said.content for said in (turn.observation or Observation()).messages)
 
 

@@ -23,7 +23,6 @@ from asyncrl.store.reader import RunReader
 POINTS = 1000  # places of a curve that a page is sent; a longer stretch is thinned
 LOOKS = 100  # places at which a run is searched for alerts
 LOST = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
-PLAYED = "val-aux/episodes"
 
 
 def series(
@@ -54,7 +53,7 @@ def series(
     names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]
     known = {name: shown(name) for name in names}
     modes = [name for name in (metric.SAMPLED, metric.GREEDY) if name in known]
-    played = [(count or 0.0) / len(modes) for count in known.get(PLAYED, [])] if modes else []
+    played = [(count or 0.0) / len(modes) for count in known.get(metric.PLAYED, [])] if modes else []
     for name in modes:
         pairs = [wilson(*one) for one in zip(known[name], played, strict=False)]
         known[f"{name}/low"], known[f"{name}/high"] = ([pair[at] for pair in pairs] for at in (0, 1))

@@ -78,7 +78,7 @@ def test_a_run_of_a_moment_says_what_is_known(tmp_path: Path) -> None:
     (trainer,) = begun["waits"]
     assert (trainer["parts"], trainer["now"]) == ({}, ["trajectories of step 3 (5 s)"])
     one = overview(save(tmp_path / "c", run({})[:1], step=1), "")
-    assert one["outcome"] == "Reward 0.4 after 1 of 20 steps; nothing was held out"
+    assert one["outcome"] == "Reward 0.4 after 1 of 20 steps; no validation was run"
     killed = overview(save(tmp_path / "d", []), "killed: its launcher is gone")
     assert killed["outcome"] == "Killed: no step is over"
 

@@ -73,7 +73,12 @@ QUESTIONS = (
         "what has the second run lost?",
         REGRESSION,
         ["second"],
-        ["Held-out success 100% → 50% in 12 steps", "form 1 0.5", "trainer.lr 1e-4 1e-6"],
+        [
+            "Held-out success 100% → 50% in 12 steps",
+            "held-out success fell: from 100% at step 0 to 50% at step 12",
+            "form 1 0.5",
+            "trainer.lr 1e-4 1e-6",
+        ],
     ),
     Question(
         "what has changed since it was resumed?",

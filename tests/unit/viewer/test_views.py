@@ -28,6 +28,7 @@ from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
 from asyncrl.viewer.views import Views
+from tests.fakes import planted
 from tests.fakes.data import rows, stored
 from tests.fakes.planted import MARKUP, ended, save_run
 from tests.unit.buffer.machine import turn_payload
@@ -100,6 +101,12 @@ def test_tools_are_added_up(views: Views) -> None:
     assert views.answer("tools", {"where": '[["group","=",0]]'})[0]["calls"] == 1
     assert uids(views, ["tool", "=", "search"]) == ["0.0"] and uids(views, ["tool", "=", "none"]) == []
     assert len(uids(views, ["tool", "=", "search"], ["tool", "=", "calculator"])) == 4
+
+
+def test_a_search_finds_calls_and_their_errors(tmp_path: Path) -> None:
+    views = Views([planted.broken_tool(tmp_path / "run")], ended)
+    assert len(uids(views, search="connection refused")) == len(uids(views, search="search refused")) == 24
+    assert uids(views, search="calculator refused") == []
 
 
 def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views) -> None:
