@@ -31,7 +31,7 @@ export function sideBySide(episodes, colour) {
   ];
 }
 
-const told = (turn) => JSON.stringify([turn.texts.join(""), turn.replies.map((one) => one.content)]);
+const told = (turn) => JSON.stringify([turn.texts.join(""), turn.replies.map(outcome)]);
 
 function head(one, first) {
   const { uid, score, answer, end, state, turns } = one.listed;
@@ -52,11 +52,12 @@ function cell(turn, reference, episode, colour) {
     return text === other ? bounded(text) : marked(text, other);
   };
   const replies = turn.replies.map((one, at) =>
-    role("tool", one.call.name, shown((some) => some.replies[at]?.content ?? "")));
+    role("tool", one.call.name, shown((some) => outcome(some.replies[at]))));
   return make("div", { class: "turn" }, make("h4", {}, `turn ${turn.index + 1}`),
     role("model", "", shown(words)), ...replies);
 }
 
+const outcome = ({ error, content } = {}) => (error ? `✗ ${error}\n${content}` : content ?? "");
 const words = (turn) => parts(turn).map((part) => part.text).join("");
 
 /** A text, with the words marked that the other one has not. */

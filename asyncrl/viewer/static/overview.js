@@ -24,7 +24,7 @@ export async function show(place, route, state, current) {
   const run = { name, path, ended, phase, number: Number(route.run) };
   redraw(place, [run, answer], () => [
     headline(run, answer), ...answer.alerts.map(warning),
-    make("div", { class: "overview" }, make("div", {}, heldOut(answer), training(answer)),
+    make("div", { class: "overview" }, make("div", {}, heldOut(answer, run), training(answer)),
       make("div", {}, waits(answer, run), flow(answer), configuration(answer))),
     ...answer.notes.map((note) => make("p", { class: "dim small" }, note)),
     ...Object.entries(answer.tables).map(([title, rows]) =>
@@ -42,7 +42,7 @@ function headline({ name, path, ended, phase, number: at }, { outcome }) {
 
 /** What is wrong, what to change (with its present value), and a link to where it is seen. */
 function warning({ name, level, what, do: advice, keys, link: seen }) {
-  const setting = ([key, value]) => make("code", { class: "setting" }, `${key} = ${value}`);
+  const setting = ([key, value]) => make("code", { class: "setting" }, `${key}, now ${value}`);
   return make("div", { class: `alert ${level}`, "data-alert": name },
     make("span", { class: `mark ${level}`, title: LEVELS[level] }, MARKS[level]),
     make("div", {}, make("b", {}, name), ": ", what, ". ",
@@ -60,9 +60,10 @@ export function figure(value, unit = "") {
 
 const empty = (title, text) => card(title, make("p", { class: "dim" }, text));
 
-function heldOut({ held_out: found, configuration: keys }) {
+function heldOut({ held_out: found, configuration: keys }, { ended }) {
   const asked = keys.some(([key]) => key === "data.test");
-  const none = asked ? "No validation is over yet." : "Nothing is held out: data.test asks for it.";
+  const none = !asked ? "Nothing is held out: data.test asks for it."
+    : ended ? "No validation was run." : "No validation is over yet.";
   if (!found.length) return empty("Held out", none);
   const rows = found.map((one) =>
     trend(one, judged(one.before, one.unit), judged(one.after, one.unit), spark(one)));
@@ -118,7 +119,8 @@ function training({ figures: found }) {
 
 /** One bar a role: where its time went, and what it waits for now. */
 function waits({ waits: roles }, { ended, phase }) {
-  const none = ended ? "No step has told." : `${phase}: nobody waits; shares of time are known after a step.`;
+  const none = ended ? "No times of steps were recorded."
+    : `${phase}: nobody waits; shares of time are known after a step.`;
   if (!roles.length) return empty("Who waits for whom", none);
   return card("Who waits for whom", ...roles.map(({ role, note, parts, now }) =>
     make("div", { class: "who-waits", "data-role": role },

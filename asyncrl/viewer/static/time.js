@@ -23,7 +23,7 @@ export async function show(place, route, state, current) {
   if (!current()) return;
   if (!whole.processes.length) {
     run = null; // all is made anew once there is something
-    return place.replaceChildren(make("p", { class: "dim" }, "No process has recorded anything yet."));
+    return place.replaceChildren(make("p", { class: "dim" }, "No process has recorded what it did."));
   }
   const rows = data.processes.flatMap(({ title, rows: of }) =>
     of.map((row) => [`${title}/${row.title}`, { process: title, ...row }]));
@@ -77,7 +77,7 @@ function panel() {
   const marks = data.marks.map(([at, text]) => [clock(at), text]);
   redraw(byId("time-panel"), [told, chosen, marks], () => [
     chosen && spanCard(chosen),
-    marks.length && card("Began again", table(null, marks)),
+    marks.length && card("Restarts", table(null, marks)),
     card(told.title, make("p", {}, interval(told.span)), stretch && make("div", { class: "bar" },
       make("button", { onclick: () => move(stretch.span) }, "zoom to it"),
       make("button", { onclick: keys.Escape, title: "key Esc" }, "clear")), ...figures(told)),

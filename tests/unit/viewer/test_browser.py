@@ -93,7 +93,7 @@ async def looked_at(tab: Tab) -> None:
     shown = await tab.run('document.getElementById("overview").textContent')
     assert "No reward is known in 12 steps" in shown and "data.trainx" in shown
     assert await tab.run('document.querySelector("[data-alert]").dataset.alert') == "skipped optimizer steps"
-    assert "trainer.lr = 1e-06" in shown
+    assert "trainer.lr, now 1e-06" in shown
     assert await pale(tab) == []
     await tab.press("3")
     await tab.until('document.querySelectorAll("#charts canvas").length >= 2')

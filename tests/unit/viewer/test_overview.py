@@ -131,7 +131,7 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
                 await tab.open(server.url)
                 text = await shown(tab, 0, "failing")
                 assert "No step is over" in text and "KeyError: '<b>' (mine.py:41)" in text
-                assert "rollout.reward = final_number" in text and "Nothing is held out" in text
+                assert "rollout.reward, now final_number" in text and "Nothing is held out" in text
                 await tab.run('document.querySelector("[data-alert] a").click()')
                 await tab.until('location.hash.includes("tab=episodes") && location.hash.includes("failed")')
                 text = await shown(tab, 1, "solved")
