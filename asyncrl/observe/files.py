@@ -36,24 +36,23 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 
 
 def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
-    """Read the first and the last `edge` rows, all of validations, and evenly chosen others: of a long run
-    `most` rows to twice as many, since 50,000 of them are 150 MB or more."""
-    path, kept, every = run_dir / "metrics.jsonl", dict[int, bytes](), 1
-    last = deque[tuple[int, bytes]](maxlen=edge)
+    """Read the first and the last `edge` steps, all validations, and evenly chosen other steps: of a long run
+    `most` to twice as many, since 50,000 of them are 150 MB or more."""
+    path, kept, steps, every = run_dir / "metrics.jsonl", dict[int, tuple[int, bytes]](), 0, 1
+    judged, last = list[tuple[int, bytes]](), deque[tuple[int, bytes]](maxlen=edge)
     with suppress(FileNotFoundError), path.open("rb") as file:
         for at, line in enumerate(file):
+            if VALIDATION in line:
+                judged.append((at, line))
+                continue
             last.append((at, line))
-            if at < edge or at % every == 0 or VALIDATION in line:
-                kept[at] = line
+            if (steps := steps + 1) <= edge or steps % every == 0:
+                kept[steps] = at, line
             if len(kept) > 2 * most + edge:
                 every *= 2
-                kept = {
-                    at: line
-                    for at, line in kept.items()
-                    if at < edge or at % every == 0 or VALIDATION in line
-                }
+                kept = {step: one for step, one in kept.items() if step <= edge or step % every == 0}
     found = list[dict[str, float]]()
-    for _, line in sorted((kept | dict(last)).items()):
+    for _, line in sorted({*judged, *kept.values(), *last}):
         with suppress(ValueError):
             found.append(json.loads(line))
     return found

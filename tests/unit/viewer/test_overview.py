@@ -9,13 +9,14 @@ import msgspec
 
 from asyncrl.config import parse
 from asyncrl.observe.files import some_rows, write_status
-from asyncrl.observe.metrics import BATCH
+from asyncrl.observe.metrics import BATCH, SAMPLED
 from asyncrl.store.launches import KEY, LaunchRecord, tree
 from asyncrl.store.runstore import RunStore
 from asyncrl.viewer.overview import overview
 from asyncrl.viewer.server import ViewServer
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import Tab, browser
+from tests.fakes.planted import report
 from tests.unit.observe.test_alerts import FAILED, HEALTHY, run
 from tests.unit.viewer.test_browser import pytestmark as needs_chromium
 
@@ -104,6 +105,18 @@ def test_of_a_long_run_some_rows_are_read_its_ends_and_all_validations(tmp_path:
     assert found["outcome"] == "Held-out success 98% after 5000 steps"
     assert "skipped optimizer steps" in [alert.name for alert in found["alerts"]]
     assert found["tables"]["All numbers"] == {}
+
+
+def test_of_a_run_that_validates_at_each_step_as_many_steps_are_read(tmp_path: Path) -> None:
+    """In time that grows with the rows: it takes minutes where validations are counted as chosen steps."""
+    steps = [{"training/step": float(at), "timing_s/step": 1.0} for at in range(1, 20_001)]
+    judged = [{"training/step": float(at), SAMPLED: 0.5} for at in range(20_000)]
+    report(tmp_path, [row for both in zip(judged, steps, strict=True) for row in both])
+    read = some_rows(tmp_path, 10, 100)
+    trained = [row["training/step"] for row in read if "timing_s/step" in row]
+    assert len(read) - len(trained) == 20_000
+    assert trained[:10] == [*range(1, 11)] and trained[-10:] == [*range(19_991, 20_001)]
+    assert 100 <= len(trained) <= 230
 
 
 @needs_chromium
