@@ -165,12 +165,12 @@ function mark(chart, { marks, window: [from, to] }) {
 function pointed(u, spec) {
   const figure = u.root.closest("figure"), focused = figure === document.activeElement;
   const mine = figure.matches(":hover") || (focused && !document.querySelector("figure:hover"));
-  if (!mine || !(u.cursor.left >= 0)) return tip.dataset.title === spec.title && tip.remove();
-  tip.dataset.title = spec.title;
   const found = nearest(u, spec), x = u.posToVal(u.cursor.left, "x");
+  if (!mine || !(u.cursor.left >= 0) || !found.length) return tip.dataset.title === spec.title && tip.remove();
+  tip.dataset.title = spec.title;
   const near = spec.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - u.cursor.left) < NEAR);
   const happened = [...new Set(near.map((mark) => `${SYMBOLS[mark.kind]} ${mark.text}`))];
-  const step = found[0] ? `step ${number(found[0].line.steps[found[0].at])}` : "";
+  const step = `step ${number(found[0].line.steps[found[0].at])}`;
   const other = { step: "", seconds: ` · ${clock(x)}`, tokens: ` · ${number(x)} tokens` }[spec.by];
   const worded = spec.percent ? percent : number;
   const shown = ({ line: one, at }) => {
@@ -184,13 +184,14 @@ function pointed(u, spec) {
     ...happened.slice(0, 6).map((text) => make("div", { class: "happened" }, text)));
 }
 
-/** Of each line its point that is nearest to the cursor. */
-function nearest(u, spec) {
+/** Of each line its point in the window that is nearest to the cursor. */
+function nearest(u, { lines, window: [from, to] }) {
   const x = u.posToVal(u.cursor.left, "x");
-  return spec.lines.map((line) => {
-    const after = line.x.findIndex((one) => one >= x), last = after < 0 ? line.x.length - 1 : after;
-    const at = last > 0 && x - line.x[last - 1] < line.x[last] - x ? last - 1 : last;
-    return { line, at, y: u.valToPos(line.y[at], line.right ? "right" : "y") };
+  return lines.flatMap((line) => {
+    let at = line.x.findIndex((one) => one >= from);
+    while (line.x[at + 1] <= to && line.x[at + 1] - x <= x - line.x[at]) at += 1;
+    const y = u.valToPos(line.y[at], line.right ? "right" : "y");
+    return line.x[at] <= to ? [{ line, at, y }] : [];
   });
 }
 

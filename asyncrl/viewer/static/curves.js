@@ -164,8 +164,8 @@ function panel(chart, view) {
       return series(name, label, view.out, stroke, dash);
     }),
     onZoom: (low, high) => go({ zoom: [low, high].map((x) => Number(x.toPrecision(6))).join("~") }),
-    onStep: ({ run, steps }, at) =>
-      go({ tab: "episodes", run, where: JSON.stringify([["step", "=", steps[at]]]) }),
+    onStep: ({ run, steps, kind }, at) => go({ tab: "episodes", run,
+      where: JSON.stringify([["step", "=", steps[at]], ["kind", "=", kind]]) }),
   });
 }
 
@@ -174,7 +174,8 @@ function curve(setting, name, { banded, ...style }, view) {
   const members = setting.of.map((run) => points(answers[run], name, view)).filter(Boolean);
   if (!members.length) return null;
   const one = members.length > 1 ? averaged(members) : members[0];
-  return { ...style, ...one, bands: banded || members.length > 1 ? one.bands : [], run: setting.of[0],
+  const kind = name.startsWith("val-") ? "held out" : "train";
+  return { ...style, ...one, kind, bands: banded || members.length > 1 ? one.bands : [], run: setting.of[0],
     setting: setting.name };
 }
 

@@ -15,6 +15,7 @@ from tests.fakes.planted import ended
 pytestmark = needs_chromium
 SEEDS, STEPS = 8, 24
 REWARD, LOSS, NORM = "Reward, before shaping", "Policy loss", "Gradient norm"
+HELD_OUT = "Success, held out"
 # Of a chart the pixels in the colour of the first run: how many are of a line, of raw values behind it and of
 # a band, and how far from the top the line is in the middle, as a share.
 PAINT = """
@@ -48,6 +49,7 @@ def test_curves_are_compared_zoomed_chosen_and_lead_to_episodes(tmp_path: Path) 
             await an_axis_is_logarithmic(tab)
             await what_is_looked_at_is_in_the_address(tab)
             await a_click_on_a_step_shows_its_episodes(tab)
+            await a_mark_says_what_happened_and_lets_a_click_through(tab)
 
     look(tmp_path / "profile", test)
 
@@ -107,7 +109,19 @@ async def a_click_on_a_step_shows_its_episodes(tab: Tab) -> None:
     place = (left + 4.1 / 23 * wide, top + high / 2)
     await tab.drag(place, place)
     await tab.until('document.querySelectorAll("#list tbody tr").length === 4')
-    assert '["step","=",5]' in await tab.run("decodeURIComponent(location.hash)")
+    assert '[["step","=",5],["kind","=","train"]]' in await tab.run("decodeURIComponent(location.hash)")
+
+
+async def a_mark_says_what_happened_and_lets_a_click_through(tab: Tab) -> None:
+    await tab.run('location.hash = "tab=charts&panels=held out"')
+    await tab.until(f"""document.querySelector('[data-title="{HELD_OUT}"] .happening')""")
+    left, top, wide, high = await tab.run(PLOT.replace("{title}", HELD_OUT))
+    mark = (left + 11 / 23 * wide, top + high - 3)  # of the validation at step 12
+    await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=mark[0], y=mark[1])
+    await tab.until("""document.querySelector("#tip .happened").innerText.includes("50.0% (step 12)")""")
+    await tab.drag(mark, mark)
+    await tab.until('document.querySelectorAll("#list tbody tr").length === 24')
+    assert '[["step","=",12],["kind","=","held+out"]]' in await tab.run("decodeURIComponent(location.hash)")
 
 
 async def paint(tab: Tab, title: str) -> dict[str, Any]:
@@ -140,6 +154,7 @@ def save_seeds(place: Path) -> list[Path]:
                 "actor/pg_loss": float(step % 2),
                 "actor/grad_norm": 10 ** (step / 6),
                 "own/entropy": 1.0 / step,
+                **({"val-core/all/sampled/success": 0.5} if step == 12 else {}),
             }
             for step in range(1, STEPS + 1)
         ]
