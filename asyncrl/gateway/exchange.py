@@ -203,7 +203,7 @@ def without_effect(body: bytes, request: Any) -> dict[str, str]:
     told |= dict.fromkeys(IGNORED, SAMPLING)
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     found = ((name, told.get(name, "has no effect")) for name in itertools.islice(given, LOGGED))
-    return {name: what for name, what in found if what and bytes(given[name]) != b"null"}
+    return {name: what for name, what in found if what and bytes(given[name]) not in (b"null", b'"auto"')}
 
 
 def _tool(schema: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> 
 @every_dialect
 def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
     request = dialect.asked([USER]).request
-    body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null}'
+    body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null, "tool_choice": "auto"}'
     found = exchange.without_effect(body, request)
     assert found == {"seed": exchange.SAMPLING, "user": "has no effect"}
     many = json.dumps({f"{number}": 1 for number in range(1000)}).encode()
