@@ -13,7 +13,7 @@ const CALLS = [
 ];
 const THOUGHT = /<think>[^]*?(?:<\/think>|$)|^(?:(?!<think>)[^])*?<\/think>/; // the prompt may have begun it
 const MARKED = new RegExp(`(${THOUGHT.source})|${CALLS.map((one) => one.source).join("|")}`, "g");
-const ENDING = /\s*(<\|[^|]*\|>|<\/s>|<end_of_turn>|<｜[^｜]*｜>)\s*$/; // a token that only ends a turn
+const ENDING = /(?<!\s)\s*(<\|[^|]*\|>|<\/s>|<end_of_turn>|<｜[^｜]*｜>)\s*$/; // a token that only ends a turn
 const SLACK = 64; // characters by which a prompt may end otherwise, in a row that begins anew
 
 /** The messages of a rendered text; a template whose marks are not known makes one. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -211,3 +212,5 @@ async def megabytes(tab: Tab) -> None:
     )
     await tab.run(f"{more}.forEach(one => one.click())")
     assert await tab.run(tokens) > 16000 and await tab.run(size) > before + 180_000
+    spaces = 'import("view/parts.js").then(its => its.messages(" ".repeat(3e6) + "x").length)'
+    assert await asyncio.wait_for(tab.run(spaces), 30) == 1, "an hour where each space is a beginning"
