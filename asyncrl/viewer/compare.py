@@ -24,10 +24,15 @@ SAME = (  # keys, and what is in them, by which episodes are judged
     *("rollout.environment.", "rollout.max_new_tokens.", "rollout.max_tokens.", "rollout.max_turns."),
     *("rollout.reward.", "rollout.tools."),
 )
-QUESTIONS = """SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull(score, 0)),
-    avg(coalesce(components ->> '$.acc', score, 0) >= ?) >= 0.5
-    FROM episodes e JOIN questions USING (group_id) LEFT JOIN answers a ON a.uid = e.uid
-    WHERE kind IN ('held out', 'eval') AND step = ? GROUP BY mode, sample"""  # the answer is the first uid's
+# The answer is the first uid's. An episode that failed at every attempt has the lowest score, at most 0: see
+# observe/held_out.py.
+QUESTIONS = """WITH played AS (
+    SELECT uid, group_id, mode, score, components, min(0, ifnull(min(score) OVER (), 0)) AS lowest
+    FROM episodes WHERE kind IN ('held out', 'eval') AND step = ?)
+SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull(score, lowest)),
+    avg(ifnull(coalesce(components ->> '$.acc', score) >= ?, 0)) >= 0.5
+    FROM played e JOIN questions USING (group_id) LEFT JOIN answers a ON a.uid = e.uid
+    GROUP BY mode, sample"""
 COMPONENTS = """SELECT mode, sample, key, avg(value)
     FROM episodes JOIN questions USING (group_id), json_each(components)
     WHERE kind IN ('held out', 'eval') AND step = ? GROUP BY mode, sample, key"""
@@ -87,10 +92,11 @@ def _side(run: Path, step: int | None, place: int) -> Side:
         known = [one for (one,) in reader.rows(STEPS)]
         step = step if step is not None else (known or [0])[place]
         config = at(launches_of(run), step + 1).config
-        rows = reader.rows(QUESTIONS, parse(config).validation.success - ROUNDING, step)
+        rows = reader.rows(QUESTIONS, step, parse(config).validation.success - ROUNDING)
         played = {(mode, row): Answered(*one) for mode, row, *one in rows}
         for mode, row, name, value in reader.rows(COMPONENTS, step):
-            played[mode, row].components[name] = value
+            if one := played.get((mode, row)):  # none of one that was over since
+                one.components[name] = value
         return Side(step, known, config, played)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import interval
-from asyncrl.viewer.compare import compare, measures, paired
+from asyncrl.viewer.compare import QUESTIONS, compare, measures, paired
 from asyncrl.viewer.views import Views
 from tests.fakes import planted
 from tests.fakes.planted import ended, save_run
@@ -74,6 +74,25 @@ def test_several_episodes_of_a_question_are_one(tmp_path: Path) -> None:
     found = compare([run, run], [None, None])["modes"][0]
     ((before, after),) = found["lost"]
     assert (before.score, before.right, after.score, after.right) == (0.5, 1, 0.25, 0)
+
+
+def test_an_episode_that_failed_has_the_lowest_score(tmp_path: Path) -> None:
+    """As in the numbers of validations: 9 questions earn 1, two -1, and one failed."""
+    run = planted.flipped(tmp_path / "a")
+    with sqlite3.connect(run / "run.db") as db:
+        db.execute("UPDATE episodes SET score = -1 WHERE step = 12 AND kind = 'held out' AND score = 0")
+        db.execute("UPDATE episodes SET score = NULL, components = NULL WHERE uid = 'val12/sampled/5'")
+    (mode,) = compare([run, run], [None, None])["modes"]
+    assert mode["means"] == [0.75, 0.5]
+
+
+def test_episodes_that_are_over_while_a_validation_is_read_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [planted.regression(tmp_path / str(worse), worse=worse) for worse in (False, True)]
+    monkeypatch.setattr("asyncrl.viewer.compare.QUESTIONS", f"{QUESTIONS} LIMIT 5")
+    (mode,) = compare(runs, [None, None])["modes"]
+    assert (mode["questions"], mode["components"]["form"]["questions"]) == (5, 5)
 
 
 def test_without_a_validation_nothing_is_compared(tmp_path: Path) -> None:
