@@ -57,7 +57,7 @@ class Reporter:
     ) -> None:
         self.state, self.workers, self.engines, self.trainer = state, workers, engines, trainer
         self.landed = Landed()
-        self.started = self.row_at = time.monotonic()
+        self.started = self.began = self.row_at = time.monotonic()
         self.finished = self.multi_version = self.turns = 0  # totals of this process
         self.longest_turn = 0.0  # seconds of the loop's longest turn since the last row
         self._tokens = 0  # model tokens of durable turns since the last row
@@ -78,7 +78,8 @@ class Reporter:
 
     def begin(self) -> None:
         """The run leaves its start phase: the first row counts from here."""
-        self.row_at, self._busy = time.monotonic(), self._totals()
+        self.began = self.row_at = time.monotonic()
+        self._busy = self._totals()
 
     def on_turn(self, tokens: int) -> None:
         """A turn is durable: its prompt was seen to extend the tokens of its row."""
@@ -149,6 +150,7 @@ class Reporter:
         failed, step = failures_line(state.failed.counts, state.failed.newest), state.batches.committed
         status = Status(phase, step, state.steps, gauges, self.waits(), failed)
         now = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
+        now["running"] = time.monotonic() - self.began
         status = msgspec.structs.replace(status, alerts=tuple(alerts(self._recent, now, self._keys)))
         write_status(state.run_dir, now | {"alerts": status.alerts, "metrics": self._last})
         return status

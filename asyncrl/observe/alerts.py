@@ -33,6 +33,7 @@ BY_LENGTH = "staleness/by_length/*/masked_frac"
 FAILING, FEW = 0.2, 8  # share of the attempts, or of the tool calls; failed attempts that are no alert yet
 LIMITING = 0.5  # of the time
 SILENT, SLOWER = 300.0, 6.0  # seconds without a step or an episode, and times what a step takes
+CONNECTING = 60.0  # seconds that workers may come after the first one
 LOWEST, HIGHEST = "rollout/score/min", "rollout/score/max"
 FAILED = "rollout/attempts_failed/"
 LIMITS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends
@@ -215,15 +216,16 @@ def _failing(seen: Seen) -> Found | None:
 
 
 def _stalled(seen: Seen) -> Found | None:
-    """Nothing for long: steps that took 20 s are missed after 300 s, those that took 100 s after 600 s. A
-    validation may keep all engines."""
+    """Nothing for long after the start phase: steps that took 20 s are missed after 300 s, those that took
+    100 s after 600 s. A validation may keep all engines."""
     status, waits = seen.status, seen.status.get("waits", ())
     if status.get("phase") != "running" or any("validation" in wait for wait in waits):
         return None
     why = f": {'; '.join(waits[:2])}" if waits else ""
     steps = [row for row in seen.last if metric.STEP_SECONDS in row]
     usual = median(row[metric.STEP_SECONDS] for row in steps) if steps else 0.0
-    silent = status.get("seconds", 0.0) - (steps[-1].get("time_s", 0.0) if steps else 0.0)
+    since = status.get("seconds", 0.0) - (steps[-1].get("time_s", 0.0) if steps else 0.0)
+    silent = min(since, status.get("running", since))
     if silent < max(SILENT, SLOWER * usual) or (not steps and seen.settled):
         return None
     return Found(f"no {'step' if steps else 'episode has landed'} for {clock(silent)}{why}")
@@ -232,7 +234,8 @@ def _stalled(seen: Seen) -> Found | None:
 def _lost(seen: Seen) -> Found | None:
     wanted = seen.keys.get("rollout.workers", 0)
     there = seen.now.get("async/workers", wanted)
-    missing = seen.status.get("phase") == "running" and there < wanted
+    late = seen.status.get("running", CONNECTING) >= CONNECTING
+    missing = seen.status.get("phase") == "running" and there < wanted and late
     names = [f"{FAILED}{name}_lost" for name in ("worker", "engine")]
     texts = [f"{there:.0f} of {wanted} workers are connected"] if missing else []
     for name, of in zip(names, ("a worker", "a server"), strict=True):

@@ -113,6 +113,14 @@ def test_before_any_step_the_status_has_the_score_and_why_nothing_is_learned(
     assert FILTERED not in reporter.write_status("running").gauges
 
 
+def test_the_status_tells_the_start_phase_from_what_came_after(reporter: Reporter) -> None:
+    reporter.started -= 1000.0
+    reporter.begin()
+    reporter.write_status("running")
+    written = read_status(reporter.state.run_dir)
+    assert written["running"] < 500 < 1000 <= written["seconds"]
+
+
 def test_demonstrations_earn_no_reward_and_none_is_missed(reporter: Reporter) -> None:
     for _ in range(512):
         landed(reporter, 0.0)

@@ -159,6 +159,16 @@ def test_a_run_that_stands_still_is_told_from_one_that_validates() -> None:
     assert not alerts(run({}), status(seconds=400.0) | {"phase": "closed"}, KEYS)
 
 
+def test_the_start_of_a_launch_is_no_silence_and_its_workers_come_one_after_another() -> None:
+    """Models were read for 400 s; then the first of two workers has connected."""
+    one = {"async/workers": 1.0}
+    for rows in ([], run({})):
+        assert not alerts(rows, status(one, seconds=450.0, running=30.0), KEYS)
+        found = alerts(rows, status(one, seconds=900.0, running=480.0), KEYS)
+        assert [alert.name for alert in found] == ["no progress", "a process was lost"]
+        assert found[0].what.endswith("for 0:08:00")
+
+
 def test_a_loss_that_is_over_is_no_more_than_a_remark() -> None:
     lost = {FAILED + "worker_lost": 5.0}
     (found,) = alerts(run(lost), status(lost), KEYS)
