@@ -2,7 +2,7 @@
 
 The coordinator writes what is found into status.json, which the console and `asyncrl status` show. The page
 finds the same in the files of a run, also of one that is over. Advice is given only where nothing is wrong: a
-trainer that is idle since all attempts fail needs no faster sampling.
+trainer that is idle because all attempts fail needs no faster sampling.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Level = Literal["bad", "warn", "good", "advice"]
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """`keys`: those to change, with their values. `step`: the last one that was looked at. `link`: what to
-    change in the page's address to see the evidence."""
+    """Says what is wrong and what to do. `keys`: those to change, with their values. `step`: the newest that
+    rules have read. `link`: what to change in the page's address to see the evidence."""
 
     name: str
     level: Level
@@ -60,7 +60,7 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class Seen(NamedTuple):
-    """What rules look at: the first and the last steps (before any is over, what has landed so far), the
+    """Holds what rules read: the first and the last steps (before any is over, what has landed so far), the
     validations, the status, and all keys of the configuration."""
 
     first: Sequence[Row]
@@ -71,7 +71,7 @@ class Seen(NamedTuple):
 
     @property
     def now(self) -> Row:
-        """The newest gauges."""
+        """Return the newest gauges."""
         return self.status.get("gauges") or (self.last[-1] if self.last else {})
 
     @property
@@ -84,7 +84,8 @@ class Seen(NamedTuple):
 
     @property
     def judged(self) -> list[tuple[float, float]]:
-        """(step, success) of the validations, sampled where they did; none before one of a trained model."""
+        """Return (step, success) of each validation, of sampled answers where there are some. Empty
+        while only the untrained model was validated."""
         found = [
             (row["training/step"], row.get(metric.SAMPLED, row.get(metric.GREEDY, 0.0)))
             for row in self.validations
@@ -93,8 +94,8 @@ class Seen(NamedTuple):
 
     @property
     def success(self) -> float:
-        """How much is solved: the newest held-out success. Without: the mean score as a share of the highest,
-        if that counts as a success; it may be what a form alone earns."""
+        """Return the newest held-out success. Without one: the mean score as a share of the highest, if the
+        highest counts as a success; a lower one may be what the right format alone earns."""
         if self.judged:
             return self.judged[-1][1]
         counts = len(self.last) == WINDOW and self.highest >= self.keys.get("validation.success", 1.0)
@@ -104,22 +105,22 @@ class Seen(NamedTuple):
         return mean(self.last, name) or 0.0
 
     def grown(self, name: str) -> float:
-        """How much a counter grew in the last steps; in a young run, ever."""
+        """Return by how much a counter grew in the last steps; in a young run, since its start."""
         return self.now.get(name, 0.0) - (self.last[0].get(name, 0.0) if len(self.last) == WINDOW else 0.0)
 
     @property
     def settled(self) -> float:
-        """Training episodes that got as far as a reward, in the last steps."""
+        """Count the training episodes that got a reward in the last steps."""
         names = ("trained", "filtered", "dropped", "taken", "ready")
         return sum(self.grown(metric.FLOW + name) for name in names)
 
 
 class Found(NamedTuple):
-    """What is wrong, and the `cause` that alerts.yaml has an advice for."""
+    """Says what is wrong. `cause`: one that alerts.yaml has advice for."""
 
     what: str
     cause: str = ""
-    mild: bool = False  # it is history, no more than an advice
+    mild: bool = False  # it is over: shown as advice only
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -128,7 +129,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class RuleText(Advice, frozen=True, kw_only=True):
-    """The entry of an alert in alerts.yaml."""
+    """Holds the entry of an alert in alerts.yaml."""
 
     level: Level
     link: dict[str, str] = {}
@@ -142,15 +143,15 @@ def rules() -> dict[str, RuleText]:
 
 
 def ends(rows: Sequence[Row]) -> list[Row]:
-    """The rows that rules look at: the first and the last steps, and all validations."""
+    """Return the rows that rules read: the first and the last steps, and all validations."""
     steps = [at for at, row in enumerate(rows) if metric.STEP_SECONDS in row]
     kept = {*steps[:WINDOW], *steps[-WINDOW:]}
     return [row for at, row in enumerate(rows) if at in kept or metric.SAMPLED in row]
 
 
 def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
-    """Find those of the last WINDOW steps, or of what has landed so far, the worst first. `rows`: metrics in
-    their order; `status`: the newest one; `keys`: those of the configuration, with their values."""
+    """Find the alerts of the last WINDOW steps, or of what has landed so far, the worst first. `rows`: in
+    order; `status`: the newest one; `keys`: those of the configuration, with their values."""
     steps = [row for row in rows if metric.STEP_SECONDS in row]
     now = status.get("gauges", {})
     last = steps[-WINDOW:] or ([now] if HIGHEST in now else [])
@@ -179,7 +180,7 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
 
 
 def _solved(seen: Seen) -> Found | None:
-    """A held-out success that stays high tells it, or without validations the score in training."""
+    """Find that held-out success stays high, or, without validations, the score in training."""
     if seen.success < SOLVED:
         return None
     if not seen.judged:
@@ -216,8 +217,8 @@ def _failing(seen: Seen) -> Found | None:
 
 
 def _stalled(seen: Seen) -> Found | None:
-    """Nothing for long after the start phase: steps that took 20 s are missed after 300 s, those that took
-    100 s after 600 s. A validation may keep all engines."""
+    """Find that no step ended for long after the start: after 300 s where steps took 20 s, after 600 s where
+    they took 100 s. Nothing is found during a validation, which may take all engines."""
     status, waits = seen.status, seen.status.get("waits", ())
     if status.get("phase") != "running" or any("validation" in wait for wait in waits):
         return None
@@ -301,7 +302,7 @@ def _skipped(seen: Seen) -> Found | None:
 
 
 def _masked(seen: Seen) -> Found | None:
-    """Of all tokens, or of those of long episodes: they are what the policy learns less from."""
+    """Find that many tokens are masked, of all or of long episodes, which then teach less."""
     every = seen.mean(metric.MASKED)
     if every >= MASKED:
         return Found(f"{every:.0%} of the tokens were too old to be trained")
@@ -312,17 +313,17 @@ def _masked(seen: Seen) -> Found | None:
 
 
 def _beyond(seen: Seen) -> Found | None:
-    """Scores go beyond `validation.success`, and that is left at its default."""
+    """Find scores beyond `validation.success` where the key is left at its default."""
     highest = max((row.get(metric.HIGHEST, 0.0) for row in seen.validations), default=0.0)
     default = ValidationConfig().success
     if seen.keys.get("validation.success") != default or highest <= default * (1 + 1e-6):
         return None
-    return Found(f"scores go up to {highest:g}, and {default:g} is a success, validation.success by default")
+    return Found(f"scores go up to {highest:g}, and {default:g} counts as a success, by default")
 
 
 def _limited(seen: Seen) -> Found | None:
-    """A trainer that waits is limited by the longest part of an episode, engines that wait by the trainer.
-    For example a reward of 12 s is 80% of episodes of 15 s."""
+    """Find what limits the run: the longest part of an episode where the trainer waits, the trainer where the
+    engines wait. For example, a reward of 12 s is 80% of an episode of 15 s."""
     trainer, rollout = seen.mean(metric.TRAINER_IDLE), seen.mean(metric.ROLLOUT_IDLE)
     if trainer < 1 - MOST < LIMITING <= rollout:
         return Found(f"by the trainer: it is idle {trainer:.0%} of the time, the engines {rollout:.0%}")
@@ -334,7 +335,7 @@ def _limited(seen: Seen) -> Found | None:
     most = max(parts, key=lambda name: parts[name])
     if parts[most] < LIMITING * whole:
         return None
-    share = f"{parts[most]:.3g} of an episode's {whole:.3g} s"
+    share = f"{parts[most]:.3g} s of an episode's {whole:.3g} s"
     return Found(f"by {most}: it takes {share}, and the trainer is idle {trainer:.0%} of the time", most)
 
 
@@ -353,7 +354,7 @@ RULES: dict[str, Callable[[Seen], Found | None]] = {
     "entropy collapse": _collapse,
     "growing log-prob gap": _gap,
     "skipped optimizer steps": _skipped,
-    "much is masked": _masked,
+    "many tokens masked": _masked,
     "success is set low": _beyond,
     "limited": _limited,
     "little to learn": _little_taught,

@@ -79,7 +79,7 @@ function bar({ now, by, settings, out }, seeds) {
   return [
     make("span", { class: "choice", role: "group", "aria-label": "x axis" }, ...Object.entries(X).map(([key,
       text]) => button(`by-${key}`, text, by === key, { by: key === "step" ? null : key, zoom: null }))),
-    make("label", { class: "dim", title: "what the past weighs; raw values stay faint behind" }, "smoothing ",
+    make("label", { class: "dim", title: "weight of the past; raw values stay faint behind" }, "smoothing ",
       make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: now.smooth ?? SMOOTH,
         oninput: smoothed })),
     button("log", "log", now.log, { log: now.log ? null : 1 }),
@@ -111,7 +111,7 @@ function figures(view) {
     const element = panel(chart, { ...view, shown, marks });
     if (element) groups.set(chart.group, [...(groups.get(chart.group) ?? []), element]);
   }
-  const none = answers.some((one) => one.step.length) ? "No panel has this in its name."
+  const none = answers.some((one) => one.step.length) ? "No panel has this text in its name."
     : "No step is over yet: curves begin with the first one.";
   return groups.size ? [...groups].map(([name, elements]) =>
     fold(name, true, make("div", { class: "charts" }, ...elements))) : make("p", { class: "card" }, none);

@@ -50,6 +50,9 @@ export function redraw(place, data, draw) {
 
 const UNITS = [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"], [0, 1, ""]];
 
+/** A count with its noun: 1 turn, 2 turns. */
+export const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
 /** Three digits, thousands as 12.3k; whole numbers below 10,000 as they are. */
 export function number(value, digits = 3) {
   if (missing(value)) return "–";

@@ -1,6 +1,6 @@
 // The tab of episodes: facets, a list, and beside it the reader of the chosen one; or what the tools did.
 // Everything that is chosen is in the address: where, order, search, start, uid, colour, side, sub.
-import { byId, fail, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
+import { byId, counted, fail, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
 import { address, go, goLater, route } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 import { sideBySide } from "view/group.js";
@@ -114,7 +114,7 @@ function active({ total, searched, facets: some }, now) {
   if (search) chips.push([address({ search: null, uid: null }), `“${line(search, 40)}”`]);
   const view = (name, label) => chip(address({ sub: name }), sub === name, {}, label);
   return [
-    make("b", { id: "count" }, `${number(total)} episode${total === 1 ? "" : "s"}`),
+    make("b", { id: "count" }, counted(total, "episode")),
     searched ? make("span", { class: "dim", id: "searched" }, "searched: questions and answers of all, "
       + `transcripts of ${number(searched.transcripts)} of ${number(searched.of)}`) : null,
     ...chips.map(([href, text]) => chip(href, true, { title: "remove" }, `${text} ✕`)),

@@ -1,5 +1,5 @@
 // Episodes side by side, turn beside turn; what the others say otherwise than the first one is marked.
-import { fold, make, number } from "view/dom.js";
+import { counted, fold, make, number } from "view/dom.js";
 import { address, link } from "view/route.js";
 import { escaped, line, parts } from "view/parts.js";
 import { bounded, drawTurn, gist, painter, role } from "view/reader.js";
@@ -40,7 +40,7 @@ function head(one, first) {
     : at < 0 ? "the same, turn by turn" : `differs from turn ${at + 1} on`;
   return make("article", { class: "column", "data-uid": uid },
     make("a", { href: address({ uid, side: null }) }, uid), make("b", {}, ` score ${number(score)}`),
-    ` · ${end || state} · ${turns} turns`,
+    ` · ${end || state} · ${counted(turns, "turn")}`,
     make("div", { class: "dim" }, `answer: ${line(answer || "–", 80)}`, make("br"), apart));
 }
 

@@ -1,6 +1,6 @@
 // The reader: one episode as a conversation; its tokens coloured by what is chosen.
 import {
-  FULL, PALETTE, badge, byId, fold, make, meter, number, percent, seconds, swatch, table, tell, tip,
+  FULL, PALETTE, badge, byId, counted, fold, make, meter, number, percent, seconds, swatch, table, tell, tip,
 } from "view/dom.js";
 import { address } from "view/route.js";
 import { branches, escaped, line, messages, parts } from "view/parts.js";
@@ -23,8 +23,8 @@ const COLOURS = {
     paint: (value) => shade(0.7, PALETTE[value % PALETTE.length]),
     scale: ({ episode }) => {
       const all = episode.turns.flatMap((turn) => turn.versions);
-      const count = (version) => number(all.filter((one) => one === version).length);
-      return [...new Set(all)].slice(0, VERSIONS).map((one) => [one, `version ${one}: ${count(one)} tokens`]);
+      const count = (version) => counted(all.filter((one) => one === version).length, "token");
+      return [...new Set(all)].slice(0, VERSIONS).map((one) => [one, `version ${one}: ${count(one)}`]);
     },
   },
   lags: {
@@ -44,13 +44,13 @@ const COLOURS = {
     paint: (value) => (value > 0 ? shade(Math.abs(Math.log2(value)), value < 1 ? DOWN : UP) : ""),
     scale: () => [[0.5, "½ or less"], [0.75, "¾"], [1, "1"], [1.5, "1.5"], [2, "2 or more"]],
     says: () => "the token's probability under the policy in training, over that under the engine",
-    none: "no π/μ: it is recorded of trained episodes whose transcript is kept, 4 of one group a batch",
+    none: "no π/μ: recorded only for trained episodes whose transcript is kept, 4 of one group a batch",
   },
   advantages: {
     name: "advantage", values: (turn) => turn.advantages,
     paint: (value, { largest }) => shade(Math.abs(value) / largest, value < 0 ? DOWN : UP),
     scale: ({ largest }) => [-1, -0.5, 0, 0.5, 1].map((part) => [part * largest, number(part * largest)]),
-    says: () => "by how much it did better than its group, before the batch scales it",
+    says: () => "by how much the episode did better than its group, before the batch scales it",
   },
   masked: {
     name: "mask", values: (turn) => turn.ids.map((_, at) => maskOf(turn, at)),
@@ -92,8 +92,8 @@ function head(episode, buttons) {
   const masked = turns.reduce((sum, turn) => sum + maskedOf(turn), 0);
   const facts = [
     listed.step === null ? "in no batch" : `${train ? "batch" : "validation at step"} ${listed.step}`,
-    listed.end ? `ended: ${listed.end}` : "not over", `${number(listed.turns)} turns`,
-    `${number(listed.tokens)} tokens`,
+    listed.end ? `ended: ${listed.end}` : "not over", counted(listed.turns, "turn"),
+    counted(listed.tokens, "token"),
     oldest < 0 ? "" : `version ${oldest}${newest > oldest ? ` to ${newest}` : ""}`,
     listed.lag === null ? "" : `lag ${listed.lag}`,
     seconds(listed.seconds) + (stats.tool_s ? `, ${seconds(stats.tool_s)} in tools` : ""),
@@ -114,7 +114,7 @@ function head(episode, buttons) {
     make("h3", {}, line(listed.question, 400) || "(no question)"),
     table(null, came, { class: "outcome" }),
     make("p", { class: "dim" }, facts.filter(Boolean).join(" · "),
-      masked ? make("a", masks, ` · ${number(masked)} tokens masked`) : null),
+      masked ? make("a", masks, ` · ${counted(masked, "token")} masked`) : null),
     make("a", { href: same, id: "same-question" },
       train ? "all episodes of this question" : "this question at every validation"));
 }
@@ -129,7 +129,7 @@ function colours(episode, paint, chosen) {
   const patches = () => paint.scale(paint).map(([value, label]) =>
     make("span", {}, swatch(paint.paint(value, paint)), label));
   const none = chosen === "advantages" ? `no advantages: ${episode.no_advantage}`
-    : paint.none ?? "nothing is known of it, of this episode";
+    : paint.none ?? "not recorded for this episode";
   return make("div", { class: "colours" },
     make("div", { class: "bar" }, make("span", { class: "dim" }, "colour"), ...chips),
     !paint.values ? null : !episode.turns.some((turn) => paint.values(turn)?.length)
@@ -158,7 +158,7 @@ function drawRow(row, rows, episode, paint) {
   const { turns, parent, after, shared, aside, agent } = row;
   const drawn = turns.map((turn, at) => drawTurn(turn, at ? null : row, episode, paint));
   if (aside) {
-    const more = `${turns.length} turn${turns.length > 1 ? "s" : ""}, from turn ${turns[0].index + 1} on`;
+    const more = `${counted(turns.length, "turn")}, from turn ${turns[0].index + 1} on`;
     const title = `sub-agent ${agent}: ${line(row.title, LINE)} (${more})`;
     return make("div", { class: "row aside" }, fold(title, false, ...drawn));
   }
@@ -173,7 +173,7 @@ function drawRow(row, rows, episode, paint) {
 export function drawTurn(turn, row, episode, paint) {
   const { index, observation } = turn;
   const earned = episode.result.turn_rewards?.[index];
-  const facts = [turn.agent, `${number(turn.ids.length)} tokens`, seconds(turn.seconds),
+  const facts = [turn.agent, counted(turn.ids.length, "token"), seconds(turn.seconds),
     turn.stop === "stop" ? "" : `stopped by ${turn.stop}`, earned ? `reward ${number(earned)}` : "",
     maskedOf(turn) ? `${maskedOf(turn)} masked` : "",
     observation?.reward ? `of it ${number(observation.reward)} here` : ""];
@@ -184,8 +184,9 @@ export function drawTurn(turn, row, episode, paint) {
     ...(row ? history(read) : read.map((one) => message(one, true))),
     role("model", "model", ...model(turn, paint)),
     ...(observation?.messages ?? []).map((one) => message(one, false)),
-    make("div", { class: "context" }, fold(`what the model read: ${number(turn.context.ids.length)} tokens`,
-      false, () => bounded(turn.context.text))));
+    make("div", { class: "context" }, fold(
+      `what the model read: ${counted(turn.context.ids.length, "token")}`, false,
+      () => bounded(turn.context.text))));
 }
 
 /** The model's words; its thoughts and calls folded to a line each, with what answered a call. */
@@ -196,7 +197,8 @@ function model(turn, paint) {
   const shown = found.map((part) => {
     const body = () => (open ? tokens(turn, part, paint) : bounded(part.text));
     if (part.kind === "words") return body();
-    if (part.kind === "thought") return fold(`thinking · ${number(part.to - part.from)} tokens`, open, body);
+    const size = counted(part.to - part.from, "token");
+    if (part.kind === "thought") return fold(`thinking · ${size}`, open, body);
     if (!read) return fold(`call: ${line(part.text, LINE)}`, open, body);
     const reply = turn.replies[calls.indexOf(part)];
     return answered(reply, open, open ? body : () => bounded(given(reply.call).join("\n")));

@@ -10,7 +10,7 @@ export async function ask(name, query = {}) {
   const given = Object.entries(query).filter(([, value]) => !["", null, undefined].includes(value));
   const parameters = new URLSearchParams(given).toString();
   const address = parameters ? `${name}?${parameters}` : name;
-  const gone = ({ message }) => ({ error: `no answer (${message}): does asyncrl view still run?` });
+  const gone = ({ message }) => ({ error: `no answer (${message}): is asyncrl view still running?` });
   const answer = isFile ? fromFile(name, address, query)
     : await fetch(`api/${address}`, { signal: AbortSignal.timeout(DEADLINE) })
       .then((one) => one.json()).catch(gone);

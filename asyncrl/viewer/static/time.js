@@ -133,7 +133,7 @@ async function select(span) {
   const stretch = { span, title: "Selected", sums: null };
   view.stretch = stretch;
   panel();
-  if (isFile) Object.assign(stretch, { sums: added(span), note: "About: short spans are merged in a file." });
+  if (isFile) Object.assign(stretch, { sums: added(span), note: "Approximate: short spans are merged." });
   else stretch.sums = (await ask("lanes", { run, from: span[0], to: span[1] })).totals;
   if (view.stretch === stretch) panel();
 }

@@ -71,9 +71,9 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_told(episodes: flo
         ("everything truncated", {"response_length/clip_ratio": 0.97}, {"response_length/clip_ratio": 0.5}),
         ("everything truncated", {"rollout/end/max_turns": 1.0}, {"rollout/end/answered": 1.0}),
         ("skipped optimizer steps", {"actor/skipped_steps": 1.0}, {"actor/skipped_steps": 0.0}),
-        ("much is masked", {"staleness/masked_token_frac": 0.4}, {"staleness/masked_token_frac": 0.1}),
+        ("many tokens masked", {"staleness/masked_token_frac": 0.4}, {"staleness/masked_token_frac": 0.1}),
         (
-            "much is masked",
+            "many tokens masked",
             {"staleness/by_length/512/masked_frac": 0.8, "staleness/masked_token_frac": 0.03},
             {"staleness/by_length/512/masked_frac": 0.2},
         ),
@@ -130,9 +130,9 @@ def test_the_cause_has_an_advice_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ({"timing_s/reward/mean": 7.0}, "by the reward function: it takes 7 of an episode's 10 s, and"),
-        ({"timing_s/tools/mean": 6.0}, "by tools: it takes 6 of"),
-        ({"timing_s/tools/mean": 1.0}, "by sampling: it takes 8 of"),
+        ({"timing_s/reward/mean": 7.0}, "by the reward function: it takes 7 s of an episode's 10 s, and"),
+        ({"timing_s/tools/mean": 6.0}, "by tools: it takes 6 s of"),
+        ({"timing_s/tools/mean": 1.0}, "by sampling: it takes 8 s of"),
         ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "by the trainer: it is idle 1%"),
         ({"async/trainer_idle_frac": 0.3, "timing_s/reward/mean": 7.0}, ""),
     ],

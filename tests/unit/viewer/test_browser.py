@@ -39,7 +39,7 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
         assert tab.complaints == []
         await tab.press("3")
         await tab.until(
-            'document.getElementById("error").textContent.includes("does asyncrl view still run?")'
+            'document.getElementById("error").textContent.includes("is asyncrl view still running?")'
         )
         tab.complaints.clear()  # that the server is gone
         await coloured(tab, "dark", (tmp_path / "page.html").as_uri())

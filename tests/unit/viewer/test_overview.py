@@ -152,7 +152,7 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
                 assert "resumed with other keys, from step 5: trainer.lr: 0.5 → 0.25" in text
                 assert await tab.run('document.querySelector("[data-alert]").className') == "alert good"
                 text = await shown(tab, 2, "limited")
-                assert "by the reward function: it takes 7 of an episode's 10 s" in text
+                assert "by the reward function: it takes 7 s of an episode's 10 s" in text
                 assert "the reward function 70%" in text and "now: the reward function (12 s" in text
                 href = "document.querySelector('a.box[href*=\"filtered\"]').href"
                 assert "tab=episodes" in await tab.run(href)

@@ -55,7 +55,7 @@ QUESTIONS = (
         "what limits this run?",
         [planted.slow_reward],
         [],
-        ["limited: by the reward function: it takes 12 of an episode's 15 s", "the reward function 80%"],
+        ["limited: by the reward function: it takes 12 s of an episode's 15 s", "the reward function 80%"],
     ),
     Question(
         "which tokens are masked, and why?",
