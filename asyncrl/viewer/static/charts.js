@@ -3,6 +3,7 @@ import { clock, make, number, percent, tell, tip } from "view/dom.js";
 
 export const DASHES = [[], [7, 4], [2, 3], [12, 3, 2, 3], [5, 2, 1, 2]];
 const SYMBOLS = { restart: "↻", resume: "◆", lost: "✕", alert: "▲", validation: "•" };
+const LEVELS = { resume: "advice", lost: "bad", alert: "warn" };
 const NEAR = 9; // pixels: marks that are closer are one symbol
 const FEW = 40; // points up to which each is a dot
 export const INCREMENTS = { // between two ticks
@@ -154,8 +155,8 @@ function mark(chart, { marks, window: [from, to] }) {
     if (x < from || x > to || x - last[kind] < apart) continue;
     last[kind] = x;
     const style = { left: `${(100 * (x - from)) / (to - from)}%` };
-    chart.over.append(make("span", { class: "happening", "data-kind": kind, style, "aria-label": text },
-      SYMBOLS[kind]));
+    const shown = { class: `happening ${LEVELS[kind] ?? kind}`, style, "aria-label": text };
+    chart.over.append(make("span", shown, SYMBOLS[kind]));
   }
 }
 
@@ -165,8 +166,8 @@ function mark(chart, { marks, window: [from, to] }) {
 function pointed(u, spec) {
   const figure = u.root.closest("figure"), focused = figure === document.activeElement;
   const mine = figure.matches(":hover") || (focused && !document.querySelector("figure:hover"));
-  const found = nearest(u, spec), x = u.posToVal(u.cursor.left, "x");
-  if (!mine || !(u.cursor.left >= 0) || !found.length) return tip.dataset.title === spec.title && tip.remove();
+  const found = nearest(u, spec), x = u.posToVal(u.cursor.left, "x"), own = tip.dataset.title === spec.title;
+  if (!mine || !(u.cursor.left >= 0) || !found.length) return own && tip.remove();
   tip.dataset.title = spec.title;
   const near = spec.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - u.cursor.left) < NEAR);
   const happened = [...new Set(near.map((mark) => `${SYMBOLS[mark.kind]} ${mark.text}`))];
@@ -181,7 +182,7 @@ function pointed(u, spec) {
   };
   const { left, top } = u.over.getBoundingClientRect();
   tell({ clientX: left + u.cursor.left, clientY: top }, make("b", {}, step + other), ...found.map(shown),
-    ...happened.slice(0, 6).map((text) => make("div", { class: "happened" }, text)));
+    ...happened.slice(0, 6).map((text) => make("div", { class: "happened warn" }, text)));
 }
 
 /** Of each line its point in the window that is nearest to the cursor. */

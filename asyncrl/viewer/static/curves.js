@@ -77,7 +77,7 @@ function bar({ now, by, settings, out }, seeds) {
   const button = (id, text, on, changes, title = null) => make("button",
     { id, title, "aria-pressed": String(Boolean(on)), onclick: () => go(changes, true) }, text);
   return [
-    make("span", { class: "choice", role: "group", "aria-label": "x axis" }, ...Object.entries(X).map(([key,
+    make("span", { class: "bar", role: "group", "aria-label": "x axis" }, ...Object.entries(X).map(([key,
       text]) => button(`by-${key}`, text, by === key, { by: key === "step" ? null : key, zoom: null }))),
     make("label", { class: "dim", title: "weight of the past; raw values stay faint behind" }, "smoothing ",
       make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: now.smooth ?? SMOOTH,

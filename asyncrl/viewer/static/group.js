@@ -19,12 +19,9 @@ export function sideBySide(episodes, colour) {
     const draw = () => drawTurn(turns[0], null, first, painter(first, colour));
     return make("div", { class: "same" }, fold(title, false, draw));
   });
-  const middle = { block: "center", inline: "center" };
-  const seek = () => document.querySelector(".differs")?.scrollIntoView(middle);
   const style = { gridTemplateColumns: `repeat(${episodes.length}, minmax(19rem, 1fr))` };
   return [
     make("div", { class: "bar" },
-      make("button", { onclick: seek, id: "first-difference" }, "first difference"),
       make("span", { class: "dim" }, `marked: what ${first.uid} does not say`),
       link({ side: null }, "one episode (key g)")),
     make("div", { class: "beside", style }, ...episodes.map((one) => head(one, first)), ...rows.flat()),

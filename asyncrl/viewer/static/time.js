@@ -28,15 +28,8 @@ export async function show(place, route, state, current) {
   const rows = data.processes.flatMap(({ title, rows: of }) =>
     of.map((row) => [`${title}/${row.title}`, { process: title, ...row }]));
   Object.assign(view, { whole, data, rows: new Map(rows) });
-  view.shown = isFile ? inFile(route) : data.window;
+  view.shown = isFile ? within(Number(from) || 0, Number(to) || whole.length) : data.window;
   draw();
-}
-
-/** A page in a file has the whole run only: a step's window is that from the end of the one before. */
-function inFile({ step, from, to }) {
-  const { steps, length } = view.whole, at = steps.findIndex(([one]) => one >= Number(step));
-  if (at < 0) return within(Number(from) || 0, Number(to) || length);
-  return within(steps[at - 1]?.[1] ?? 0, steps[at][1]);
 }
 
 function skeleton() {
@@ -50,7 +43,7 @@ function skeleton() {
   const strip = canvas("strip", "whole run"), place = make("div", { id: "lanes" });
   listen(strip.lastChild, place);
   return [
-    make("div", { class: "bar" }, make("label", {}, "go to ", step),
+    make("div", { class: "bar" }, !isFile && make("label", {}, "go to ", step),
       button("−", "zoom out, key −", keys["-"]), button("+", "zoom in, key +", keys["+"]),
       button("whole run", "the whole run, key 0", keys[0]),
       make("span", { id: "time-legend", class: "legend" })),
