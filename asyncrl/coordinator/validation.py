@@ -39,7 +39,7 @@ from asyncrl.observe.held_out import (
     succeeds,
     uid_prefix,
 )
-from asyncrl.observe.metrics import HIGHEST
+from asyncrl.observe.metrics import ASKED, HIGHEST
 from asyncrl.types import FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
@@ -235,6 +235,7 @@ class Validation:
             found |= {HIGHEST: max(result.judged for result in played)} if played else {}
         step, sampled = session.ref.version.step, [one for one in episodes if one.oldest >= 0]
         return found | {
+            ASKED: float(len({one.which.row for one in over})),
             "val-aux/episodes": float(len(scored)),
             "val-aux/failed": float(len(over) - len(scored)),
             "val-aux/policy_version": float(max((one.newest for one in sampled), default=step)),

@@ -193,11 +193,10 @@ def _solved(seen: Seen) -> Found | None:
 
 def _fell(seen: Seen) -> Found | None:
     """The newest validation is below the best one by more than chance: their 95% intervals do not meet. For
-    example 100% of 24 episodes is more than 86%, and 50% of them less than 69%."""
+    example 100% of 24 questions is more than 86%, and 50% of them less than 69%."""
     if not seen.judged:
         return None
-    modes = sum(name in seen.validations[-1] for name in (metric.SAMPLED, metric.GREEDY))
-    count = seen.validations[-1].get(metric.PLAYED, 0.0) / max(modes, 1)
+    count = seen.validations[-1].get(metric.ASKED, 0.0)
     best, now = max(seen.judged, key=lambda one: one[1]), seen.judged[-1]
     (least, _), (_, most) = wilson(best[1], count), wilson(now[1], count)
     if least is None or most is None or most >= least:

@@ -141,6 +141,6 @@ def measures(run_dir: Path) -> Iterator[dict[str, Any]]:
         tasks[f"{mode}/{measure}"][task] = numbers[name]["mean"]
     for name, one in ((name.removeprefix(ALL), one) for name, one in numbers.items() if name.startswith(ALL)):
         interval = (one["low"], one["high"]) if "low" in one else None
-        after = {"value": one["mean"], "interval": interval, "step": 0, "episodes": one.get("samples", 0)}
+        after = {"value": one["mean"], "interval": interval, "step": 0, "questions": one.get("samples", 0)}
         unit = "" if "mean@" in name or name == "nll" else "share"
         yield {"label": name, "unit": unit, "curve": [], "after": after, "tasks": tasks[name]}

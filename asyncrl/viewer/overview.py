@@ -110,10 +110,11 @@ def _held_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _found(row: Row, name: str) -> dict[str, Any]:
-    """A validation's number, with Wilson's interval where it is a share of episodes."""
-    count = row.get("val-aux/episodes", 0.0) / max(1, sum(share in row for share in SHARES))
+    """A validation's number, with Wilson's interval where it is a share. It is over questions: episodes of
+    one are alike."""
+    count = row.get(metric.ASKED, 0.0)
     interval = wilson(row[name], count) if name in SHARES and count else None
-    return {"value": row[name], "interval": interval, "step": row["training/step"], "episodes": count}
+    return {"value": row[name], "interval": interval, "step": row["training/step"], "questions": count}
 
 
 def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -53,9 +53,9 @@ def series(
     names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]
     known = {name: shown(name) for name in names}
     modes = [name for name in (metric.SAMPLED, metric.GREEDY) if name in known]
-    played = [(count or 0.0) / len(modes) for count in known.get(metric.PLAYED, [])] if modes else []
+    asked = known.get(metric.ASKED, [None] * len(places))
     for name in modes:
-        pairs = [wilson(*one) for one in zip(known[name], played, strict=False)]
+        pairs = [wilson(share, count or 0.0) for share, count in zip(known[name], asked, strict=True)]
         known[f"{name}/low"], known[f"{name}/high"] = ([pair[at] for pair in pairs] for at in (0, 1))
     return {
         **{name: _listed(values[places]) for name, values in axes.items()},

@@ -138,7 +138,7 @@ class PlantedRun:
             episode.result, episode.stats = self._write(episode, one, step)
             self.store.put_question(-1 - row, self.samples[row])
             self.store.list_held_out(episode, step, "held out", "sampled")
-        found = {"training/step": float(step), "time_s": 20.0 * step, "val-aux/episodes": float(len(played))}
+        found = {"training/step": float(step), "time_s": 20.0 * step, "val-aux/samples": float(len(played))}
         found["val-core/all/sampled/success"] = fmean(one.score for one in played)
         for name in played[0].components:
             found[f"val-aux/all/sampled/{name}/mean@1"] = fmean(one.components[name] for one in played)

@@ -69,7 +69,7 @@ function heldOut({ held_out: found, configuration: keys }, { ended }) {
     trend(one, judged(one.before, one.unit), judged(one.after, one.unit), spark(one)));
   const [first, last] = [found[0].before, found[0].after];
   const named = (one) => (one ? ` (step ${one.step})` : "");
-  const of = `of ${number((last ?? first).episodes)} ${found[0].tasks ? "questions" : "episodes"}`;
+  const of = `of ${number((last ?? first).questions)} questions`;
   return card("Held out",
     table(["", `before${named(first)}`, `last${named(last)}`, "by step"], rows, { class: "trends" }),
     (last ?? first).interval && make("p", { class: "dim small" }, `${of}, with 95% intervals`),

@@ -25,7 +25,7 @@ from asyncrl.viewer.overview import overview
 EVIL = "</script><script>alert(1)</script>"
 FLOW = {"issued": 8, "trained": 5, "filtered": 3}
 ROWS = [
-    {"training/step": 0.0, "time_s": 1.0, SAMPLED: 0.25, SAMPLED_SCORE: 0.25, "val-aux/episodes": 12.0},
+    {"training/step": 0.0, "time_s": 1.0, SAMPLED: 0.25, SAMPLED_SCORE: 0.25, "val-aux/samples": 12.0},
     *(
         {
             "training/step": step,
@@ -42,7 +42,7 @@ ROWS = [
         }
         for step in (1.0, 2.0)
     ),
-    {"training/step": 2.0, "time_s": 12.0, SAMPLED: 0.75, SAMPLED_SCORE: 0.75, "val-aux/episodes": 12.0},
+    {"training/step": 2.0, "time_s": 12.0, SAMPLED: 0.75, SAMPLED_SCORE: 0.75, "val-aux/samples": 12.0},
 ]
 
 

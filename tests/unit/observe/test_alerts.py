@@ -50,10 +50,10 @@ def status(gauges: dict[str, float] | None = None, **more: Any) -> dict[str, Any
     return {"phase": "running", "seconds": 30.0, "gauges": {"async/workers": 2.0} | (gauges or {}), **more}
 
 
-@pytest.mark.parametrize(("episodes", "fell"), [(24.0, True), (4.0, False), (0.0, False)])
-def test_a_held_out_success_that_falls_by_more_than_chance_is_told(episodes: float, fell: bool) -> None:
+@pytest.mark.parametrize(("questions", "fell"), [(24.0, True), (4.0, False), (0.0, False)])
+def test_a_held_out_success_that_falls_by_more_than_chance_is_told(questions: float, fell: bool) -> None:
     rows = [
-        {"training/step": step, SUCCESS: share, "val-aux/episodes": episodes}
+        {"training/step": step, SUCCESS: share, "val-aux/samples": questions}
         for step, share in ((0.0, 0.9), (10.0, 1.0), (20.0, 0.5))
     ]
     found = [one for one in alerts(run({}, None) + rows, status(), KEYS) if "fell" in one.name]

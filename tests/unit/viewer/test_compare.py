@@ -120,7 +120,7 @@ def test_what_an_evaluation_found_by_measure_and_task(tmp_path: Path) -> None:
     found |= {"val-task/org/fix/sampled/pass@2": {"mean": 1.0}, "val-core/all/nll": {"mean": 1.5}}
     (tmp_path / "evaluation.json").write_text(json.dumps(found))
     passed, loss = measures(tmp_path)
-    after = {"value": 0.5, "interval": (0.25, 0.75), "step": 0, "episodes": 2}
+    after = {"value": 0.5, "interval": (0.25, 0.75), "step": 0, "questions": 2}
     assert passed == {"label": "sampled/pass@2", "unit": "share", "curve": [], "after": after} | {
         "tasks": {"org/fix": 1.0}
     }

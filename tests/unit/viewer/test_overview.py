@@ -9,7 +9,7 @@ import msgspec
 
 from asyncrl.config import parse
 from asyncrl.observe.files import some_rows, write_status
-from asyncrl.observe.metrics import BATCH, SAMPLED
+from asyncrl.observe.metrics import BATCH, GREEDY, SAMPLED
 from asyncrl.store.launches import KEY, LaunchRecord, tree
 from asyncrl.store.runstore import RunStore
 from asyncrl.viewer.overview import overview
@@ -82,6 +82,15 @@ def test_a_run_of_a_moment_says_what_is_known(tmp_path: Path) -> None:
     assert one["outcome"] == "Reward 0.4 after 1 of 20 steps; no validation was run"
     killed = overview(save(tmp_path / "d", []), "killed: its launcher is gone")
     assert killed["outcome"] == "Killed: no step is over"
+
+
+def test_intervals_are_over_questions_however_often_each_is_asked(tmp_path: Path) -> None:
+    """Of ten questions, four times sampled and once greedily, half succeed."""
+    counts = {"val-aux/episodes": 50.0, "val-aux/samples": 10.0}
+    row = {"training/step": 4.0, SAMPLED: 0.5, GREEDY: 0.5, **counts}
+    for one in overview(save(tmp_path / "a", [row]), "completed")["held_out"]:
+        low, high = one["after"]["interval"]
+        assert (round(low, 2), round(high, 2), one["after"]["questions"]) == (0.24, 0.76, 10.0)
 
 
 def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:

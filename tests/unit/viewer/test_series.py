@@ -26,7 +26,7 @@ def written(run_dir: Path, rows: Iterable[Mapping[str, float]]) -> Measured:
 
 
 def test_a_step_counts_as_it_was_last_with_its_validation(tmp_path: Path) -> None:
-    step, held_out = {"timing_s/step": 1.0, "trainer/model_tokens": 100.0}, {"val-aux/episodes": 10.0}
+    step, held_out = {"timing_s/step": 1.0, "trainer/model_tokens": 100.0}, {"val-aux/samples": 10.0}
     success, entropy, lag = "val-core/all/sampled/success", "actor/entropy", "staleness/lag_tokens/"
     rows = [
         row(1.0, 5.0, **step, **{entropy: 0.9, f"{lag}0": 70.0}),
