@@ -1,6 +1,6 @@
 // The tab of episodes: facets, a list, and beside it the reader of the chosen one; or what the tools did.
 // Everything that is chosen is in the address: where, order, search, start, uid, colour, side, sub.
-import { byId, counted, fail, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
+import { byId, counted, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
 import { address, go, goLater, route } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 import { sideBySide } from "view/group.js";
@@ -225,8 +225,11 @@ async function read(place, now, current) {
 
 function buttons(episode) {
   const button = (label, title, act) => make("button", { title, onclick: act, "data-act": label }, label);
-  const copy = (label, text) => button(label, `copy the episode as ${label}`, ({ target }) =>
-    navigator.clipboard.writeText(text()).then(() => (target.textContent = `✓ ${label}`), fail));
+  const none = new Error("browsers copy from https and localhost only");
+  const copy = (label, text) => button(label, `copy the episode as ${label}`, async ({ target }) => {
+    target.textContent = await (navigator.clipboard?.writeText(text()) ?? Promise.reject(none))
+      .then(() => `${label} copied`, ({ message }) => `not copied: ${message}`);
+  });
   return [
     button("‹", "previous: key k", () => next(-1)), button("›", "next: key j", () => next(1)),
     members.length > 1 ? button(`group of ${members.length}`, "side by side: key g", side) : null,

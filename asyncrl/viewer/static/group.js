@@ -1,7 +1,7 @@
 // Episodes side by side, turn beside turn; what the others say otherwise than the first one is marked.
 import { counted, fold, make, number } from "view/dom.js";
 import { address, link } from "view/route.js";
-import { escaped, line, parts } from "view/parts.js";
+import { branches, escaped, line, parts } from "view/parts.js";
 import { bounded, drawTurn, gist, painter, role } from "view/reader.js";
 
 const MOST = 20000; // characters of a text that are compared
@@ -9,11 +9,14 @@ const AHEAD = 100; // words, in which a shared one is looked for
 
 export function sideBySide(episodes, colour) {
   const [first] = episodes, most = Math.max(...episodes.map((one) => one.turns.length));
+  const aside = new Map(episodes.flatMap((one) => branches(one.turns)).filter((row) => row.aside)
+    .flatMap((row) => row.turns.map((turn) => [turn, `sub-agent ${row.agent}: ${line(row.title, 60)}`])));
   const rows = Array.from({ length: most }, (_, at) => {
     const turns = episodes.map((one) => one.turns[at]);
     const same = turns.every((turn) => turn && told(turn) === told(turns[0]));
     if (!same || colour) {
-      return turns.map((turn, column) => cell(turn, column ? turns[0] : null, episodes[column], colour));
+      return turns.map((turn, column) =>
+        cell(turn, aside.get(turn), column ? turns[0] : null, episodes[column], colour));
     }
     const title = `turn ${at + 1}, the same in all: ${gist(turns[0])}`;
     const draw = () => drawTurn(turns[0], null, first, painter(first, colour));
@@ -41,7 +44,7 @@ function head(one, first) {
     make("div", { class: "dim" }, `answer: ${line(answer || "–", 80)}`, make("br"), apart));
 }
 
-function cell(turn, reference, episode, colour) {
+function cell(turn, who, reference, episode, colour) {
   if (!turn) return make("div", { class: "turn dim" }, "(no such turn)");
   if (colour) return drawTurn(turn, null, episode, painter(episode, colour));
   const shown = (of) => {
@@ -50,7 +53,8 @@ function cell(turn, reference, episode, colour) {
   };
   const replies = turn.replies.map((one, at) =>
     role("tool", one.call.name, shown((some) => outcome(some.replies[at]))));
-  return make("div", { class: "turn" }, make("h4", {}, `turn ${turn.index + 1}`),
+  return make("div", { class: "turn" }, make("h4", {}, `turn ${turn.index + 1}`,
+      make("span", { class: "dim" }, who || turn.agent ? ` · ${who ?? turn.agent}` : "")),
     role("model", "", shown(words)), ...replies);
 }
 

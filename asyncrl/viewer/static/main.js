@@ -66,7 +66,7 @@ async function watch() {
 
 document.addEventListener("keydown", (event) => {
   const typing = event.target.closest("input, select, textarea");
-  if (typing && event.key === "Escape") typing.blur();
+  if (typing && ["Enter", "Escape"].includes(event.key) && !event.isComposing) typing.blur();
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   const tab = NAMES[event.key - 1], help = () => byId("help").togglePopover();
   const act = tab ? () => go({ tab }) : event.key === "?" ? help : TABS[route().tab]?.keys?.[event.key];

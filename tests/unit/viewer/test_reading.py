@@ -157,7 +157,7 @@ async def read(tab: Tab) -> None:
     await tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     for what, part in {"text": "There are 7 words.", "JSON": '"logprobs": ['}.items():
         await click(tab, f'[data-act="{what}"]')
-        await tab.until(f"""document.querySelector('[data-act="{what}"]').textContent === "✓ {what}" """)
+        await tab.until(f"""document.querySelector('[data-act="{what}"]').textContent === "{what} copied" """)
         assert part in await tab.run("navigator.clipboard.readText()")
 
 
