@@ -1,7 +1,7 @@
-"""Lists of episodes: which of a run fit some conditions, in an order, and how many there are of each kind.
+"""Lists episodes of a run that fit some conditions, in an order, and counts them by kind.
 
 A condition is `[column, operator, value]`, with the operators = >= <=. Conditions "=" on the same column are
-alternatives; a value [low, high] is a range without its end, null in it is open, null alone is what is not
+alternatives. A value [low, high] is a range without its end, open where it has null; null alone means not
 known. Columns are those of COLUMNS, `components.NAME`, and `tool`: one that was called.
 """
 
@@ -69,7 +69,7 @@ _conditions = msgspec.json.Decoder(list[tuple[str, Operator, Value | tuple[Value
 
 
 class Clause(msgspec.Struct, frozen=True):
-    """A part of a statement, and the values in it. `column`: that "=" is about, if it has a facet."""
+    """Holds a part of a statement, and its values. `column`: what "=" compares, if it has a facet."""
 
     text: str
     values: tuple[Value, ...] = ()
@@ -77,7 +77,7 @@ class Clause(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Which episodes are wanted. `search`: words of question, answer or truth, or of a transcript."""
+    """Says which episodes are wanted. `search`: words of question, answer or truth, or of a transcript."""
 
     clauses: tuple[Clause, ...] = ()
     order: str = NEWEST
@@ -101,8 +101,8 @@ class Listing(msgspec.Struct, frozen=True):
         return cls(tuple(_clauses(conditions)), sort, int(start or 0), words)
 
     def where(self, found: Sequence[str] = (), facets: bool = True) -> Clause:
-        """All conditions as one, or those without `facets`. `found`: episodes in whose transcripts the words
-        of `search` are."""
+        """Return all conditions as one, or those without `facets`. `found`: episodes in whose transcripts the
+        words of `search` are."""
         parts = [one for one in self.clauses if facets or not one.column]
         words = " AND ".join(
             f"({' OR '.join(f'{COLUMNS[name]} LIKE ? ESCAPE ?' for name in TEXTS)})" for _ in self.search
@@ -118,7 +118,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def column(name: str) -> str:
-    """The expression of a column. ConfigError where there is none."""
+    """Return the expression of a column. ConfigError where there is none."""
     if name.startswith(COMPONENT) and '"' not in name:
         return "e.components ->> '$.\"{}\"'".format(name.removeprefix(COMPONENT).replace("'", "''"))
     if name not in COLUMNS:
@@ -127,7 +127,7 @@ def column(name: str) -> str:
 
 
 def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
-    """One for each column with "=", and one for each other condition. ConfigError."""
+    """Make one for each column with "=", and one for each other condition. ConfigError."""
     equal, found = defaultdict[str, list[Clause]](list), list[Clause]()
     for name, operator, value in conditions:
         what = "" if name == CALLED else column(name)
@@ -163,7 +163,7 @@ def _pattern(word: str) -> str:
 
 
 def page(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The PAGE episodes from `start` on."""
+    """Return the PAGE episodes from `start` on."""
     where, names = wanted.where(found), [*COLUMNS, "components"]
     columns = ", ".join([*COLUMNS.values(), "e.components"])
     # Their texts are not read to sort all.
@@ -178,7 +178,7 @@ def page(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> list[
 
 
 def uids(reader: RunReader, wanted: Listing) -> list[tuple[str, int]]:
-    """All episodes that fit but for `search`, in order, and their turns."""
+    """Return all episodes that fit, `search` left out, in order, with their numbers of turns."""
     where = msgspec.structs.replace(wanted, search=()).where()
     return reader.rows(
         f"SELECT e.uid, e.turns {FROM} WHERE {where.text} ORDER BY {wanted.order}", *where.values
@@ -196,8 +196,8 @@ class Facet(msgspec.Struct):
 
 
 def facets(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> tuple[int, list[dict[str, Any]]]:
-    """How many episodes fit, and of each facet the values with their counts: of the episodes that fit all
-    conditions but its own."""
+    """Return how many episodes fit, and of each facet the values with their counts: of the episodes that fit
+    all conditions but its own."""
     shown = [_facet(reader, name, label) for name, label in FACETS.items()]
     shown += [_facet(reader, f"{COMPONENT}{name}", name) for name in _components(reader)]
     own = [one for one in wanted.clauses if one.column]
@@ -231,7 +231,7 @@ def _values(facet: Facet, counts: Counter[Any]) -> list[dict[str, Any]]:
 
 
 def _facet(reader: RunReader, name: str, label: str) -> Facet:
-    """Numbers of few values are shown by value, others in ranges."""
+    """Make a facet: numbers of few values are shown by value, others in ranges."""
     what = column(name)
     if name != "score" and name in FACETS:
         return Facet(name, label, what)
@@ -255,7 +255,7 @@ def _facet(reader: RunReader, name: str, label: str) -> Facet:
 
 
 def _edges(low: float, high: float) -> list[float]:
-    """Round numbers within, about four."""
+    """Return about four round numbers between the two."""
     raw = (high - low) / 5
     unit = 10 ** math.floor(math.log10(raw))
     width = next(unit * times for times in (1, 2, 5, 10) if unit * times >= raw)
@@ -264,7 +264,7 @@ def _edges(low: float, high: float) -> list[float]:
 
 
 def _components(reader: RunReader) -> list[str]:
-    """Names of components that episodes have lately."""
+    """Return the names of components that the newest episodes have."""
     query = """SELECT DISTINCT key FROM (
         SELECT components FROM episodes WHERE components IS NOT NULL ORDER BY group_id DESC LIMIT ?) AS e,
         json_each(e.components) WHERE instr(key, '"') = 0 LIMIT ?"""
@@ -272,7 +272,7 @@ def _components(reader: RunReader) -> list[str]:
 
 
 def tools(reader: RunReader, wanted: Listing) -> list[dict[str, Any]]:
-    """What the tools did in the episodes that fit."""
+    """Return what the tools did in the episodes that fit."""
     where, all_of_them = wanted.where(), not (wanted.clauses or wanted.search)
     chosen = "1" if all_of_them else f"uid IN (SELECT e.uid {FROM} WHERE {where.text})"
     names = ("tool", "calls", "failed", "refused", "p50", "p95")

@@ -1,4 +1,4 @@
-"""The run's journal: one SQLite index (flow, plans, commits) over payload segments.
+"""Writes the run's journal: one SQLite index (flow, plans, commits) over payload segments.
 
 The coordinator is the only writer. What one turn of its loop changes is kept in memory and written by
 `commit`, in one transaction; messages leave after it. Others read the run with `reader.RunReader`, always.
@@ -44,7 +44,7 @@ COVER = """INSERT INTO meta VALUES(?,?) ON CONFLICT(key) DO UPDATE SET
 
 
 class RunStore:
-    """Owner of `run.db` and `segments/` in a run directory. What is put becomes durable at the next commit();
+    """Owns `run.db` and `segments/` in a run directory. What is put becomes durable at the next commit();
     `read` sees payloads at once, the rest after it. Opening a store takes it over: from then on an earlier
     owner can write nothing. `epoch` numbers the owners, from 1. `keep_bytes`: see `prune`."""
 
@@ -66,8 +66,8 @@ class RunStore:
         self.copies = Copies(run_dir)
 
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
-        """The payload of a turn (`kind` generated | replied), or of the last one the `result` of its episode;
-        a repeat replaces the one before."""
+        """Store the payload of a turn (`kind` generated | replied), or of the last one the `result` of its
+        episode; a repeat replaces the one before."""
         self._frames[uid, turn, kind] = payload
         self._fresh.add(uid)
         self._places.pop((uid, turn, kind), None)
@@ -77,12 +77,12 @@ class RunStore:
         self._put("retired", *((group.sample,) for group in groups if group.retires))
 
     def put_episodes(self, episodes: Collection[EpisodeRecord], moved: Iterable[EpisodeRecord] = ()) -> None:
-        """`moved`: of these only state, reason and step have changed."""
+        """Store episodes. `moved`: of these only state, reason and step have changed."""
         self._add(PUT_EPISODE, *(listed(e) for e in episodes))
         self._add(MOVE_EPISODE, *((e.state.value, e.reason, _step(e), e.uid) for e in moved))
 
     def put_question(self, group: int, sample: Sample) -> None:
-        """The texts of a group's sample, for lists; `group`: as in the row of an episode."""
+        """Store the texts of a group's sample, for lists; `group`: as in the row of an episode."""
         asked = next((said.content for said in reversed(sample.prompt) if said.role == "user"), "")
         texts = sample.data_source, in_short(asked), in_short(_plain(sample.ground_truth))
         self._put("questions", (group, sample.row, *texts))
@@ -92,7 +92,7 @@ class RunStore:
             self._put("answers", (uid, answer))
 
     def put_calls(self, uid: str, turn: int, replies: Sequence[ToolReply]) -> None:
-        """What the tools of a turn did."""
+        """Store what the tools of a turn did."""
         rows = (
             (uid, turn, number, one.call.name[:MOST_NAMED], one.seconds, one.failed, one.refused,
              in_short(one.error or "", MOST_NAMED))
@@ -149,7 +149,7 @@ class RunStore:
         self._add("DELETE FROM answers WHERE uid=?", (uid,))
 
     def release_frames(self, uid: str) -> None:
-        """Nothing needs the payloads of an episode; they are kept as far as `keep_bytes` allows."""
+        """Release the payloads of an episode: they are kept only as far as `keep_bytes` allows."""
         self._released.add(uid)
         self._add("UPDATE frames SET spare=1 WHERE uid=?", (uid,))
 
@@ -159,8 +159,8 @@ class RunStore:
         self._count_covered(rows)
 
     def cover(self, step: int, rows: int) -> None:
-        """The oldest retained checkpoint covers the batches before `step`, `rows` trajectories more than the
-        one before. What was covered stays so, also where more checkpoints are kept from now on."""
+        """Record that the oldest retained checkpoint covers the batches before `step`, `rows` trajectories
+        more than the one before. What was covered stays so, also where more are kept."""
         self._add(COVER, (COVERED_TO, step))
         self._count_covered(rows)
 
@@ -263,7 +263,7 @@ class RunStore:
 def listed(
     e: EpisodeRecord, group: int | None = None, step: int | None = None, kind: str = "train", mode: str = ""
 ) -> Row:
-    """The row of an episode in `episodes`."""
+    """Return the row of an episode in `episodes`."""
     result, stats, landed = e.result, e.stats, e.stats.turns > 0
     step = _step(e) if step is None else step
     ended = (result.end.value, result.score, result.reward) if landed else ("", None, None)
@@ -283,7 +283,7 @@ def _step(episode: EpisodeRecord) -> int | None:
 
 
 def _plain(truth: str) -> str:
-    """A ground truth, which is JSON, for people."""
+    """Return a ground truth, which is JSON, as people read it."""
     try:
         return msgspec.json.decode(truth, type=str)
     except UNDECODABLE:

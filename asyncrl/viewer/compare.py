@@ -1,5 +1,5 @@
-"""Compares two validations, of two runs or of one, question by question: the same row of the same data. And
-reads what `asyncrl eval` found."""
+"""Compares two validations, of two runs or of one, question by question: the same row of the same data. Also
+reads the results of `asyncrl eval`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 
 class Answered(msgspec.Struct):
-    """A question of a validation: its first episode, and means over all. `right`: at least half succeeded."""
+    """Holds a question of a validation: its first episode, means over all, and if half were `right`."""
 
     uid: str
     question: str
@@ -57,7 +57,7 @@ Pair = tuple[Answered, Answered]
 
 
 class Side(NamedTuple):
-    """A validation of a run. `played`: by mode and row."""
+    """Holds a validation of a run. `played`: by mode and row."""
 
     step: int
     known: list[int]  # the steps of all its validations
@@ -101,7 +101,7 @@ def _side(run: Path, step: int | None, place: int) -> Side:
 
 
 def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The scores of a mode and their components, and the questions that flipped, the largest change first."""
+    """Compare scores of a mode and their components; list flipped questions, the largest change first."""
     parts = defaultdict[str, list[tuple[float, float]]](list)
     for a, b in pairs:
         for name in a.components.keys() & b.components.keys():
@@ -117,7 +117,7 @@ def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The mean difference of the second from the first, with its interval over questions."""
+    """Return the mean difference of the second from the first, with its interval over questions."""
     changes = [b - a for a, b in pairs]
     return {
         "questions": len(pairs),
@@ -130,8 +130,8 @@ def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def measures(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """What `asyncrl eval` found, by mode and measure, `sampled/pass@4`: the mean with its interval over
-    questions, and of tasks each one's. Nothing of a run that is none."""
+    """Yield the results of `asyncrl eval` by mode and measure, `sampled/pass@4`: the mean with its interval
+    over questions, and the mean of each task. Nothing for another run."""
     numbers: dict[str, dict[str, float]] = {}
     with suppress(FileNotFoundError, *UNDECODABLE):
         numbers = _evaluation((run_dir / "evaluation.json").read_bytes())

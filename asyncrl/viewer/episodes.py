@@ -34,7 +34,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def decoder(model: str) -> Decode:
-    """The text of ids, by the tokenizer of a model directory. ConfigError."""
+    """Return what decodes ids, by the tokenizer of a model directory. ConfigError."""
     from tokenizers import Tokenizer  # load_tokenizer has compared the run's with it
 
     path = Path(model) / "tokenizer.json"
@@ -86,7 +86,7 @@ def transcript(
     run_dir: Path, config: RunConfig, reader: RunReader, listed: dict[str, Any], decode: Decode
 ) -> dict[str, Any]:
     """Return an episode as JSON. `turns` are those that are kept; `missing` says why there are fewer than the
-    episode had, `text` is what was kept then; `no_advantage` why there are none. StoreError, ConfigError."""
+    episode had, `text` what was kept then, `no_advantage` why no token has one. StoreError, ConfigError."""
     episode = reader.episode(uid := listed["uid"])
     turns, missing = kept_turns(reader, episode)
     trained = dict[str, list[Any]]()  # of all tokens that are trained: they may be shorter
@@ -131,7 +131,7 @@ def _refused(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> st
 
 
 def _kept_text(run_dir: Path, listed: dict[str, Any]) -> str:
-    """The text of an episode whose turns are gone, where one was kept; '' else."""
+    """Return the text of an episode whose turns are gone; '' where none was kept."""
     kind = "training" if listed["kind"] == "train" else "validation"
     with suppress(OSError):
         for entry in read_lines(run_dir / "transcripts" / kind / f"step-{listed['step']}.jsonl"):

@@ -1,4 +1,4 @@
-"""The picture of a run's timeline: a window in time, and nothing smaller than a pixel of it.
+"""Draws a run's timeline: a window in time, and nothing smaller than a pixel of it.
 
     timeline/*.jsonl ──► spans, each of a row of a process ──► window(from, to) ──► processes, rows, spans
 

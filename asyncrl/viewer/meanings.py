@@ -1,4 +1,4 @@
-"""What the spans of a timeline mean: a few meanings, each with one colour on the page, and a legible name."""
+"""Gives each span of a timeline one of a few meanings, with a colour on the page, and a legible name."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from asyncrl.viewer.compare import measures
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 MOST_ROWS = 400  # of a longer run they are chosen
 POINTS = 120  # of a small curve
-RESUMED = 3  # launches with other keys that are told
+RESUMED = 3  # launches with other keys that are shown
 FIGURES = {  # metric: label and unit
     metric.REWARD: ("reward", ""),
     metric.NLL: ("loss per token", ""),
@@ -110,15 +110,15 @@ def _held_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _found(row: Row, name: str) -> dict[str, Any]:
-    """A validation's number, with Wilson's interval where it is a share. It is over questions: episodes of
-    one are alike."""
+    """Return a validation's number, with Wilson's interval where it is a share: over questions, as the
+    episodes of one are alike."""
     count = row.get(metric.ASKED, 0.0)
     interval = wilson(row[name], count) if name in SHARES and count else None
     return {"value": row[name], "interval": interval, "step": row["training/step"], "questions": count}
 
 
 def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The first and the last tenth of the steps, and a small curve."""
+    """Yield each figure's mean over the first and the last tenth of the steps, and a small curve."""
     names = set[str]().union(*steps)
     parts = {name: (named, "") for named, name in matching(metric.COMPONENT, names).items()}
     for name, (named, unit) in ({metric.REWARD: FIGURES[metric.REWARD]} | parts | FIGURES).items():
@@ -154,7 +154,7 @@ def _waits(
 
 
 def _shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """By role: parts of the trainer's and the engines' time, and for workers of an episode's."""
+    """Return, by role, parts of the trainer's and the engines' time, and for workers of an episode's."""
     whole = sum(row[metric.STEP_SECONDS] for row in steps) or 1.0
     trainer = {label(name): sum(row.get(name, 0.0) for row in steps) / whole for name in metric.PHASES}
     found = {"trainer": {name: share for name, share in trainer.items() if share}}
@@ -169,7 +169,7 @@ def _shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def _configuration(config: Tree) -> list[tuple[str, Any, Any]]:
-    """Key, value and default of those that differ."""
+    """List key, value and default of the keys that differ."""
     needed = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
     found = differences([config, tree(parse(needed))]) if config else {}
     return [(key, value, default) for key, (value, default) in found.items() if value is not None]

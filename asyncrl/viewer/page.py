@@ -1,4 +1,4 @@
-"""The page: one HTML file with its scripts inside, served or written to disk with its answers.
+"""Makes the page: one HTML file with its scripts inside, served or written to disk with its answers.
 
 The scripts are modules that import each other as `view/NAME.js`; an import map says where each one is: here,
 as data. So nothing is built, and a page in a file works as one that is served.
@@ -32,7 +32,7 @@ POLICY = (
 
 
 def page(recorded: Mapping[str, Any] | None = None) -> str:
-    """`recorded`: answers by their address, of a page without a server."""
+    """Return the page. `recorded`: answers by their address, for a page without a server."""
     scripts = (file for file in STATIC.iterdir() if file.name.endswith(".js"))
     modules = {
         f"view/{file.name}": "data:text/javascript;base64," + base64.b64encode(file.read_bytes()).decode()

@@ -28,9 +28,9 @@ LOST = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_l
 def series(
     columns: Measured, by: str = "step", since: float | None = None, until: float | None = None
 ) -> dict[str, Any]:
-    """`columns`: of each metric a value or None for each place. `step`, `seconds` and `tokens` (trained so
-    far) are what charts have as x, and `by` that of `since` and `until`. Of a stretch of more than POINTS
-    steps there are the least and the highest value of each bucket, and validations."""
+    """Return curves. `columns`: of each metric a value or None for each place. `step`, `seconds` and `tokens`
+    (trained so far) are what charts have as x, and `by` that of `since` and `until`. Of a stretch of more
+    than POINTS steps there are the least and the highest value of each bucket, and validations."""
     tokens = np.nancumsum(columns.values("trainer/model_tokens"))
     axes = {"step": columns.steps, "seconds": columns.values("time_s"), "tokens": tokens}
     x = np.maximum.accumulate(np.nan_to_num(axes.get(by, columns.steps)))
@@ -74,7 +74,7 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def _bands(known: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Names of both ends of the bands around a mean, the widest first, but for those that never change."""
+    """Yield the names of both ends of the bands around a mean, the widest first; none that never changes."""
     for name in known:
         base = name.removesuffix("mean")
         pairs = [(base + low, base + high) for low, high in metric.QUANTILES if name.endswith("/mean")]

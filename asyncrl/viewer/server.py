@@ -1,4 +1,4 @@
-"""The page's server: on 127.0.0.1, read-only, for whoever knows the token in its address.
+"""Serves the page: on 127.0.0.1, read-only, for whoever knows the token in its address.
 
 GET /TOKEN/ ──► the page        GET /TOKEN/api/NAME?… ──► an answer of `Views`, as JSON
 """
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 class ViewServer:
-    """`start`, then `url` is what to open."""
+    """Serves the page after `start`; `url` is then its address."""
 
     def __init__(self, views: Views, port: int = 0) -> None:
         self._views, self._port = views, port
@@ -57,8 +57,8 @@ class ViewServer:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Only GET; only under the server's own name, or a page of another site could ask by a name that it
-        has pointed here; only with the token."""
+        """Answer only GET; only under the server's own name, or a page of another site could ask by a name
+        that it has pointed here; only with the token."""
         token, _, place = request.path.removeprefix("/").partition("/")
         if request.method != "GET":
             return _error(405, "only GET")

@@ -1,4 +1,5 @@
-"""The spans of a run's timeline as one table: its shares, its sums, and what a window in time shows of it."""
+"""Holds the spans of a run's timeline in one table: its shares, its sums, and what a window in
+time shows."""
 
 from __future__ import annotations
 

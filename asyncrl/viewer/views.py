@@ -1,5 +1,5 @@
-"""Every answer that the page asks for, from the files of runs, which may be under way. Nothing is written;
-kept in memory are tokenizers, and of some runs their metrics and the spans of their timelines."""
+"""Gives every answer that the page asks for, from the files of runs, which may be under way. Nothing is
+written; kept in memory are tokenizers, and of some runs their metrics and the spans of their timelines."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ KEPT = 128 << 20  # bytes of files of metrics of other runs, a fifth of it in me
 
 
 class Views:
-    """Answers about several runs, which a query names by number: `run=0`. `ended` says how a run ended, ''
-    while it goes on. Each of `names` is for one thread at a time."""
+    """Answers questions about several runs, which a query names by number: `run=0`. `ended` says how a run
+    ended, '' while it goes on. Each of `names` is for one thread at a time."""
 
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
         self._runs, self._ended = list(dict.fromkeys(runs)), ended
@@ -150,19 +150,19 @@ class Views:
 
 
 def _tree(run_dir: Path) -> Tree:
-    """The newest configuration; {} of a run that was deleted, or is of another version."""
+    """Return the newest configuration; {} of a run that was deleted, or is of another version."""
     with suppress(AsyncrlError):
         return at(launches_of(run_dir), 0).config
     return {}
 
 
 def _config(run_dir: Path, step: int = 0) -> RunConfig:
-    """That of the launch which trained a step; the newest one without."""
+    """Return the configuration of the launch that trained a step; the newest one without a step."""
     return parse(at(launches_of(run_dir), step).config)
 
 
 def _given(query: Query, key: str, kind: Any = float) -> Any:
-    """A number of a query, or None."""
+    """Return a number of a query, or None."""
     try:
         return msgspec.json.decode(query[key], type=kind) if key in query else None
     except msgspec.DecodeError as error:
