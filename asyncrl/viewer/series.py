@@ -31,7 +31,7 @@ def series(
     """Return curves. `columns`: of each metric a value or None for each place. `step`, `seconds` and `tokens`
     (trained so far) are what charts have as x, and `by` that of `since` and `until`. Of a stretch of more
     than POINTS steps there are the least and the highest value of each bucket, and validations."""
-    tokens = np.nancumsum(columns.values("trainer/model_tokens"))
+    tokens = np.nancumsum(columns.values("trainer/model_tokens"), dtype=float)
     axes = {"step": columns.steps, "seconds": columns.values("time_s"), "tokens": tokens}
     x = np.maximum.accumulate(np.nan_to_num(axes.get(by, columns.steps)))
     start = 0 if since is None else max(0, int(np.searchsorted(x, since)) - 1)  # lines go on to the edges

@@ -52,6 +52,7 @@ export async function show(place, now, state, current) {
     if (current()) redraw(byId("tools"), [found, now], () => toolTable(found));
   } else if (!now.uid && answer.episodes.length) {
     go({ uid: answer.episodes.at(entry).uid }, true);
+    entry = 0;
   } else {
     redraw(byId("list"), [answer, now], () => list(answer, now));
     const chosen = byId("list").querySelector('[aria-selected="true"]');
@@ -243,8 +244,9 @@ function next(by) {
   const at = listed.episodes.findIndex((one) => one.uid === route().uid) + by;
   if (listed.episodes[at]) return go({ uid: listed.episodes[at].uid });
   const start = listed.start + by * PAGE;
+  if (start < 0 || start >= listed.total) return;
   entry = Math.min(0, by);
-  if (start >= 0 && start < listed.total) go({ start: start || null, uid: null });
+  go({ start: start || null, uid: null });
 }
 
 const side = () => go({ side: route().side ? null : "1" });

@@ -115,6 +115,9 @@ async def walked(tab: Tab) -> None:
         await tab.until(f"{selected} === '{uid}'")
         await tab.until(f"""document.querySelector("article").dataset.uid === '{uid}'""")
     await tab.press("k")  # there is none before
+    await goes(tab, "order=score")
+    await tab.until(f"{selected} === '1.1'")  # of another list the first one is open
+    await goes(tab, "uid=1.0")
     await click(tab, "#same-question")
     await shows(tab, "1.0,1.1")
     await goes(tab, "run=1&uid=0.1-095")
@@ -124,6 +127,8 @@ async def walked(tab: Tab) -> None:
     assert "101 to 124 of 124" in await tab.run('document.querySelector(".pager").textContent')
     await tab.press("k")
     await tab.until(f"{selected} === '0.1-095'")
+    await goes(tab, "run=1&order=-newest&start=100")
+    await tab.until(f"""{selected} === document.querySelector("#list tbody tr").dataset.uid""")
 
 
 async def read(tab: Tab) -> None:

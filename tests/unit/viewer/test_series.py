@@ -44,6 +44,12 @@ def test_a_step_counts_as_it_was_last_with_its_validation(tmp_path: Path) -> Non
     assert found["bands"][success] == [(f"{success}/low", f"{success}/high")]
 
 
+def test_tokens_of_a_long_run_are_added_up_exactly(tmp_path: Path) -> None:
+    """In single precision each of the last sums is rounded to 64 tokens or more."""
+    rows = [row(float(at), at, **{"trainer/model_tokens": 300_001.0}) for at in range(1, 3001)]
+    assert series(written(tmp_path, rows))["tokens"][-1] == pytest.approx(3000 * 300_001, rel=1e-5)
+
+
 def test_columns_grow_with_their_file(tmp_path: Path) -> None:
     columns, file = Measured(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
     columns.update()
