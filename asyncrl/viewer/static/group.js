@@ -11,16 +11,18 @@ export function sideBySide(episodes, colour) {
   const [first] = episodes, most = Math.max(...episodes.map((one) => one.turns.length));
   const aside = new Map(episodes.flatMap((one) => branches(one.turns)).filter((row) => row.aside)
     .flatMap((row) => row.turns.map((turn) => [turn, `sub-agent ${row.agent}: ${line(row.title, 60)}`])));
+  const title = (turn) =>
+    [`turn ${turn.index + 1}`, aside.get(turn) ?? turn.agent].filter(Boolean).join(" · ");
   const rows = Array.from({ length: most }, (_, at) => {
     const turns = episodes.map((one) => one.turns[at]);
     const same = turns.every((turn) => turn && told(turn) === told(turns[0]));
     if (!same || colour) {
       return turns.map((turn, column) =>
-        cell(turn, aside.get(turn), column ? turns[0] : null, episodes[column], colour));
+        cell(turn, turn && title(turn), column ? turns[0] : null, episodes[column], colour));
     }
-    const title = `turn ${at + 1}, the same in all: ${gist(turns[0])}`;
     const draw = () => drawTurn(turns[0], null, first, painter(first, colour));
-    return make("div", { class: "same" }, fold(title, false, draw));
+    return make("div", { class: "same" },
+      fold(`${title(turns[0])}, the same in all: ${gist(turns[0])}`, false, draw));
   });
   const style = { gridTemplateColumns: `repeat(${episodes.length}, minmax(19rem, 1fr))` };
   return [
@@ -44,7 +46,7 @@ function head(one, first) {
     make("div", { class: "dim" }, `answer: ${line(answer || "–", 80)}`, make("br"), apart));
 }
 
-function cell(turn, who, reference, episode, colour) {
+function cell(turn, title, reference, episode, colour) {
   if (!turn) return make("div", { class: "turn dim" }, "(no such turn)");
   if (colour) return drawTurn(turn, null, episode, painter(episode, colour));
   const shown = (of) => {
@@ -53,9 +55,7 @@ function cell(turn, who, reference, episode, colour) {
   };
   const replies = turn.replies.map((one, at) =>
     role("tool", one.call.name, shown((some) => outcome(some.replies[at]))));
-  return make("div", { class: "turn" }, make("h4", {}, `turn ${turn.index + 1}`,
-      make("span", { class: "dim" }, who || turn.agent ? ` · ${who ?? turn.agent}` : "")),
-    role("model", "", shown(words)), ...replies);
+  return make("div", { class: "turn" }, make("h4", {}, title), role("model", "", shown(words)), ...replies);
 }
 
 const outcome = ({ error, content } = {}) => (error ? `✗ ${error}\n${content}` : content ?? "");

@@ -23,6 +23,7 @@ async function refresh() {
   NAMES.forEach((name) => (byId(name).hidden = name !== tab));
   try {
     if (!isFile || !state) state = await ask("runs");
+    if (mine !== drawing) return; // what a newer one has said of the server stays
     heard = Date.now();
     fail("");
     header(tab, now);
