@@ -143,10 +143,10 @@ class Views:
         return lanes.window(since, until, _given(query, "step", Step))
 
     def _path(self, query: Query) -> Path:
-        number = query.get("run", "0")
-        if not number.isdecimal() or int(number) >= len(self._runs):
-            raise ConfigError(f"run={number}: there are {len(self._runs)} runs, counted from 0")
-        return self._runs[int(number)]
+        known = {str(number): run for number, run in enumerate(self._runs)}
+        if (number := query.get("run", "0")) not in known:
+            raise ConfigError(f"run={number[:9]}: there are {len(known)} runs, counted from 0")
+        return known[number]
 
 
 def _tree(run_dir: Path) -> Tree:

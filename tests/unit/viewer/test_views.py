@@ -184,6 +184,7 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("lanes", {"step": "-1"}, "step=-1: give a number"),
         ("compare", {"to": "9" * 30}, "to=9"),
         ("episodes", {"run": "1"}, "there are 1 runs"),
+        ("episodes", {"run": "9" * 5000}, "there are 1 runs"),
         ("episode", {"uid": "9.9"}, "no episode 9.9"),
     ],
 )
