@@ -1,14 +1,12 @@
-// The tab of a comparison: what came of each run, tasks of evaluations, two validations question by question
-// with what flipped, and what configurations have.
-import { card, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
+// The tab of a comparison: outcomes of runs, tasks of evaluations, questions that flipped, configurations.
+import { card, counted, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
 import { settingsOf } from "view/curves.js";
 import { judged, setting } from "view/overview.js";
 import { go, link } from "view/route.js";
 import { ask } from "view/source.js";
 
 const MEASURE = "sampled/success"; // of tasks, unless another one is chosen
-const NOTE = "of the last validation, with 95% intervals; training: the last tenth of the steps; "
-  + "of seeds: the mean, from the lowest to the highest";
+const NOTE = "Last validation, with 95% intervals; training: last tenth of the steps; seeds: mean and range.";
 const TRAINED = ["reward", "loss per token"]; // figures of training
 const FEW = 24; // tasks that are not folded
 const EMPTY = { held_out: [], figures: [], configuration: [] }; // of a run whose overview is not there yet
@@ -87,12 +85,14 @@ function tasks(names, answers, measure) {
     const [kind, mark] = [["bad", " ▼"], ["", ""], ["good", " ▲"]][sign + 1];
     return make("td", { class: kind }, number(own[at][task]) + mark);
   })]);
-  const measures = answers[of[0]].held_out.filter((one) => Object.keys(one.tasks).length)
-    .map(({ label }) => link({ measure: label }, label === measure ? make("b", {}, label) : label));
-  return card(`Tasks by ${measure}`, make("div", { class: "bar small" }, ...measures),
+  const measures = answers[of[0]].held_out.filter((one) => Object.keys(one.tasks).length);
+  return card(`Tasks by ${measure}`, choices("measure", measures.map((one) => one.label), measure),
     fold(`${number(all.length)} tasks`, all.length <= FEW,
       table(["task", ...of.map((at) => named(names[at], answers[at], at))], rows)));
 }
+
+const choices = (key, names, chosen) => make("div", { class: "bar small" }, ...names.map((name) =>
+  link({ [key]: name || null }, make(name === chosen ? "b" : "span", {}, name || "all"))));
 
 function chooser(names, sides, found) {
   const choice = (key, options, chosen, more) => make("select", { id: `compare-${key}`, "aria-label": key,
@@ -115,7 +115,7 @@ function paired(found, names, sides, heads) {
   const rows = found.modes.flatMap((one) => [row(`score, ${one.mode}`, one),
     ...Object.entries(one.components).map(([name, part]) => row(name, part, "part"))]);
   const without = sides.filter((_, at) => !found.validations[at].length).map((run) => names[run]);
-  const none = without.length ? `${without.join(" and ")}: no validation is over; data.test asks for some.`
+  const none = without.length ? `No validation of ${without.join(" and ")}: data.test asks for some.`
     : "No question is the same in both.";
   const head = ["", "questions", ...heads, "difference, paired (95%)", "question by question"];
   return [...found.warnings.map((text) => make("p", { class: "alert" }, text)),
@@ -125,8 +125,7 @@ function paired(found, names, sides, heads) {
 /** Questions that were answered rightly and no longer are, and the other way round. */
 function flips(found, sides, heads, mode = "") {
   const own = found.modes.filter((one) => !mode || one.mode === mode);
-  const modes = ["", ...found.modes.map((one) => one.mode)].map((name) =>
-    link({ mode: name || null }, name === mode ? make("b", {}, name || "all") : name || "all"));
+  const modes = found.modes.map((one) => one.mode);
   const row = (both, of) => {
     const [before, after] = both.map((one) => one.components);
     const changed = Object.keys(before).filter((name) => name in after && before[name] !== after[name]);
@@ -144,12 +143,12 @@ function flips(found, sides, heads, mode = "") {
       count > 0 && table(["question", ...heads, "ground truth", "components that changed"], rows)];
   };
   return card("Questions that flipped between right and wrong",
-    modes.length > 2 && make("div", { class: "bar" }, ...modes), ...list("lost"), ...list("won"));
+    modes.length > 1 && choices("mode", ["", ...modes], mode), ...list("lost"), ...list("won"));
 }
 
 function differing(names, differences) {
   const rows = Object.entries(differences).map(([key, values]) =>
     [make("code", {}, key), ...values.map(setting)]);
-  const title = `${rows.length} ${rows.length === 1 ? "key differs" : "keys differ"}; all others are equal`;
-  return card("Configuration", fold(title, true, table(["key", ...names], rows, { id: "differences" })));
+  const found = table(["key", ...names], rows, { id: "differences" });
+  return card("Configuration", fold(`${counted(rows.length, "key")} of different values`, true, found));
 }

@@ -5,7 +5,8 @@ export const byId = (id) => document.getElementById(id);
 const shown = (value) => value !== false && value !== null && value !== undefined;
 
 export function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
+  const [, drawn] = tag.split("svg:"), space = "http://www.w3.org/2000/svg";
+  const element = drawn ? document.createElementNS(space, drawn) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "style") Object.assign(element.style, value);
@@ -84,7 +85,6 @@ export function clock(value) {
   return `${hours ? `${hours}:${two(minutes)}` : minutes}:${two(whole % 60)}`;
 }
 
-/** A bar as long as a share, with the figure beside it. */
 export function meter(share, text, hue = "var(--accent)") {
   const width = `${100 * Math.min(1, Math.max(0, share ?? 0))}%`;
   const inside = make("span", { style: { width, background: hue } });
@@ -103,7 +103,6 @@ export function tell({ clientX, clientY }, ...children) {
   Object.assign(tip.style, { left: `${Math.max(4, left)}px`, top: `${Math.max(4, clientY + 12)}px` });
 }
 
-/** A card with a heading. */
 export const card = (title, ...children) =>
   make("section", { class: "card" }, title && make("h2", {}, title), ...children);
 
@@ -114,8 +113,7 @@ export function table(head, rows, attributes = {}) {
     make("tbody", {}, ...rows.map((one) => row("TD", one))));
 }
 
-export const fail = (text) =>
-  Object.assign(byId("error"), { textContent: text, hidden: !text });
+export const fail = (text) => Object.assign(byId("error"), { textContent: text, hidden: !text });
 
 // Okabe and Ito: told apart with any colour vision. On white, orange and sky blue are darker: all have 3:1.
 export const DARK = matchMedia("(prefers-color-scheme: dark)").matches;

@@ -93,7 +93,6 @@ function drawLane(canvas, x) {
   context.strokeRect(x(chosen.start) - 1, 1, Math.max(x(chosen.end) - x(chosen.start), 1) + 2, high - 2);
 }
 
-/** Bars in a part of a picture. */
 function bars(context, spans, { names }, x, top, high, wide) {
   for (const [start, end, name, , took] of spans) {
     const left = Math.max(x(start), 0), right = Math.min(x(end), wide);

@@ -60,8 +60,7 @@ function told() {
 }
 
 async function watch() {
-  const waits = !isOver() || !byId("error").hidden;
-  if (!document.hidden && waits) await refresh();
+  if (!document.hidden && !(isOver() && byId("error").hidden)) await refresh();
   setTimeout(watch, EVERY);
 }
 

@@ -7,7 +7,8 @@ import { ask } from "view/source.js";
 
 const MARKS = { good: "✓", bad: "✕", warn: "!", advice: "i" };
 const LEVELS = { good: "good news", bad: "wrong", warn: "look at this", advice: "advice" };
-const EVIDENCE = { episodes: "the episodes", charts: "the curves", time: "what each process did" };
+const EVIDENCE = { episodes: "the episodes", charts: "the curves", time: "what each process did",
+  compare: "which questions" };
 const STATES = { in_flight: ["pending", "running", "landed"] }; // of which a count is; others have its name
 const STRIP = ["issued", "in_flight", "ready", "taken", "trained"];
 const EXITS = ["filtered", "dropped", "failed"];
@@ -85,13 +86,6 @@ export function judged(one, unit) {
     one?.interval && make("div", { class: "dim small" }, one.interval.map(text).join(" to ")));
 }
 
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  Object.entries(attributes).forEach(([name, value]) => element.setAttribute(name, value));
-  element.append(...children);
-  return element;
-}
-
 /** A curve without axes; one value is a point. */
 function spark({ curve, label }) {
   if (!curve.length) return null;
@@ -105,8 +99,8 @@ function spark({ curve, label }) {
     + `steps ${xs[0]} to ${xs.at(-1)}`;
   const points = x.map((at, i) => `${at},${y[i]}`).join(" ");
   const seen = { viewBox: `0 0 ${WIDE} ${HIGH}`, class: "spark", role: "img", "aria-label": text };
-  return svg("svg", seen, svg("title", {}, text), svg("polyline", { points }),
-    svg("circle", { cx: x.at(-1), cy: y.at(-1), r: 2.5 }));
+  return make("svg:svg", seen, make("svg:title", {}, text), make("svg:polyline", { points }),
+    make("svg:circle", { cx: x.at(-1), cy: y.at(-1), r: 2.5 }));
 }
 
 /** The first and the last tenth of the steps, with a curve. */

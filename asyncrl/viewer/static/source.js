@@ -8,8 +8,7 @@ export const saved = recorded?.saved ?? ""; // when a page in a file was written
 
 export async function ask(name, query = {}) {
   const given = Object.entries(query).filter(([, value]) => !["", null, undefined].includes(value));
-  const parameters = new URLSearchParams(given).toString();
-  const address = parameters ? `${name}?${parameters}` : name;
+  const address = `${name}?${new URLSearchParams(given)}`.replace(/\?$/, "");
   const gone = ({ message }) => ({ error: `no answer (${message}): is asyncrl view still running?` });
   const answer = isFile ? fromFile(name, address, query)
     : await fetch(`api/${address}`, { signal: AbortSignal.timeout(DEADLINE) })
@@ -43,7 +42,8 @@ function meets(one, [column, , wanted], run) {
 }
 
 function said(one, run) {
-  const told = (turn) => [turn.texts.join(""), ...turn.replies.map((each) => each.content)];
+  const replied = ({ call, content, error }) => [call.name, call.arguments, content, error ?? ""];
+  const told = (turn) => [turn.texts.join(""), ...turn.replies.flatMap(replied)];
   return [one.question, one.answer, one.truth, ...turnsOf(one, run).flatMap(told)].join("\n").toLowerCase();
 }
 
