@@ -33,11 +33,11 @@ function value(one, column) {
 }
 
 /** `wanted`: a value, or [low, high], where null is open and high is not in. */
-function meets(one, [column, , wanted], run) {
-  const has = value(one, column), [low, high] = Array.isArray(wanted) ? wanted : [];
+function meets(one, [column, operator, wanted], run) {
+  const has = value(one, column), [low, high] = operator === ">=" ? [wanted, null] : [wanted].flat();
   const called = () => turnsOf(one, run).flatMap((turn) => turn.replies.map((each) => each.call.name));
   if (column === "tool") return called().includes(wanted);
-  if (!Array.isArray(wanted)) return has === wanted;
+  if (operator === "=" && !Array.isArray(wanted)) return has === wanted;
   return has !== null && (low === null || has >= low) && (high === null || has < high);
 }
 

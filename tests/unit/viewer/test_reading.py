@@ -65,7 +65,7 @@ async def shows(tab: Tab, uids: str) -> None:
 
 async def goes(tab: Tab, address: str) -> None:
     """By an address, as whoever got a link."""
-    await tab.run(f"document.body.dataset.ready = ''; location.hash = '#tab=episodes&{address}'")
+    await tab.run(f"document.body.dataset.ready = ''; location.hash = `#tab=episodes&{address}`")
     await tab.until("document.body.dataset.ready")
 
 
@@ -104,6 +104,8 @@ async def found(tab: Tab) -> None:
     await goes(tab, "sub=tools")
     await click(tab, "#tools a.bad")
     await shows(tab, "0.0,0.1")  # in which it failed
+    await goes(tab, 'where=[["tokens",">=",1]]')
+    await shows(tab, "1.0,1.1,0.0,0.1")
 
 
 async def walked(tab: Tab) -> None:
