@@ -91,12 +91,11 @@ function figures({ span, sums, note }) {
     const what = make("span", {}, sign(kind), name, make("span", { class: "dim" }, ` ${of}`));
     return [what, number(calls), seconds(took), busy(took, (span[1] - span[0]) * many(of)), seconds(longest)];
   });
-  const more = sums.length > MOST && `and ${sums.length - MOST} more, that took less`;
+  const more = sums.length > MOST && `and ${sums.length - MOST} more, that took less. `;
   const cut = span[1] - span[0] < view.whole.length
-    && "Counts and longest are of whole calls that reach into it; totals and shares of the time in it.";
+    && "Counts and longest are of whole calls that reach into it; totals and shares of the time in it. ";
   const head = ["what", "count", "total", "share", "longest"];
-  return [table(head, rows, { class: "figures" }), ...[more, cut, note].filter(Boolean)
-    .map((text) => make("p", { class: "dim" }, text))];
+  return [table(head, rows, { class: "figures" }), make("p", { class: "dim" }, more, cut, note)];
 }
 
 /** How much of a time was spent; more than all of it by several at once. */
