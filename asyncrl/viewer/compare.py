@@ -36,6 +36,8 @@ SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull
 COMPONENTS = """SELECT mode, sample, key, avg(value)
     FROM episodes JOIN questions USING (group_id), json_each(components)
     WHERE kind IN ('held out', 'eval') AND step = ? GROUP BY mode, sample, key"""
+FAILED = """SELECT count(*) FROM episodes
+    WHERE kind IN ('held out', 'eval') AND step = ? AND state = 'failed'"""
 STEPS = "SELECT DISTINCT step FROM episodes WHERE kind IN ('held out', 'eval') ORDER BY step"
 ALL, TASK = "val-core/all/", "val-task/"  # in evaluation.json
 _evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
@@ -63,6 +65,7 @@ class Side(NamedTuple):
     known: list[int]  # the steps of all its validations
     config: Tree
     played: Mapping[tuple[str, int], Answered]
+    failed: int
 
 
 def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]:
@@ -79,6 +82,11 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
     warnings = [f"Not judged alike: the configurations differ in {', '.join(keys)}"] if keys else []
     if alone := len(first.keys() | second.keys()) - sum(map(len, shared.values())):
         warnings.append(f"{alone} questions are not the same in both, and left out")
+    warnings += [
+        f"{side.failed} episodes of step {side.step} failed, or were not over in time: they count as wrong"
+        for side in sides
+        if side.failed
+    ]
     return {
         "steps": [side.step for side in sides],
         "validations": [side.known for side in sides],
@@ -97,7 +105,7 @@ def _side(run: Path, step: int | None, place: int) -> Side:
         for mode, row, name, value in reader.rows(COMPONENTS, step):
             if one := played.get((mode, row)):  # none of one that was over since
                 one.components[name] = value
-        return Side(step, known, config, played)
+        return Side(step, known, config, played, reader.rows(FAILED, step)[0][0])
 
 
 def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -81,9 +81,13 @@ def test_an_episode_that_failed_has_the_lowest_score(tmp_path: Path) -> None:
     run = planted.flipped(tmp_path / "a")
     with sqlite3.connect(run / "run.db") as db:
         db.execute("UPDATE episodes SET score = -1 WHERE step = 12 AND kind = 'held out' AND score = 0")
-        db.execute("UPDATE episodes SET score = NULL, components = NULL WHERE uid = 'val12/sampled/5'")
-    (mode,) = compare([run, run], [None, None])["modes"]
-    assert mode["means"] == [0.75, 0.5]
+        failed = "score = NULL, components = NULL, state = 'failed'"
+        db.execute(f"UPDATE episodes SET {failed} WHERE uid = 'val12/sampled/5'")
+    found = compare([run, run], [None, None])
+    assert found["modes"][0]["means"] == [0.75, 0.5]
+    assert found["warnings"] == [
+        "1 episodes of step 12 failed, or were not over in time: they count as wrong"
+    ]
 
 
 def test_episodes_that_are_over_while_a_validation_is_read_wait(
