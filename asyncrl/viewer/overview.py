@@ -47,7 +47,8 @@ ROLES = {"trainer": "trainer", "server": "engines", "engine": "engines", "worker
 
 def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     """Read a run that is over (`ended` says how) or goes on. ConfigError for a file that cannot be read."""
-    rows, status = some_rows(run_dir, WINDOW, MOST_ROWS), read_status(run_dir)
+    # Twice: steps that were repeated after a crash are read, and the row of the end.
+    rows, status = some_rows(run_dir, 2 * WINDOW, MOST_ROWS), read_status(run_dir)
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     gauges = status.get("gauges") or next(
         (row for row in reversed(rows) if metric.FLOW + "issued" in row), {}

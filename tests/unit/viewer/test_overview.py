@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import parse
+from asyncrl.observe.alerts import WINDOW
 from asyncrl.observe.files import some_rows, write_status
 from asyncrl.observe.metrics import BATCH, GREEDY, SAMPLED
 from asyncrl.store.launches import KEY, LaunchRecord, tree
@@ -114,6 +115,13 @@ def test_of_a_long_run_some_rows_are_read_its_ends_and_all_validations(tmp_path:
     assert found["outcome"] == "Held-out success 98% after 5000 steps"
     assert "skipped optimizer steps" in [alert.name for alert in found["alerts"]]
     assert found["tables"]["All numbers"] == {}
+
+
+def test_the_last_steps_of_a_long_run_are_looked_at_whatever_follows_them(tmp_path: Path) -> None:
+    rows = [HEALTHY | {"training/step": float(at)} for at in range(1, 2001)]
+    rows[-WINDOW] |= {"actor/skipped_steps": 3.0}
+    found = overview(save(tmp_path / "a", [*rows, {"training/step": 2000.0}]), "completed")
+    assert [alert.what for alert in found["alerts"]] == ["3 of the last 10 were skipped"]
 
 
 def test_of_a_run_that_validates_at_each_step_as_many_steps_are_read(tmp_path: Path) -> None:
