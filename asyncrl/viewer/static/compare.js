@@ -87,7 +87,7 @@ function tasks(names, answers, measure) {
   })]);
   const measures = answers[of[0]].held_out.filter((one) => Object.keys(one.tasks).length);
   return card(`Tasks by ${measure}`, choices("measure", measures.map((one) => one.label), measure),
-    fold(`${number(all.length)} tasks`, all.length <= FEW,
+    fold(counted(all.length, "task"), all.length <= FEW,
       table(["task", ...of.map((at) => named(names[at], answers[at], at))], rows)));
 }
 

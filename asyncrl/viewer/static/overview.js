@@ -1,6 +1,6 @@
 // The tab Overview of a run: outcome, what is wrong, before and after, who waits, the flow, figures, keys.
 import {
-  PALETTE, badge, card, fold, hue, make, number, percent, redraw, seconds, swatch, table,
+  PALETTE, badge, card, counted, fold, hue, make, number, percent, redraw, seconds, swatch, table,
 } from "view/dom.js";
 import { address, link } from "view/route.js";
 import { ask } from "view/source.js";
@@ -170,7 +170,7 @@ export function setting(value) {
 function configuration({ configuration: keys }) {
   const rows = keys.map(([key, value, usual]) =>
     [make("code", {}, key), setting(value), make("span", { class: "dim" }, setting(usual))]);
-  const title = `${rows.length} keys differ from their defaults`;
+  const title = `${counted(rows.length, "key")} not at the default`;
   return card("Configuration",
     fold(title, rows.length <= MOST_KEYS, table(["key", "value", "default"], rows, { class: "keys" })));
 }
