@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import io
-import marshal
+import json
 import os
 import re
 import stat
@@ -106,7 +106,7 @@ def request(most: int, top: str, roots: Sequence[str], globs: Iterable[str]) -> 
     below = [os.path.relpath(root, top) for root in roots or (top,)]
     if any(path.startswith("../") or "\0" in path for path in below):
         raise ValueError(f"only directories below {top} have changes, not {roots!r}")
-    return marshal.dumps((most, ["" if path == "." else path for path in below], list(globs)))
+    return json.dumps((most, ["" if path == "." else path for path in below], list(globs))).encode()
 
 
 def receive(fd: int, archive: bytearray, most: int) -> None:
@@ -138,7 +138,7 @@ def run(kind: bytes, top: str, changed: int, source: bytes) -> int:
 
 def read_file(_: str, __: int, source: bytes) -> None:
     """Write a file to the pipe. `source`: the most bytes, and the path."""
-    most, path = marshal.loads(source)
+    most, path = json.loads(source)
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it may be a pipe
         data = file.read(most + 1) or b""
     if len(data) > most:
@@ -157,7 +157,7 @@ def write_file(_: str, __: int, source: bytes) -> None:
 
 def collect(top: str, changed: int, source: bytes) -> None:
     """Write an archive to the pipe: all that changed below some directories, but names that are left out."""
-    most, roots, skip = marshal.loads(source)
+    most, roots, skip = json.loads(source)
     with open(PIPE, "wb", CHUNK, closefd=False) as pipe:
         collector = _Collector(top, changed, pipe, most, skip)
         try:
@@ -272,7 +272,7 @@ class _Collector:
 def apply(top: str, _: int, source: bytes) -> None:
     """Apply the archive from the pipe to what this sandbox sees. Names that are kept stay as they are here,
     also where the archive deletes a directory around them."""
-    most, _roots, keep = marshal.loads(source)
+    most, _roots, keep = json.loads(source)
     with open(PIPE, "rb", CHUNK, closefd=False) as pipe:
         applier = _Applier(top, keep)
         for entry in _entries(pipe.read, most):

@@ -6,7 +6,7 @@ Shared by the owner and the child, so it imports nothing that is slow to start.
 from __future__ import annotations
 
 import enum
-import marshal
+import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -86,10 +86,10 @@ class RunReply(NamedTuple):
 
 
 def exec_source(words: Sequence[str], environment: Mapping[str, str], directory: str) -> bytes:
-    """ValueError for a text with a NUL. The warden, which is the same Python, can trust its owner."""
+    """ValueError for a text with a NUL."""
     if any("\0" in text for text in (directory, *words, *environment, *environment.values())):
         raise ValueError("the words, the environment or the directory of a program hold a NUL")
-    return marshal.dumps((list(words), dict(environment), directory))
+    return json.dumps((list(words), dict(environment), directory)).encode()
 
 
 def read_request(fd: int) -> RunRequest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import marshal
+import json
 import math
 import os
 import secrets
@@ -186,7 +186,7 @@ class Jail:
         """Read with the rights of the code. SandboxError when it cannot be read, or is larger than an output
         may be."""
         most = self.limits.output
-        return await self._receive(f"file {path!r}", frames.READ, marshal.dumps((most, path)), most)
+        return await self._receive(f"file {path!r}", frames.READ, json.dumps((most, path)).encode(), most)
 
     async def changes(
         self, roots: Sequence[str] = (), skip: Sequence[str] = (), most: int = MOST_CHANGES

@@ -13,7 +13,7 @@ pipe by which files are moved: their descriptors come over fd 1, and a word that
 from __future__ import annotations
 
 import fcntl
-import marshal
+import json
 import os
 import resource
 import signal
@@ -314,7 +314,7 @@ def _run_shell(command: bytes) -> int:
 
 def _run_exec(source: bytes) -> int:
     """Become a program that the kernel ends first when the machine has no memory left."""
-    words, environment, directory = marshal.loads(source)
+    words, environment, directory = json.loads(source)
     prctl(PR_SET_DUMPABLE, 1)  # else the file below is not this user's
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

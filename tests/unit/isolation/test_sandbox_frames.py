@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import marshal
+import json
 import os
 
 import pytest
@@ -57,4 +57,4 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0") | st.sample
 @given(st.lists(TEXT), st.dictionaries(TEXT.filter(lambda name: "=" not in name), TEXT), TEXT)
 def test_a_program_arrives_as_it_was_sent(words: list[str], environment: dict[str, str], where: str) -> None:
     source = frames.exec_source(words, environment, where)
-    assert marshal.loads(source) == (words, environment, where)
+    assert json.loads(source) == [words, environment, where]
