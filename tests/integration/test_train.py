@@ -29,7 +29,8 @@ def test_a_short_run_leaves_everything_it_promises(
         summary = run.completed(6)
     assert not [*leaks(run, secrets)]
     flow = summary["flow"]
-    assert flow["trained"] == 6 * 16
+    late = summary["reasons"].get("dropped/end_of_data", 0)  # late members of the last groups
+    assert flow["trained"] + late == 6 * 16 and late < 8
     assert flow["issued"] == sum(flow.values()) - flow["issued"]
     assert 0 <= summary["lag_max"] <= 4 and summary["masked_token_frac"] == 0
     assert summary["logprob_diff_max_same_version"] <= 1e-4 and summary["logprob_tokens_compared"] > 0
