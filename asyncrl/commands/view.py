@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import webbrowser
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.commands import command_parser, find_run
 from asyncrl.commands.status import ending
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.isolation.calls import in_thread
 
 if TYPE_CHECKING:
     from asyncrl.viewer.views import Views
@@ -69,7 +71,7 @@ async def _serve(views: Views, port: int, show: bool) -> None:
     print(f"{server.url}\nCtrl-C ends it", flush=True)
     try:
         if show:
-            await asyncio.to_thread(webbrowser.open, server.url)
+            await in_thread(partial(webbrowser.open, server.url), "browser")
         await asyncio.Event().wait()
     finally:
         await server.close()

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 from aiohttp import web
 
 from asyncrl.errors import AsyncrlError
+from asyncrl.isolation.calls import OwnThread
 from asyncrl.viewer.page import POLICY, page
 from asyncrl.viewer.views import Views
 
 HOST = "127.0.0.1"
 DEADLINE = 60.0  # seconds for an answer
-STOP_SECONDS = 1.0
+STOP_SECONDS = 0.2  # for answers under way, and then for the threads that make them
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "no-referrer",
@@ -36,7 +37,7 @@ class ViewServer:
         self._views, self._port = views, port
         self._token = secrets.token_urlsafe(32)
         # A thread a view: whatever one reads, others go on. What many threads read would take more memory.
-        self._threads = {name: ThreadPoolExecutor(1, name) for name in views.names}
+        self._threads = {name: OwnThread(name) for name in views.names}
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
         self._runner = web.ServerRunner(
@@ -53,8 +54,9 @@ class ViewServer:
 
     async def close(self) -> None:
         await self._runner.cleanup()
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+        with suppress(TimeoutError):  # one that still reads ends with the process
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(*(thread.end(bool) for thread in self._threads.values()))
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer only GET; only under the server's own name, or a page of another site could ask by a name
@@ -74,7 +76,7 @@ class ViewServer:
         try:
             answer = partial(self._views.answer, name, dict(request.query))
             async with asyncio.timeout(DEADLINE):
-                found = await asyncio.get_running_loop().run_in_executor(self._threads[name], answer)
+                found = await self._threads[name].run(answer)
         except AsyncrlError as error:
             return _error(400, str(error))
         except TimeoutError:

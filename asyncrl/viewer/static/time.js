@@ -85,7 +85,7 @@ function interval([from, to]) {
 
 /** Sums by name, the most seconds first. Shares are of the time of all processes of a kind. */
 function figures({ span, sums, note }) {
-  if (!sums?.length) return [make("p", { class: "dim" }, sums ? "nothing was recorded here" : "…")];
+  if (!sums?.length) return [make("p", { class: "dim" }, sums ? "nothing was recorded here" : note ?? "…")];
   const many = (of) => view.whole.processes.filter(({ title }) => kindOf(title) === of).length;
   const rows = sums.slice(0, MOST).map(({ of, name, kind, calls, took, longest }) => {
     const what = make("span", {}, sign(kind), name, make("span", { class: "dim" }, ` ${of}`));
@@ -129,7 +129,8 @@ async function select(span) {
   view.stretch = stretch;
   panel();
   if (isFile) Object.assign(stretch, { sums: added(span), note: "Approximate: short spans are merged." });
-  else stretch.sums = (await ask("lanes", { run, from: span[0], to: span[1] })).totals;
+  else await ask("lanes", { run, from: span[0], to: span[1] })
+    .then(({ totals }) => (stretch.sums = totals), ({ message }) => (stretch.note = message));
   if (view.stretch === stretch) panel();
 }
 

@@ -14,6 +14,9 @@ pytestmark = needs_chromium
 
 ROWS = 'document.querySelectorAll("#list tbody tr").length'
 
+LANE = """(place => [place.left, place.width, place.top])(
+    document.querySelector("[data-lane='trainer 0/trainer']").getBoundingClientRect())"""
+
 
 def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: Path) -> None:
     views = Views([save_run(tmp_path / "a"), save_run(tmp_path / "b", lr=0.5)], ended)
@@ -41,7 +44,9 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
         await tab.until(
             'document.getElementById("error").textContent.includes("is asyncrl view still running?")'
         )
-        tab.complaints.clear()  # that the server is gone
+        await selected_without_a_server(tab)
+        assert all("ERR_CONNECTION_REFUSED" in one for one in tab.complaints)
+        tab.complaints.clear()
         await coloured(tab, "dark", (tmp_path / "page.html").as_uri())
         await looked_at(tab)
 
@@ -69,8 +74,7 @@ async def zoomed_in(tab: Tab) -> None:
     await tab.until(f'{lanes}.endsWith("short (1 of worker 0),wait for fresher weights")')
     await tab.run('location.hash = "tab=time&from=1000&to=1010"')
     await tab.until(f'{panel}.includes("THIS WINDOW") && {panel}.includes("10 s, from")')
-    left, wide, top = await tab.run("""(place => [place.left, place.width, place.top])(
-        document.querySelector("[data-lane='trainer 0/trainer']").getBoundingClientRect())""")
+    left, wide, top = await tab.run(LANE)
     await tab.drag((left + 0.2 * wide, top + 8), (left + 0.5 * wide, top + 8))  # from 1002 to 1005
     await tab.until(
         f'{panel}.includes("SELECTED") && /forward and backward trainer\\s+[45]\\s/.test({panel})'
@@ -84,6 +88,16 @@ async def zoomed_in(tab: Tab) -> None:
     await tab.until(f'{panel}.includes("step 1006: charts")')
     await tab.press("0")
     await tab.until(f'!{address}.includes("from") && {panel}.includes("SELECTED")')
+
+
+async def selected_without_a_server(tab: Tab) -> None:
+    """Sums of a stretch that are not known say why."""
+    await tab.press("4")
+    await tab.until(f"({LANE})[1] > 0")
+    left, wide, top = await tab.run(LANE)
+    await tab.drag((left + 0.2 * wide, top + 8), (left + 0.4 * wide, top + 8))
+    panel = 'document.getElementById("time-panel").innerText'
+    await tab.until(f'{panel}.includes("is asyncrl view still running?")')
 
 
 async def looked_at(tab: Tab) -> None:

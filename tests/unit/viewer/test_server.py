@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,32 @@ def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
         assert all(found_alone)
 
     asked(Slow([run_dir], ended), test)
+
+
+def test_the_end_waits_for_no_answer(run_dir: Path) -> None:
+    """The thread that reads does not keep the process alive either."""
+    began, go = threading.Event(), threading.Event()
+
+    class Slow(Views):
+        def answer(self, name: str, query: Query) -> Any:
+            began.set()
+            go.wait(30)
+            return super().answer(name, query)
+
+    async def run() -> float:
+        async with aiohttp.ClientSession() as client:
+            async with served(Slow([run_dir], ended)) as url:
+                answer = asyncio.create_task(client.get(f"{url}api/episodes"))
+                await asyncio.to_thread(began.wait, 30)
+                left = time.monotonic()
+            took = time.monotonic() - left
+            with pytest.raises(aiohttp.ClientError):
+                await answer
+        return took
+
+    assert asyncio.run(run()) < 1.0
+    (reading,) = (thread for thread in threading.enumerate() if thread.name == "episodes")
+    assert reading.daemon
+    go.set()
+    reading.join(30)
+    assert not reading.is_alive()
