@@ -51,7 +51,7 @@ class EngineHandler:
         self.state, self._began = state, now
         self.remote = state.config.engine.remote
         self.keepers = Peers[KeeperRecord](
-            state, "engine", state.config.engine.keepers, lambda keeper, now: self.leave(keeper.peer)
+            state, "engine", state.config.engine.keepers, lambda keeper, *_: self.leave(keeper.peer)
         )
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.refused: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version

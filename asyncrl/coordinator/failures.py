@@ -27,11 +27,13 @@ MIN_ATTEMPTS, MIN_SAMPLES = 128, 64
 
 class FailedAttempts(msgspec.Struct):
     """Kept in the store. An attempt counts whatever became of its episode: the next one may have landed.
-    `newest`: the cause of the last one that named it, with file and line where users' code raised."""
+    `newest`: the cause of the last one that named it, with file and line where users' code raised; `lost`: of
+    the last one that was lost with a worker or a server."""
 
     META: ClassVar = "failed_attempts"
     counts: dict[str, int] = {}  # by FailReason
     newest: str = ""
+    lost: str = ""
 
     @classmethod
     def stored(cls, store: RunStore) -> FailedAttempts:
@@ -39,7 +41,11 @@ class FailedAttempts(msgspec.Struct):
 
     def add(self, reason: FailReason, detail: str, store: RunStore) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        self.newest = " ".join(detail.split())[:LONGEST] or self.newest
+        cause = " ".join(detail.split())[:LONGEST]
+        if reason in LOSSES:
+            self.lost = cause or self.lost
+        if reason is not FailReason.WORKER_LOST:
+            self.newest = cause or self.newest
         store.put_meta(self.META, msgspec.json.encode(self).decode())
 
 

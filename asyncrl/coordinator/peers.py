@@ -49,11 +49,15 @@ class Peers(Generic[P]):
 
     Args:
         planned: number of processes that the launcher starts; more may join.
-        lost: called with each process that is lost, and the time. None: their lease never ends.
+        lost: called with each process that is lost, why, and the time. None: their lease never ends.
     """
 
     def __init__(
-        self, state: RunState, role: str, planned: int = 0, lost: Callable[[P, float], None] | None = None
+        self,
+        state: RunState,
+        role: str,
+        planned: int = 0,
+        lost: Callable[[P, str, float], None] | None = None,
     ) -> None:
         self._state, self._role, self._planned, self._lost = state, role, planned, lost
         self._here: dict[bytes, P] = {}
@@ -103,7 +107,7 @@ class Peers(Generic[P]):
             log.warning("%s lost (%s)", known.name, why)
             self._gone[known.hello.index] = known.hello.incarnation, now
             if self._lost is not None:
-                self._lost(known, now)
+                self._lost(known, why, now)
 
     def tick(self, now: float) -> None:
         """Lose those whose lease is over."""

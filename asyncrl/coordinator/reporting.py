@@ -150,7 +150,7 @@ class Reporter:
         failed, step = failures_line(state.failed.counts, state.failed.newest), state.batches.committed
         status = Status(phase, step, state.steps, gauges, self.waits(), failed)
         now = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
-        now["running"] = time.monotonic() - self.began
+        now |= {"running": time.monotonic() - self.began, "lost": state.failed.lost}
         status = msgspec.structs.replace(status, alerts=tuple(alerts(self._recent, now, self._keys)))
         write_status(state.run_dir, now | {"alerts": status.alerts, "metrics": self._last})
         return status

@@ -20,6 +20,7 @@ from asyncrl.buffer.staleness import pending
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
+from asyncrl.observe.files import last_words
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt
@@ -93,7 +94,7 @@ class WorkerHandler:
             arrived = seq <= message.assigned
             overdue = worker.beat_at - sent > self.state.config.launch.lease  # when it last ran
             if arrived or overdue:
-                self._lose_episode(worker, uid, now)
+                self._lose_episode(worker, uid, "", now)
         self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
         worker.beat, worker.beat_at = message, now
         worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
@@ -125,10 +126,13 @@ class WorkerHandler:
         self.engines.send_table([worker.peer for worker in self.peers], now)
         self._assign(now)
 
-    def _lost(self, worker: WorkerRecord, now: float) -> None:
+    def _lost(self, worker: WorkerRecord, why: str, now: float) -> None:
         """Its episodes go on elsewhere, from their last durable turns."""
+        index, step = worker.hello.index, self.state.batches.committed + 1
+        said = last_words(self.state.run_dir / "logs" / f"rollout-{index}.log", worker.hello.incarnation)
+        cause = f"{worker.name} in step {step} ({why})" + f": {said}" * bool(said)
         for uid in list(worker.running):
-            self._lose_episode(worker, uid, now)
+            self._lose_episode(worker, uid, cause, now)
         self.engines.leave(worker.peer)
 
     def reissue_orphans(self, now: float) -> None:
@@ -138,12 +142,12 @@ class WorkerHandler:
             if episode.state is State.RUNNING and episode.worker not in here:
                 self._reissue(episode, FailReason.WORKER_LOST, now)  # a stop of the run is no failed attempt
 
-    def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
+    def _lose_episode(self, worker: WorkerRecord, uid: str, cause: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
         episode = self.state.flow_of(uid).episodes.get(uid)
         if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
-            self.fail(episode, FailReason.WORKER_LOST, "", now)
+            self.fail(episode, FailReason.WORKER_LOST, cause, now)
 
     def give_up(
         self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, detail: str, now: float

@@ -52,17 +52,6 @@ def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
 
 
-def log_tail(path: Path, lines: int = 12) -> str:
-    """The end of a log, for an error message; '' when there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 16384))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.rstrip().splitlines()[-lines:])
-
-
 class LocalProcess:
     """A role in a wrapper process, which kills all descendants when the role or the launcher has ended."""
 

@@ -27,8 +27,9 @@ from asyncrl.config import LaunchConfig
 from asyncrl.errors import ConfigError, ProtocolError, one_line
 from asyncrl.launch.console import Console
 from asyncrl.launch.placement import COORDINATOR, TRAINER
-from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
+from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
+from asyncrl.observe.files import log_tail
 from asyncrl.runtime.process import ENDING
 from asyncrl.wire.enrolment import invitation
 from asyncrl.wire.messages.channels import ToObserver

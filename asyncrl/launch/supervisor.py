@@ -28,8 +28,8 @@ from asyncrl.launch.process import (
     ProcessSpec,
     Spawn,
     log_path,
-    log_tail,
 )
+from asyncrl.observe.files import log_tail
 from asyncrl.wire.addresses import incarnation_of
 
 log = logging.getLogger("asyncrl.launch")

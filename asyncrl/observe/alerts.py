@@ -18,7 +18,7 @@ import msgspec
 from asyncrl.buffer.records import LOSSES
 from asyncrl.config import ValidationConfig
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.held_out import wilson
+from asyncrl.observe.held_out import fell
 from asyncrl.observe.metrics import Row, clock, matching
 from asyncrl.observe.summary import flow_of, mean
 from asyncrl.types import FailReason
@@ -192,14 +192,12 @@ def _solved(seen: Seen) -> Found | None:
 
 
 def _fell(seen: Seen) -> Found | None:
-    """The newest validation is below the best one by more than chance: their 95% intervals do not meet. For
-    example 100% of 24 questions is more than 86%, and 50% of them less than 69%."""
+    """Find that the newest validation is below the best one by more than chance."""
     if not seen.judged:
         return None
     count = seen.validations[-1].get(metric.ASKED, 0.0)
     best, now = max(seen.judged, key=lambda one: one[1]), seen.judged[-1]
-    (least, _), (_, most) = wilson(best[1], count), wilson(now[1], count)
-    if least is None or most is None or most >= least:
+    if not fell(best[1], now[1], count):
         return None
     return Found(f"from {best[1]:.0%} at step {best[0]:.0f} to {now[1]:.0%} at step {now[0]:.0f}")
 
@@ -241,6 +239,8 @@ def _lost(seen: Seen) -> Found | None:
     for name, of in zip(names, ("a worker", "a server"), strict=True):
         if lost := seen.now.get(name, 0.0):
             texts.append(f"{lost:,.0f} attempts were lost with {of}, and begun again")
+    if newest := seen.status.get("lost"):
+        texts.append(f"the newest: {newest}")
     recent = missing or any(seen.grown(name) for name in names)
     return Found(", ".join(texts), mild=not recent) if texts else None
 

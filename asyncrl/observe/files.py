@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,25 @@ def size_of_rows(run_dir: Path) -> int:
     """Bytes of the metrics so far: they grow with each row."""
     path = run_dir / "metrics.jsonl"
     return path.stat().st_size if path.exists() else 0
+
+
+def log_tail(path: Path, lines: int = 12) -> str:
+    """The end of a log, for an error message; '' when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def last_words(log: Path, incarnation: str) -> str:
+    """Return the last line that a process wrote to its log; '' where that tells of no error. Behind it there
+    may be what the next incarnation wrote."""
+    own = log_tail(log, 400).rpartition(f"incarnation {incarnation}")[2]
+    line = re.split(r"\n.* starts, pid ", own)[0].rstrip().rpartition("\n")[2]
+    return "" if " INFO " in line else line
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.engines.sglang.process import reserve_port
-from asyncrl.launch.process import log_tail
+from asyncrl.observe.files import log_tail
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/sglang_cpu/launch.py"

@@ -168,9 +168,13 @@ def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetu
     again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
     setup.turn(A, 2, again)
     setup.finish(A, 3, again)
-    setup.handler.peers.lose(A, "killed", 0.0)  # a loss names no cause
-    state = setup.state
-    assert state.failed == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause)
+    log = setup.state.run_dir / "logs" / "rollout-0.log"
+    log.parent.mkdir()
+    began = "1:00 INFO asyncrl.launch: rollout-0 starts, pid 7, incarnation {}\n".format
+    log.write_text(began(A.decode().rpartition("/")[2]) + "Killed: too much memory\n" + began("later"))
+    setup.handler.peers.lose(A, "killed", 0.0)
+    state, lost = setup.state, "worker 0 in step 1 (killed): Killed: too much memory"
+    assert state.failed == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause, lost)
     assert [episode.uid for episode in setup.landed] == [first.uid]
     state.store.commit()
     assert FailedAttempts.stored(state.store) == state.failed, "a restarted coordinator goes on counting"

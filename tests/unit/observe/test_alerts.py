@@ -96,7 +96,10 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
             "37 of 40, most with reward_error: KeyError: 'answer' (mine.py:41)",
         ),
         ("a process was lost", {"async/workers": 1.0}, {}, "1 of 2 workers are connected"),
-        ("a process was lost", {FAILED + "worker_lost": 12.0}, {}, "12 attempts were lost with a worker"),
+        (
+            "a process was lost", {FAILED + "worker_lost": 12.0}, {"lost": "worker 1 in step 5 (silent)"},
+            "12 attempts were lost with a worker, and begun again, the newest: worker 1 in step 5 (silent)",
+        ),
         ("account is not exact", {"flow/issued": 8.0, "flow/trained": 7.0}, {}, "8 episodes issued are not"),
         (
             "no progress", {}, {"seconds": 400.0, "waits": ("trainer 0: trajectories of step 0",)},
