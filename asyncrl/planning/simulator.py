@@ -62,12 +62,21 @@ class SimulatedStep(msgspec.Struct, frozen=True):
     """Figures of one step. Times in seconds, lags in batches."""
 
     limit: int  # on live groups, in it
-    lag: float  # mean, of the tokens within the bound
     seconds: float  # from the last commit to this one
     train: float  # seconds of these in which the trainer worked
     rollout: float  # in which the engines worked
     masked: float  # share of the batch's model tokens that were over the bound
-    tokens: float  # sampled, of its batch, within the bound
+    lags: tuple[float, ...]  # sampled tokens of its batch within the bound, by lag: 0, 1, …
+
+    @property
+    def tokens(self) -> float:
+        """Within the bound."""
+        return sum(self.lags)
+
+    @property
+    def lag(self) -> float:
+        """The mean of the tokens within the bound."""
+        return sum(lag * tokens for lag, tokens in enumerate(self.lags)) / max(1e-9, self.tokens)
 
 
 class _Play:
@@ -237,15 +246,11 @@ class Simulation:
         self.buffer.changes()  # kept for a store, which there is not
         self._after(self.w.publish, self._publish)
         lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
-        tokens, over = tokens / PARTS.size, lags > self.buffer.config.max_staleness
-        total, useful = float(tokens.sum()), float(tokens[~over].sum())
-        masked, lag = (
-            float(tokens[over].sum()) / total,
-            float((lags * tokens)[~over].sum()) / max(1e-9, useful),
-        )
-        seconds = self.now - self._began
-        limit = self.buffer.live_limit
-        self.steps.append(SimulatedStep(limit, lag, seconds, self._worked, self._busy, masked, useful))
+        bound, limit = self.buffer.config.max_staleness, self.buffer.live_limit
+        by_lag = np.bincount(lags, tokens / PARTS.size, bound + 1)
+        total, within, over = float(by_lag.sum()), by_lag[: bound + 1].tolist(), by_lag[bound + 1 :]
+        masked, seconds = float(over.sum()) / total, self.now - self._began
+        self.steps.append(SimulatedStep(limit, seconds, self._worked, self._busy, masked, tuple(within)))
         crossed = self.crossings.committed(masked, total, self.now)
         if self.buffer.config.target_staleness == "auto":
             grows = 1 - self._worked / seconds >= BUSY and live >= limit

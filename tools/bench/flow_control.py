@@ -1,7 +1,13 @@
-"""Flow control in simulated runs: tokens/s, masked tokens and lag of eight workloads, with four seeds each.
+"""Flow control in simulated runs: tokens/s, masked tokens and lag of eight workloads, with four seeds each;
+or what settings give under heavy tails, beside the most that any setting can give.
 
-python tools/bench/flow_control.py                     # a minute; prints a table for docs/log.md
-python tools/bench/flow_control.py --budget 0.02       # of another buffer.stale_budget
+    python tools/bench/flow_control.py                     # a minute; prints a table for docs/log.md
+    python tools/bench/flow_control.py --budget 0.02       # of another buffer.stale_budget
+    python tools/bench/flow_control.py --settings          # ten minutes on two cores; `--settings tail`: two
+
+T is seconds per step, charged for masked tokens: the time in which so many unmasked tokens are trained as a
+batch has on average. g and t are what generation and training take alone. With --settings the first two
+fifths of the steps are left out, and the runs of a workload are compared with synchronous ones.
 """
 
 from __future__ import annotations
@@ -9,12 +15,19 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import product
 from random import Random
 
+import msgspec
+import numpy as np
 from common import table
 from msgspec.structs import replace
 
-from asyncrl.planning.simulator import Recorded, RecordedTurn, SimulatedStep, Simulation, Workload
+from asyncrl.buffer.lifetimes import Deadlines
+from asyncrl.planning.simulator import PARTS, Recorded, RecordedTurn, SimulatedStep, Simulation, Workload
 
 GROUPS = 1000  # that episodes are drawn from
 
@@ -25,16 +38,18 @@ def drawn(
     tokens: tuple[float, float],
     call: tuple[float, float] = (0.0, 0.0),
     again: float = 0.0,
+    cap: float = math.inf,
 ) -> Recorded:
     """Groups whose episodes sample `turns` times, and once more with probability `again`, and again, with a
-    tool call between two turns. Medians and sigmas of log-normal tokens of a turn, and seconds of a call."""
+    tool call between two turns. Medians and sigmas of log-normal tokens of a turn, which has `cap` at most,
+    and seconds of a call."""
     random = Random(0)
 
     def episode() -> tuple[RecordedTurn, ...]:
         count = turns
         while random.random() < again:
             count += 1
-        played = [RecordedTurn(log_normal(*tokens), log_normal(*call)) for _ in range(count)]
+        played = [RecordedTurn(min(log_normal(*tokens), cap), log_normal(*call)) for _ in range(count)]
         return (*played[:-1], replace(played[-1], wait=0.0))
 
     def log_normal(median: float, sigma: float) -> float:
@@ -43,26 +58,37 @@ def drawn(
     return tuple(tuple(episode() for _ in range(members)) for _ in range(GROUPS))
 
 
-PLAIN = Workload(drawn(4, 2, (20.0, 0.0)))
-EIGHT = replace(PLAIN.buffer, episodes_per_group=8)
-SLOW_TOOL = Workload(drawn(8, 4, (20.0, 0.0), (0.097, 1.5)), EIGHT)
-TAIL = Workload(  # that of async_ratio.py: 0.3 s a call, the demo's model
-    drawn(8, 1, (7.0, 0.3), (0.097, 1.5), again=0.47),
-    EIGHT,
-    speed=600.0,
-    train=0.085,
-    publish=0.02,
-    limit=600.0,
-)
-
-
 def with_keys(work: Workload, **keys: object) -> Workload:
     """With other values of keys of the buffer."""
     return replace(work, buffer=replace(work.buffer, **keys))
 
 
+PLAIN = Workload(drawn(4, 2, (20.0, 0.0)))
+EIGHT = replace(PLAIN.buffer, episodes_per_group=8)
+SLOW_TOOL = Workload(drawn(8, 4, (20.0, 0.0), (0.097, 1.5)), EIGHT)
+G = 0.219  # seconds: a batch of 64 episodes of 13.7 tokens on the engines of `tail`
+
+
+def with_calls(median: float, sigma: float, limit: float) -> Workload:
+    """The demo's model with a tool whose calls take so many g; an episode takes at most `limit` g."""
+    episodes = drawn(8, 1, (7.0, 0.3), (median * G, sigma), again=0.47)
+    return Workload(episodes, EIGHT, speed=600.0, train=0.085, publish=0.02, limit=limit * G)
+
+
+TAIL = with_calls(0.5, 1.5, 3000.0)
+TAILS = {  # those of async_ratio.py
+    "tail": TAIL,
+    "harder": with_calls(1.5, 1.5, 3000.0),
+    "real": with_calls(0.5, 2.42, 32.0),
+    # By default, a tenth of the tokens lie in turns that outlast four steps.
+    "answers": Workload(
+        drawn(8, 1, (128.0, 2.0), cap=8192.0), EIGHT, speed=600.0, rate=10000.0, train=1.3, limit=1e9
+    ),
+}
+TAILS = {name: with_keys(work, group_policy="partial") for name, work in TAILS.items()}
+
 WORKLOADS = {
-    "tail": with_keys(TAIL, group_policy="partial"),
+    "tail": TAILS["tail"],
     "tail, complete": TAIL,
     "rollout bound": PLAIN,
     "trainer bound": replace(PLAIN, train=1.0),
@@ -73,18 +99,202 @@ WORKLOADS = {
 }
 
 
+# -- the ceiling -------------------------------------------------------------------------------------------
+
+
+class Alone(msgspec.Struct, frozen=True):
+    """A workload's episodes, each played as if it had the engines for itself. Times are in seconds from the
+    start of a group. `parts`: rows of (tokens, when they were sampled, when their episode ended, when the
+    second episode of their group ended, and when the last)."""
+
+    g: float
+    t: float
+    batch: float  # tokens
+    episode: float  # the mean time of one
+    lives: np.ndarray  # times of the groups
+    parts: np.ndarray
+
+
+@cache
+def alone(work: Workload) -> Alone:
+    groups = [[_play(work, turns) for turns in members] for members in work.recorded]
+    ends = np.sort([[end for _, _, end in members] for members in groups], 1)
+    parts = np.array(
+        [
+            (tokens / PARTS.size, at, end, second, last)
+            for members, (second, last) in zip(groups, ends[:, [1, -1]], strict=True)
+            for sampled, turns, end in members
+            for at, tokens in zip(sampled, turns, strict=True)
+        ]
+    )
+    batch = work.buffer.batch_size * parts[:, 0].sum() / ends.size
+    speed = work.slots / max(1 / work.speed, work.base + work.slots / work.rate)
+    return Alone(batch / speed, work.train + work.commit, batch, float(ends.mean()), ends[:, -1], parts)
+
+
+def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], list[float], float]:
+    """(times at which parts of turns are sampled, tokens of the turn that each is of, the end)."""
+    now, sampled, tokens = 0.0, [], []
+    for turn in turns:
+        seconds = turn.tokens / work.speed
+        sampled += [now + seconds * (1 - part) for part in PARTS]
+        tokens += [turn.tokens] * PARTS.size
+        now += seconds
+        if now > work.limit:
+            break
+        now += min(turn.wait, work.limit - now)
+    return sampled, tokens, now
+
+
+def quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
+    order = np.argsort(values)
+    shares = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][min(int(np.searchsorted(shares, q)), values.size - 1)])
+
+
+# -- runs --------------------------------------------------------------------------------------------------
+
+
+class Shorter(Deadlines):
+    """Deadlines that are the time in which the share `q` of the groups land all of their members, and at most
+    `wait` of the time that a token may be old, in the last twenty steps."""
+
+    def __init__(self, run: Simulation, q: float, wait: float) -> None:
+        super().__init__("auto")
+        self.run, self.q, self.wait = run, q, wait
+
+    def patience(self, now: float) -> float:
+        found = self._lifetimes.quantile(self.q, now)
+        if newest := self.run.steps[-20:]:
+            step = statistics.mean(one.seconds for one in newest)
+            found = min(found, self.wait * self.run.w.buffer.max_staleness * step)
+        return found
+
+
+DEADLINES = {  # (q, wait) of Shorter
+    "auto": (0.5, math.inf),
+    "a quarter of the groups": (0.25, math.inf),
+    "half of the wait": (0.5, 0.5),
+}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """A row of the table."""
+
+    slots: int
+    bound: int  # max_staleness; 0: synchronous
+    budget: float = 0.01
+    target: float | str = "auto"
+    deadline: str = "auto"
+
+    def run(self, work: Workload, steps: int, seed: int) -> list[SimulatedStep]:
+        """All but the first two fifths of the steps."""
+        keys = {"max_staleness": self.bound, "stale_budget": self.budget, "target_staleness": self.target}
+        if not self.bound:
+            keys |= {"group_policy": "complete"}
+        run = Simulation(with_keys(replace(work, slots=self.slots), **keys), seed)
+        if self.deadline != "auto":
+            run.buffer.deadlines = Shorter(run, *DEADLINES[self.deadline])
+        return run.run(steps)[2 * steps // 5 :]
+
+    def ceiling(self, work: Workload, masked: float, t: float) -> float:
+        """The highest max(g, t)/T with that share of tokens masked (docs/staleness.md, "What the budget
+        costs"). Where the share is small and the tail heavy, a few episodes decide it: it is known to about
+        10% then. `t`: seconds per step, on which some deadlines depend."""
+        found = alone(replace(work, slots=self.slots))
+        q, wait = DEADLINES[self.deadline]
+        deadline = min(float(np.quantile(found.lives, q)), wait * self.bound * t)
+        if work.buffer.group_policy == "complete":
+            deadline = math.inf
+        tokens, at, end, second, last = found.parts.T
+        settled = np.minimum(last, np.maximum(second, deadline))
+        waits = quantile(np.maximum(end, settled) - at, tokens, 1 - masked)  # X, or W if it is longer
+        slots = work.buffer.batch_size * found.episode / self.slots
+        alone_t = max(found.g, found.t)
+        return alone_t * (1 - masked) / max(alone_t, slots, waits / (self.bound + 0.5))
+
+
+SETTINGS = [
+    *(Settings(slots, bound) for slots, bound in product((64, 256), (0, 4, 8, 16, 32))),
+    *(Settings(slots, n, budget) for slots, n, budget in product((64, 256), (4, 8), (0.05, 0.15))),
+    *(Settings(256, bound, target=target) for bound, target in product((4, 16), (1.0, 2.0, 4.0))),
+    *(Settings(256, 16, deadline=name) for name in [*DEADLINES][1:]),
+    *(Settings(256, *row) for row in product((4, 8), (0.01, 0.05, 0.15), ("auto",), [*DEADLINES][1:])),
+]
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of a run: T in seconds, and others."""
+
+    t: float
+    masked: float
+    lags: np.ndarray  # tokens by lag
+    limit: float  # on live groups, the mean
+
+    @classmethod
+    def of(cls, steps: list[SimulatedStep], batch: float) -> Figures:
+        useful, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
+        lags = np.sum([step.lags for step in steps], 0)
+        total = sum(step.tokens / (1 - step.masked) for step in steps)
+        limit = statistics.mean(step.limit for step in steps)
+        return cls(seconds * batch / useful, 1 - useful / total, lags, limit)
+
+
+def _figures(job: tuple[str, Settings, int, int]) -> Figures:
+    name, settings, steps, seed = job
+    return Figures.of(settings.run(TAILS[name], steps, seed), alone(TAILS[name]).batch)
+
+
+def settings_table(name: str, steps: int, seeds: int, pool: ProcessPoolExecutor) -> str:
+    """A workload's row of each setting: means over the seeds."""
+    jobs = [(name, row, steps, seed) for row in SETTINGS for seed in range(1, seeds + 1)]
+    found = iter(pool.map(_figures, jobs))
+    sync: dict[int, float] = {}
+    return table(HEADER, [_line(name, row, [next(found) for _ in range(seeds)], sync) for row in SETTINGS])
+
+
+def _line(name: str, row: Settings, runs: list[Figures], sync: dict[int, float]) -> list[str]:
+    """`sync`: T of synchronous runs, by slots."""
+    t, masked, limit = (
+        statistics.mean(column) for column in zip(*((r.t, r.masked, r.limit) for r in runs), strict=True)
+    )
+    sync.setdefault(row.slots, t)
+    own = alone(replace(TAILS[name], slots=row.slots))
+    tokens = np.sum([run.lags for run in runs], 0)
+    lags = np.arange(tokens.size)
+    return [
+        *(f"{row.slots}", f"{row.bound}", f"{row.budget:.0%}", f"{row.target}", row.deadline),
+        f"{max(own.g, own.t) / t:.2f}",
+        f"{row.ceiling(TAILS[name], masked, t):.2f}" if row.bound else "–",
+        *(f"{sync[row.slots] / t:.1f}", f"{masked:.2%}"),
+        f"{np.average(lags, weights=tokens):.2f}, {quantile(lags, tokens, 0.99):.0f}",
+        f"{limit:.1f}",
+    ]
+
+
+HEADER = ["slots", "η", "budget", "target", "deadline", "max(g, t)/T", "at most", "T_sync/T", "masked",
+          "lag mean, p99", "live limit"]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=0, help="150, with --settings 300")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--budget", type=float, default=0.01)
+    parser.add_argument("--settings", nargs="*", choices=TAILS, help="of these workloads, or all of these")
     options = parser.parse_args()
+    if options.settings is not None:
+        with ProcessPoolExecutor(2) as pool:
+            for name in options.settings or TAILS:
+                found = settings_table(name, options.steps or 300, options.seeds, pool)
+                print(f"\n{name}\n\n{found}", flush=True)
+        return
     lines = []
     for name, workload in WORKLOADS.items():
         runs = [
-            Simulation(with_keys(workload, stale_budget=options.budget), seed).run(options.steps)
+            Simulation(with_keys(workload, stale_budget=options.budget), seed).run(options.steps or 150)
             for seed in range(1, options.seeds + 1)
         ]
         lines.append([name, *figures(runs)])

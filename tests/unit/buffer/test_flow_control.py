@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -183,6 +184,28 @@ def test_a_run_is_its_seed() -> None:
 def test_a_workload_that_cannot_fill_a_batch_is_named() -> None:
     with pytest.raises(ValueError, match="cannot fill a batch"):
         Simulation(BENCH.with_keys(WORKLOADS["rollout bound"], target_staleness=-1.0)).run(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "nearest"),
+    [
+        pytest.param("tail", {"slots": 256, "bound": 4}, 0.95, id="the wait of tokens"),
+        pytest.param("harder", {"slots": 256, "bound": 8, "budget": 0.05}, 0.95, id="a larger budget"),
+        pytest.param("tail", {"slots": 64, "bound": 32}, 0.9, id="slots"),
+        pytest.param("tail, complete", {"slots": 256, "bound": 4}, 0.9, id="the wait for other members"),
+        pytest.param("answers", {"slots": 64, "bound": 4}, 0.85, id="engines"),
+        pytest.param("trainer bound", {"slots": 64, "bound": 4}, 0.95, id="the trainer"),
+    ],
+)
+def test_no_run_beats_the_ceiling(name: str, keys: dict[str, Any], nearest: float) -> None:
+    """By more than chance: each of 50 groups is drawn about ten times, so the tail is about the recorded one.
+    Each of the ceiling's terms is nearly reached where it is the highest."""
+    work = (WORKLOADS | BENCH.TAILS)[name]
+    work, settings = replace(work, recorded=work.recorded[:50]), BENCH.Settings(**keys)
+    own = BENCH.alone(replace(work, slots=settings.slots))
+    found = BENCH.Figures.of(settings.run(work, 100, seed=2), own.batch)
+    reached = max(own.g, own.t) / found.t / settings.ceiling(work, found.masked, found.t)
+    assert nearest <= reached <= 1.15
 
 
 # -- the servers' memory ------------------------------------------------------------------------------------
