@@ -136,8 +136,8 @@ class HeldOutEpisodes:
             ended = replace(episode, reason="", result=result.result, stats=result.stats)
         else:
             ended = replace(episode, reason=result.reason)
-        which, kind = HeldOut.of(episode.uid), "eval" if self._keeps else "held out"
-        self._store.list_held_out(ended, which.step, kind, which.mode)
+        which = HeldOut.of(episode.uid)
+        self._store.list_held_out(ended, which.step, which.mode)
         if not self._keeps:
             self._store.release_frames(episode.uid)
 

@@ -113,9 +113,9 @@ class RunStore:
         """Stores the result of an episode of a validation."""
         self._put("held_out", (uid, record))
 
-    def list_held_out(self, episode: EpisodeRecord, step: int, kind: str, mode: str) -> None:
+    def list_held_out(self, episode: EpisodeRecord, step: int, mode: str) -> None:
         """Lists an episode of a validation that is over; `step`: of the validation."""
-        self._add(PUT_EPISODE, listed(episode, -1 - episode.group, step, kind, mode))
+        self._add(PUT_EPISODE, listed(episode, -1 - episode.group, step, "held out", mode))
 
     def forget_held_out(self, prefix: str) -> None:
         """Deletes all of held-out episodes whose uid begins with `prefix`."""

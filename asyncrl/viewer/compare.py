@@ -28,17 +28,17 @@ SAME = (  # keys, and what is in them, by which episodes are judged
 # observe/held_out.py.
 QUESTIONS = """WITH played AS (
     SELECT uid, group_id, mode, score, components, min(0, ifnull(min(score) OVER (), 0)) AS lowest
-    FROM episodes WHERE kind IN ('held out', 'eval') AND step = ?)
+    FROM episodes WHERE kind = 'held out' AND step = ?)
 SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull(score, lowest)),
     avg(ifnull(coalesce(components ->> '$.acc', score) >= ?, 0)) >= 0.5
     FROM played e JOIN questions USING (group_id) LEFT JOIN answers a ON a.uid = e.uid
     GROUP BY mode, sample"""
 COMPONENTS = """SELECT mode, sample, key, avg(value)
     FROM episodes JOIN questions USING (group_id), json_each(components)
-    WHERE kind IN ('held out', 'eval') AND step = ? GROUP BY mode, sample, key"""
+    WHERE kind = 'held out' AND step = ? GROUP BY mode, sample, key"""
 FAILED = """SELECT count(*) FROM episodes
-    WHERE kind IN ('held out', 'eval') AND step = ? AND state = 'failed'"""
-STEPS = "SELECT DISTINCT step FROM episodes WHERE kind IN ('held out', 'eval') ORDER BY step"
+    WHERE kind = 'held out' AND step = ? AND state = 'failed'"""
+STEPS = "SELECT DISTINCT step FROM episodes WHERE kind = 'held out' ORDER BY step"
 ALL, TASK = "val-core/all/", "val-task/"  # in evaluation.json
 _evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -80,6 +81,15 @@ def _said(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
         for reply in turn.replies:
             yield f"{reply.call.name} {reply.call.arguments}\n{reply.content}\n{reply.error or ''}"
         yield from (said.content for said in (turn.observation or Observation()).messages)
+
+
+def masked_share(reader: RunReader, listed: Mapping[str, Any], bound: int) -> float | None:
+    """Return the share of an episode's trained tokens that are too old for it; None where they are gone."""
+    with suppress(AsyncrlError):
+        turns = turns_of(list(reader.frames(listed["uid"], listed["turns"])))
+        spans = [span for turn in turns if not turn.untrained for span in turn.spans]
+        return fmean(stale_mask(token_lags(spans, listed["step"] - 1), bound))
+    return None
 
 
 def transcript(

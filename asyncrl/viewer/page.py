@@ -69,7 +69,7 @@ def write(path: Path, views: Views) -> bool:
         for name in ("rows", "tools", "lanes"):
             keep(name, run=run)
         exact &= keep("overview", run=run).get("conserved", True)
-        where = json.dumps([("kind", "=", kind) for kind in ("held out", "eval")])
+        where = '[["kind","=","held out"]]'
         held_out = ask("episodes", run=run, where=where, order="-step").get("episodes", [])
         known = keep("episodes", run=run).get("episodes", [])
         train = [one for one in known if one["kind"] == "train"]

@@ -21,7 +21,7 @@ from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer.compare import compare
-from asyncrl.viewer.episodes import decoder, search, transcript
+from asyncrl.viewer.episodes import decoder, masked_share, search, transcript
 from asyncrl.viewer.lanes import LaneReader
 from asyncrl.viewer.overview import overview
 from asyncrl.viewer.series import marks, series
@@ -115,6 +115,8 @@ class Views:
                 searched = {"transcripts": looked, "of": len(fit)}
             total, facets = listing.facets(reader, wanted, found)
             shown = listing.page(reader, wanted, found)
+            for one in (one for one in shown if one["stale"] == "some"):
+                one["masked"] = masked_share(reader, one, _config(path).buffer.max_staleness)
         answer = {"episodes": shown, "total": total, "start": wanted.start}
         return answer | {"searched": searched, "facets": facets}
 

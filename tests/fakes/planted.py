@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 
 from asyncrl.buffer.payloads import extend
 from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.buffer.staleness import length_bucket, stale_mask, token_lags
 from asyncrl.config import parse
 from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.data import samples_path
@@ -102,6 +104,7 @@ class PlantedRun:
         needed = {"name": run_dir.name, "model": {"path": str(MODEL)}, "data": {"train": "x", "test": "y"}}
         self.config = parse({**needed, "buffer": sizes, **keys})
         self._metrics: list[dict[str, float]] = []
+        self._lags = defaultdict[int, list[list[int]]](list)  # by step: of each episode's tokens
 
     def train(self, first: Player = right, second: Player = wrong) -> None:
         """In each group one player has an episode, and the other one."""
@@ -137,7 +140,7 @@ class PlantedRun:
             episode = EpisodeRecord(HeldOut(step, "sampled", row).uid, row, 0, state=State.LANDED)
             episode.result, episode.stats = self._write(episode, one, step)
             self.store.put_question(-1 - row, self.samples[row])
-            self.store.list_held_out(episode, step, "held out", "sampled")
+            self.store.list_held_out(episode, step, "sampled")
         found = {"training/step": float(step), "time_s": 20.0 * step, "val-aux/samples": float(len(played))}
         found["val-core/all/sampled/success"] = fmean(one.score for one in played)
         for name in played[0].components:
@@ -145,7 +148,7 @@ class PlantedRun:
         self._metrics.append(found)
 
     def _write(self, episode: EpisodeRecord, one: Played, version: int) -> tuple[EpisodeResult, EpisodeStats]:
-        replies = [said.reply for said in one.turns if said.reply]
+        replies, lags = [said.reply for said in one.turns if said.reply], list[int]()
         for at, said in enumerate(one.turns):
             context, ids = (
                 tuple(self._encode(text, add_special_tokens=False).ids) for text in (said.read, said.text)
@@ -157,12 +160,15 @@ class PlantedRun:
             turn = msgspec.structs.replace(turn, row=said.row, agent=said.agent)
             own = (said.reply,) if said.reply else ()
             extend(episode, turn)
+            lags += token_lags(turn.spans, version)
             self.store.put_frame(episode.uid, at, "generated", msgspec.msgpack.encode(turn))
             self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(own)))
             self.store.put_calls(episode.uid, at, own)
         failed = [reply.call.name for reply in replies if reply.failed]
         episode.failed_tool = failed[0] if failed else ""
         self.store.put_answer(episode.uid, one.answer)
+        if episode.uid in self.buffer.episodes:
+            self._lags[version].append(lags)
         earned = (*(0.0 for _ in one.turns[1:]), one.score)
         result = EpisodeResult(one.score, episode.sampled, earned, dict(one.components), end=one.end)
         return result, EpisodeStats(len(one.turns), len(replies), failed=len(failed), seconds=15.0)
@@ -178,7 +184,9 @@ class PlantedRun:
             stored(self.samples).save(samples_path(self.dir, split))
         return self.dir
 
-    def save(self, metrics: Metrics | None = None, launches: Sequence[LaunchRecord] = ()) -> Path:
+    def save(
+        self, metrics: Metrics | None = None, launches: Sequence[LaunchRecord] = (), lost: str = ""
+    ) -> Path:
         """`metrics`: of its steps, which took 20 s each; a number holds for all of them."""
         self.close(launches or [LaunchRecord(0, tree(self.config))])
         flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.flow()).items()}
@@ -186,12 +194,22 @@ class PlantedRun:
         known = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
         for at in range(STEPS):
             row = {name: one if isinstance(one, float) else one[at] for name, one in known.items()}
-            self._metrics.append({"training/step": at + 1.0, "time_s": 20.0 * (at + 1), **row})
+            row |= {"training/step": at + 1.0, "time_s": 20.0 * (at + 1)}
+            self._metrics.append(row | _masked(self._lags[at]))
         self._metrics.sort(key=lambda row: row["training/step"])
         report(self.dir, self._metrics)
         status = {"phase": "completed", "step": STEPS, "total_steps": STEPS, "seconds": 20.0 * STEPS}
-        write_status(self.dir, status | {"gauges": self._metrics[-1]})
+        write_status(self.dir, status | {"gauges": self._metrics[-1], "lost": lost})
         return self.dir
+
+
+def _masked(episodes: Sequence[Sequence[int]]) -> dict[str, float]:
+    """The shares that a trainer would report of a batch. `episodes`: the lags of their tokens."""
+    lengths = defaultdict[str, list[int]](list)
+    for lags in episodes:
+        lengths[f"staleness/by_length/{length_bucket(len(lags))}/masked_frac"] += lags
+    every = {"staleness/masked_token_frac": [lag for lags in episodes for lag in lags]}
+    return {name: fmean(stale_mask(lags, BOUND)) for name, lags in (every | lengths).items() if lags}
 
 
 def report(run_dir: Path, metrics: Iterable[Mapping[str, float]]) -> None:
@@ -270,12 +288,12 @@ def masked_tail(run_dir: Path) -> Path:
     """The first half of long episodes, which are few, was written five steps before their batch."""
 
     def long(row: int, step: int) -> Played:
-        text = "Let us count. " * 60 + f"It is {2 * row}."
+        text = "Let us count. " * 60
         return Played([Said(text, versions=(max(0, step - 5), step))], str(2 * row), 1.0)
 
     one = PlantedRun(run_dir)
     one.train(lambda row, step: (right if step % 4 else long)(row, step))
-    return one.save({"staleness/masked_token_frac": 0.08, "staleness/by_length/256/masked_frac": 0.5})
+    return one.save()
 
 
 def regression(run_dir: Path, worse: bool) -> Path:
@@ -336,7 +354,8 @@ def crashed(run_dir: Path) -> Path:
         file.close()
     one = PlantedRun(run_dir)
     one.train()
-    return one.save({"rollout/attempts_failed/worker_lost": [0.0] * 4 + [3.0] * (STEPS - 4)})
+    lost = "worker 1 in step 5 (replaced by a new process): MemoryError"
+    return one.save({"rollout/attempts_failed/worker_lost": [0.0] * 4 + [3.0] * (STEPS - 4)}, lost=lost)
 
 
 PLANTED = (broken_tool, slow_reward, masked_tail, resumed, flipped, titled, crashed)

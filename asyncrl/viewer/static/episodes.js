@@ -159,7 +159,8 @@ function row(one, now, largest) {
   const bars = Object.entries(one.components).slice(0, 6).map(([name, value]) =>
     meter(Math.abs(value) / largest[name], `${name} ${number(value)}`, value < 0 ? "var(--bad)" : undefined));
   const wrong = failed ? `${failed} of ${calls} calls failed: ${one.failed_tool}` : "";
-  const old = ["some", "all"].includes(stale) ? `${stale} of its tokens are beyond buffer.max_staleness` : "";
+  const masked = stale === "all" ? 1 : one.masked, share = masked ? percent(masked) : "some";
+  const old = ["some", "all"].includes(stale) && `${share} of its tokens are beyond buffer.max_staleness`;
   const flag = (text, title) => title && make("span", { class: "bad", title }, text);
   const choose = { "aria-selected": String(uid === now.uid), onclick: () => go({ uid }) };
   return make("tr", { "data-uid": uid, ...choose }, ...[
@@ -167,7 +168,7 @@ function row(one, now, largest) {
       under(code(one.answer || "–"), ...(one.truth ? [" · truth ", code(one.truth)] : []))],
     [make("b", {}, number(one.score)), make("div", { class: "parts" }, ...bars)],
     [number(one.turns), flag(` ✗${failed}`, wrong), under(number(one.tokens))],
-    [number(one.lag), flag(stale === "all" ? " ✂all" : " ✂", old), under(versions)],
+    [number(one.lag), flag(` ✂ ${share}`, old), under(versions)],
     [one.end || one.state, under(step === null ? one.state : `${kind === "train" ? "step" : kind} ${step}`)],
   ].map((cell) => make("td", {}, ...cell)));
 }

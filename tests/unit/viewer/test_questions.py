@@ -61,7 +61,7 @@ QUESTIONS = (
         "which tokens are masked, and why?",
         [planted.masked_tail],
         ["see the episodes →", "mask"],
-        ["lag 5", "333 tokens masked", "too old", "Let us count"],
+        ["lag 5", "✂ 50%", "330 tokens masked", "too old", "Let us count"],
     ),
     Question(
         "is the second run worse, and what is different?",
@@ -107,7 +107,10 @@ QUESTIONS = (
         "what was lost with the worker?",
         [planted.crashed],
         [],
-        ["a process was lost: 3 attempts were lost with a worker, and begun again"],
+        [
+            "a process was lost: 3 attempts were lost with a worker, and begun again, "
+            "the newest: worker 1 in step 5 (replaced by a new process): MemoryError"
+        ],
     ),
     Question(
         "when was it lost?",

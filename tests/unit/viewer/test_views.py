@@ -199,7 +199,7 @@ def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
     store.put_frame(uid, 0, "generated", turn_payload())
     store.put_question(-4, stored(rows(5))[3])
     ended_at = EpisodeRecord(uid, 3, 0, state=State.LANDED, turns=1, stats=EpisodeStats(1))
-    store.list_held_out(ended_at, 4, "held out", "greedy")
+    store.list_held_out(ended_at, 4, "greedy")
     store.commit()
     store.close()
     stored(rows(5)).save(samples_path(run_dir, "test"))
