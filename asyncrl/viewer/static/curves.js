@@ -158,7 +158,7 @@ function panel(chart, view) {
   if (!lines.length && metrics.every(([name]) => !view.out.includes(name))) return null;
   return figure({
     ...chart, lines, log: view.now.log, by: view.by, marks: view.marks, window: view.window,
-    note: !chart.percent && !view.now.log && scales(lines),
+    note: [!chart.percent && !view.now.log && scales(lines), hidden(lines)].filter(Boolean).join(". "),
     legend: metrics.length < 2 ? [] : metrics.map(([name, label], at) => {
       const { stroke, dash } = style(at, "currentColor");
       return series(name, label, view.out, stroke, dash);
@@ -229,6 +229,14 @@ function between(known, values, steps) {
     const share = known[at] === step ? 0 : (known[at] - step) / (known[at] - known[at - 1]);
     return share ? values[at] * (1 - share) + values[at - 1] * share : values[at];
   });
+}
+
+/** Says which curves are drawn over by the same ones. */
+function hidden(lines) {
+  const places = lines.map(({ x, y }) => JSON.stringify([x, y]));
+  const first = lines.map((_, at) => lines[places.indexOf(places[at])].label);
+  const same = lines.map(({ label }, at) => label !== first[at] && `${label}: same as ${first[at]}`);
+  return same.filter(Boolean).join("; ");
 }
 
 /** Put runs with much smaller values on a scale of their own, to the right; returns what the caption says. */
