@@ -2,7 +2,7 @@
 
 The coordinator writes what is found into status.json, which the console and `asyncrl status` show. The page
 finds the same in the files of a run, also of one that is over. Advice is given only where nothing is wrong: a
-trainer that is idle because all attempts fail needs no faster sampling.
+trainer that waits because all attempts fail needs no faster sampling.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _stalled(seen: Seen) -> Found | None:
     silent = min(since, status.get("running", since))
     if silent < max(SILENT, SLOWER * usual) or (not steps and seen.settled):
         return None
-    return Found(f"no {'step' if steps else 'episode has landed'} for {clock(silent)}{why}")
+    return Found(f"no {'step' if steps else 'episode has ended'} for {clock(silent)}{why}")
 
 
 def _lost(seen: Seen) -> Found | None:
@@ -325,7 +325,7 @@ def _limited(seen: Seen) -> Found | None:
     engines wait. For example, a reward of 12 s is 80% of an episode of 15 s."""
     trainer, rollout = seen.mean(metric.TRAINER_IDLE), seen.mean(metric.ROLLOUT_IDLE)
     if trainer < 1 - MOST < LIMITING <= rollout:
-        return Found(f"by the trainer: it is idle {trainer:.0%} of the time, the engines {rollout:.0%}")
+        return Found(f"by the trainer: it waits {trainer:.0%} of the time, the engines {rollout:.0%}")
     whole, reward = (mean(seen.last, f"timing_s/{name}/mean") for name in ("episode", "reward"))
     if trainer < LIMITING or not whole or reward is None:
         return None
@@ -335,7 +335,7 @@ def _limited(seen: Seen) -> Found | None:
     if parts[most] < LIMITING * whole:
         return None
     share = f"{parts[most]:.3g} s of an episode's {whole:.3g} s"
-    return Found(f"by {most}: it takes {share}, and the trainer is idle {trainer:.0%} of the time", most)
+    return Found(f"by {most}: it takes {share}, and the trainer waits {trainer:.0%} of the time", most)
 
 
 RULES: dict[str, Callable[[Seen], Found | None]] = {

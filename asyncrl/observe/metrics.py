@@ -70,7 +70,7 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # by group, by title; what a `*
     "speed": {
         "Tokens per second": ("rollout/tokens_per_s", "perf/throughput"),
         "Seconds per step": (STEP_SECONDS, "timing_s/wait_data", "timing_s/update_actor", UPDATE),
-        "Idle, share of time": (TRAINER_IDLE, ROLLOUT_IDLE),
+        "Waiting, share of time": (TRAINER_IDLE, ROLLOUT_IDLE),
         "Seconds per episode": ("timing_s/episode/mean", "timing_s/tools/mean"),
     },
     "memory": {

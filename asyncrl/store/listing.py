@@ -226,7 +226,7 @@ def _values(facet: Facet, counts: Counter[Any]) -> list[dict[str, Any]]:
         known = [(*facet.places[at], counts[at]) for at in sorted(at for at in counts if at is not None)]
         return [{"value": value, "label": label, "count": count} for value, label, count in known]
     found = counts.most_common(MOST_VALUES)
-    labels = {"": "none", None: "not known"}
+    labels = {"": "none", None: "not known", "landed": "ended"}
     return [{"value": value, "label": labels.get(value, value), "count": n} for value, n in found]
 
 

@@ -131,7 +131,7 @@ def _refused(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> st
     if episode.uid.startswith(EVAL):
         return "it is held out: it is not trained"
     if not episode.stats.turns:
-        return "it has not landed"
+        return "it is not over"
     if name not in advantages:
         return f"algorithm.advantage {name} is a function of the user's, which a viewer does not run"
     if episode.greedy or not reader.baseline(episode.group).results:

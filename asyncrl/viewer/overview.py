@@ -160,7 +160,7 @@ def _shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
     trainer = {label(name): sum(row.get(name, 0.0) for row in steps) / whole for name in metric.PHASES}
     found = {"trainer": {name: share for name, share in trainer.items() if share}}
     if (idle := mean(steps, metric.ROLLOUT_IDLE, weight=metric.STEP_SECONDS)) is not None:
-        found["engines"] = {"sampling": 1 - idle}
+        found["engines"] = {"sampling": 1 - idle, "wait": idle}
     if episode := mean(steps, "timing_s/episode/mean"):
         tools, reward = (mean(steps, f"timing_s/{name}/mean") for name in ("tools", "reward"))
         parts = {"tools": (tools or 0.0) / episode, "the reward function": (reward or 0.0) / episode}

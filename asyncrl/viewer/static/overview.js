@@ -12,7 +12,6 @@ const EVIDENCE = { episodes: "the episodes", charts: "the curves", time: "what e
 const STATES = { in_flight: ["pending", "running", "landed"] }; // of which a count is; others have its name
 const STRIP = ["issued", "in_flight", "ready", "taken", "trained"];
 const EXITS = ["filtered", "dropped", "failed"];
-const WAIT = "wait for data"; // of the trainer: it has no colour
 const ORDER = [2, 4, 1, 3, 0, 5]; // of colours in a bar
 const MOST_KEYS = 24; // that are not folded
 const LONGEST = 300; // characters of a value
@@ -126,8 +125,9 @@ function waits({ waits: roles }, { ended, phase }) {
 
 function bar(parts) {
   const shown = parts.filter(([, share]) => share >= 0.005);
-  const idle = 1 - shown.reduce((sum, [, share]) => sum + share, 0);
-  const hues = shown.map(([what], at) => (what === WAIT ? "var(--line)" : PALETTE[ORDER[at % ORDER.length]]));
+  const rest = 1 - shown.reduce((sum, [, share]) => sum + share, 0);
+  const hues = shown.map(([what], at) =>
+    (what.startsWith("wait") ? "var(--line)" : PALETTE[ORDER[at % ORDER.length]]));
   const texts = shown.map(([what, share]) => `${what} ${percent(share)}`);
   const fill = shown.map(([, share], at) =>
     make("span", { style: { width: percent(share), background: hues[at] } }));
@@ -135,10 +135,10 @@ function bar(parts) {
     make("div", { class: "shares", role: "img", "aria-label": texts.join(", ") }, ...fill),
     make("div", { class: "legend small" },
       ...texts.map((text, at) => make("span", {}, swatch(hues[at]), text)),
-      idle > 0.005 && make("span", {}, swatch("var(--raised)"), `idle ${percent(idle)}`)));
+      rest > 0.005 && make("span", {}, swatch("var(--raised)"), `the rest ${percent(rest)}`)));
 }
 
-/** From issued to trained, and the three ways out on the way there; each count leads to its episodes. */
+/** From issued to trained, and those that are not trained; each count leads to its episodes. */
 function flow({ flow: counts, running, reasons, conserved }) {
   if (!counts.issued) return empty("Flow of episodes", "No episode was issued yet.");
   const box = (name) => {
@@ -153,7 +153,7 @@ function flow({ flow: counts, running, reasons, conserved }) {
   const why = Object.entries(reasons).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
   return card("Flow of episodes",
     make("div", { class: "strip" }, ...STRIP.flatMap((name, at) => [at > 0 && arrow(), box(name)])),
-    make("div", { class: "strip exits" }, make("span", { class: "dim" }, "left on the way:"),
+    make("div", { class: "strip exits" }, make("span", { class: "dim" }, "not trained:"),
       ...EXITS.map(box), make("span", { class: "dim small" }, why)),
     make("p", { class: `small ${conserved ? "good" : "bad"}` }, conserved
       ? "✓ every episode is in one of these states" : "✕ the account is not exact"));

@@ -109,7 +109,8 @@ function head(episode, buttons) {
     ["score", make("b", {}, number(listed.score))], ...components];
   return make("div", {},
     make("div", { class: "bar" }, make("b", {}, episode.uid),
-      ...[listed.kind, listed.state, listed.reason, listed.mode].filter(Boolean).map((one) => badge(one)),
+      ...[listed.kind, listed.state, listed.reason, listed.mode]
+        .filter((one) => one && one !== "landed").map((one) => badge(one)),
       make("span", { class: "push" }, ...buttons)),
     make("h3", {}, line(listed.question, 400) || "(no question)"),
     table(null, came, { class: "outcome" }),
@@ -162,11 +163,11 @@ function drawRow(row, rows, episode, paint) {
     const title = `sub-agent ${agent}: ${line(row.title, LINE)} (${more})`;
     return make("div", { class: "row aside" }, fold(title, false, ...drawn));
   }
-  const where = after ? `goes on after turn ${parent.turns[after - 1].index + 1}` : "begins anew";
-  const from = parent ? ` · ${where} of row ${parent.row + 1}; ${number(shared)} characters alike` : "";
+  const where = after ? `goes on after turn ${parent.turns[after - 1].index + 1} of` : "begins anew, beside";
+  const from = parent && ` · ${where} conversation ${parent.row + 1}; ${number(shared)} characters alike`;
   return make("div", { class: "row", style: { marginLeft: `${1.2 * Math.min(DEEP, row.depth)}rem` } },
-    rows.length > 1 ? make("p", { class: "row-head dim" }, `row ${row.row + 1} ${agent}${from}`) : null,
-    ...drawn);
+    rows.length > 1 && make("p", { class: "row-head dim" },
+      `conversation ${row.row + 1}`, agent && `, agent ${agent}`, from), ...drawn);
 }
 
 /** `row`: the one that it begins, whose context is shown from where it leaves others on. */

@@ -103,7 +103,7 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
         ("account is not exact", {"flow/issued": 8.0, "flow/trained": 7.0}, {}, "8 episodes issued are not"),
         (
             "no progress", {}, {"seconds": 400.0, "waits": ("trainer 0: trajectories of step 0",)},
-            "no episode has landed for 0:06:40: trainer 0: trajectories of step 0",
+            "no episode has ended for 0:06:40: trainer 0: trajectories of step 0",
         ),
     ],
 )  # fmt: skip
@@ -136,7 +136,7 @@ def test_the_cause_has_an_advice_of_its_own() -> None:
         ({"timing_s/reward/mean": 7.0}, "by the reward function: it takes 7 s of an episode's 10 s, and"),
         ({"timing_s/tools/mean": 6.0}, "by tools: it takes 6 s of"),
         ({"timing_s/tools/mean": 1.0}, "by sampling: it takes 8 s of"),
-        ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "by the trainer: it is idle 1%"),
+        ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "by the trainer: it waits 1%"),
         ({"async/trainer_idle_frac": 0.3, "timing_s/reward/mean": 7.0}, ""),
     ],
 )

@@ -67,7 +67,8 @@ def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
         return {what: round(share, 3) for what, share in role["parts"].items()}
 
     assert parts(roles["workers"]) == {"sampling": 0.1, "tools": 0.2, "the reward function": 0.7}
-    assert parts(roles["engines"]) == {"sampling": 0.9} and parts(roles["trainer"]) == {"wait for data": 0.75}
+    assert parts(roles["engines"]) == {"sampling": 0.9, "wait": 0.1}
+    assert parts(roles["trainer"]) == {"wait for data": 0.75}
     over = {role["role"]: role for role in overview(run_dir, "completed")["waits"]}
     assert parts(over["workers"])["the reward function"] == 0.4 and not over["workers"]["now"]
 

@@ -195,7 +195,7 @@ async def an_agents(tab: Tab) -> None:
     rows = '[...document.querySelectorAll(".contents button")].slice(19, 21).map(one => one.textContent)'
     assert await tab.run(rows) == ["20 Now step 19.", "21 ↳ I search."]
     heads = '[...document.querySelectorAll(".row-head")].map(one => one.textContent)'
-    assert "goes on after turn 1 of row 1" in (await tab.run(heads))[1]
+    assert "goes on after turn 1 of conversation 1" in (await tab.run(heads))[1]
     assert await tab.run('!document.querySelector(".aside > details[open]")')
     await click(tab, ".contents button:last-child")
     await tab.until('document.getElementById("turn-1.0-39").textContent.includes("Test fix")')

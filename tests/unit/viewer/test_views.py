@@ -165,7 +165,7 @@ def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_p
 
 def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> None:
     running, dropped = (views.answer("episode", {"uid": uid}) for uid in ("2.0", "3.0"))
-    assert running["turns"] == [] and running["no_advantage"] == "it has not landed"
+    assert running["turns"] == [] and running["no_advantage"] == "it is not over"
     assert dropped["turns"] == [] and "store.keep_bytes" in dropped["missing"]
 
 
