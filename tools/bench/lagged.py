@@ -142,12 +142,12 @@ class Player:
 def run(given: Lagged, player: Player) -> Outcome:
     """Train, then test."""
     began, config = time.process_time(), given.config
-    train, test = (_samples(path, given.operations) for path in (config.data.train, config.data.test))
+    train, test = (samples(path, given.operations) for path in (config.data.train, config.data.test))
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
     torch.manual_seed(config.seed)
-    learner = Learner(config, _world())
+    learner = Learner(config, world())
     learner.bound = given.lag
-    ring = deque([_snapshot(learner)], maxlen=given.lag + 1)
+    ring = deque([snapshot(learner)], maxlen=given.lag + 1)
     rewards: list[float] = []
     history: list[dict[str, float]] = []
     play_s = 0.0
@@ -161,7 +161,7 @@ def run(given: Lagged, player: Player) -> Outcome:
         if given.shuffled:
             random.Random(f"{config.seed}/{step}").shuffle(earned)
         history.append(_train(learner, asks, episodes, earned))
-        ring.append(_snapshot(learner))
+        ring.append(snapshot(learner))
     train_s = time.process_time() - began - play_s
     held_out = [
         Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: given.tests])
@@ -218,17 +218,17 @@ def _rows(
 
 
 @cache
-def _samples(path: str, operations: int) -> tuple[Sample, ...]:
+def samples(path: str, operations: int) -> tuple[Sample, ...]:
     found = load_samples(path)
     return tuple(s for s in found if json.loads(s.extra_info)["operations"] <= operations)
 
 
 @cache
-def _world() -> World:
+def world() -> World:
     return join(0, 1, device="cpu")
 
 
-def _snapshot(learner: Learner) -> Weights:
+def snapshot(learner: Learner) -> Weights:
     dtype = learner.policy.export_dtype
     return {
         name: shard.detach().full_tensor().to(dtype).clone()  # type: ignore[attr-defined]
