@@ -50,15 +50,15 @@ class FlowControl:
 
     Args:
         groups: groups per batch, G: the limit is never less.
-        bound: max_staleness, in batches, η: the limit is never more than (1 + η) * groups.
+        ahead: in batches: the limit is never more than (1 + ahead) * groups.
 
     Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of its tokens over the bound leads to
     16 · exp(0.015 · (1 − 0.2)) = 16.19, one with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07.
     """
 
-    def __init__(self, groups: int, bound: int) -> None:
-        self.groups, self.most = groups, (1 + bound) * groups
-        self.level = (1 + min(START, bound)) * groups
+    def __init__(self, groups: int, ahead: int) -> None:
+        self.groups, self.most = groups, (1 + ahead) * groups
+        self.level = (1 + min(START, ahead)) * groups
         self._gain = FIRST_GAIN
 
     @property
@@ -84,11 +84,11 @@ class KvCap:
 
     Args:
         groups: groups per batch, G: the cap is never less.
-        bound: max_staleness, in batches, η: the cap is never more than (1 + η) * groups.
+        ahead: in batches: the cap is never more than (1 + ahead) * groups.
     """
 
-    def __init__(self, groups: int, bound: int) -> None:
-        self.groups, self.most = groups, (1 + bound) * groups
+    def __init__(self, groups: int, ahead: int) -> None:
+        self.groups, self.most = groups, (1 + ahead) * groups
         self.level = float(self.most)
         self.retracted = 0  # requests of which a server took the KV memory away
         self._uses: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
@@ -140,8 +140,9 @@ class LiveLimit:
         section = config.buffer
         self.buffer, self.adapts = buffer, section.target_staleness == "auto"
         self.budget = section.stale_budget
-        self.control = FlowControl(section.groups_per_batch, section.max_staleness)
-        self.kv, self._servers = KvCap(section.groups_per_batch, section.max_staleness), config.engine.remote
+        self.control = FlowControl(section.groups_per_batch, section.usual_staleness)
+        self.kv = KvCap(section.groups_per_batch, section.usual_staleness)
+        self._servers = config.engine.remote
         self.crossings = Crossings(buffer.waiting_tokens, section.max_staleness)
         self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
         self._idle = 0.0  # share of a step that the trainer waited, as last known

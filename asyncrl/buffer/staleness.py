@@ -148,11 +148,11 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
                 places.move(floor, floor := floor_of(buffer, group))
 
 
-def _usable_from(buffer: ReplayBuffer, rank: int = 0) -> int:
-    """The oldest version within the bound in the batch that follows `rank` older groups: with 20 of them and
-    8 groups per batch in the second after this one."""
+def _usable_from(buffer: ReplayBuffer, rank: int) -> int:
+    """The oldest version that is fresh enough in the batch that follows `rank` older groups: with 20 of them
+    and 8 groups per batch in the second after this one."""
     config = buffer.config
-    return buffer.committed + rank // config.groups_per_batch - config.max_staleness
+    return buffer.committed + rank // config.groups_per_batch - config.usual_staleness
 
 
 def floor_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
@@ -178,7 +178,7 @@ def places_of(buffer: ReplayBuffer) -> Places:
 def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
     """on_stale=hold: drop untaken groups with a token over the bound, which no batch can take in time. There
     are none unless a resumed run has a lower bound, or had another rule before. Returns what was running."""
-    first = _usable_from(buffer)
+    first = buffer.committed - buffer.config.max_staleness
     overdue = [group for group in _untaken(buffer) if floor_of(buffer, group) < first]
     return [episode for group in overdue for episode in buffer.drop_group(group, DropReason.STALE)]
 

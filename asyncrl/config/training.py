@@ -9,6 +9,7 @@ from msgspec import Meta
 from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seconds, Section, Text
 
 START = 0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
+USUAL = 4  # target_staleness=auto is not more than this: a larger bound is for the tail, not for every token
 Packing = Literal["padded", "packed", "tree"]
 LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
     "trainer.activation_checkpointing=full, more trainer.ranks, trainer.sequence_parallel (with long rows), "
@@ -24,12 +25,13 @@ class BufferConfig(Section, frozen=True):
     """Groups (samples) per optimizer batch."""
     episodes_per_group: Positive = 8
     """Episodes per sample."""
-    max_staleness: Count = 4
-    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous."""
+    max_staleness: Count = 16
+    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
+    slowest episodes come near it: `target_staleness` sets the lag of the others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
     `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins with
-    min(1/2, max_staleness)."""
+    min(1/2, max_staleness), and does not exceed 4, or a quarter of max_staleness."""
     stale_budget: Annotated[float, Meta(gt=0, le=1)] = 0.01
     """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
     with slow tools or long episodes faster, and more of their late tokens are not trained."""
@@ -68,9 +70,17 @@ class BufferConfig(Section, frozen=True):
         return min(START, self.max_staleness) if self.target_staleness == "auto" else self.target_staleness
 
     @property
+    def usual_staleness(self) -> int:
+        """Bound on the lag of groups that are trained in the order of their issue. With auto it is less than
+        that of the tail: 2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
+        if self.target_staleness != "auto":
+            return self.max_staleness
+        return min(self.max_staleness, max(USUAL, self.max_staleness // USUAL))
+
+    @property
     def max_live_groups(self) -> int:
         """The highest limit on live groups that the run may have."""
-        ahead = self.max_staleness if self.target_staleness == "auto" else self.target
+        ahead = self.usual_staleness if self.target_staleness == "auto" else self.target
         return int((1 + ahead) * self.groups_per_batch)
 
 

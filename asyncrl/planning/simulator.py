@@ -99,7 +99,7 @@ class Simulation:
         prompts = Prompts(1, lambda epoch: [0])
         self.buffer = ReplayBuffer(keys, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
         self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
-        self.control = FlowControl(keys.groups_per_batch, keys.max_staleness)
+        self.control = FlowControl(keys.groups_per_batch, keys.usual_staleness)
         self.crossings = Crossings(self.buffer.waiting_tokens, keys.max_staleness)
         self.steps: list[SimulatedStep] = []
         self._order = count()

@@ -66,7 +66,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"observe__trackers": ["neptune"]}, r"observe\.trackers\[0\]: .*; choose from wandb, "),
         ({"rollout__tools": "my_tools.py:a"}, r"rollout\.tools: .*; write a list: rollout.tools=\[NAME\]"),
         ({"model": "dir"}, r"model: Expected `object`, got `str`; .* keys of its own: model.KEY="),
-        ({"buffer__target_staleness": 5}, "target_staleness"),
+        ({"buffer__target_staleness": 17}, "target_staleness"),
         ({"algorithm__correction": {"mask": {"low": [1]}}}, r"algorithm\.correction"),
         (
             {"algorithm__loss": "ppo", "algorithm__steps_per_batch": 33},

@@ -63,7 +63,7 @@ def with_keys(work: Workload, **keys: object) -> Workload:
     return replace(work, buffer=replace(work.buffer, **keys))
 
 
-PLAIN = Workload(drawn(4, 2, (20.0, 0.0)))
+PLAIN = with_keys(Workload(drawn(4, 2, (20.0, 0.0))), max_staleness=4)  # the budget is met in few steps
 EIGHT = replace(PLAIN.buffer, episodes_per_group=8)
 SLOW_TOOL = Workload(drawn(8, 4, (20.0, 0.0), (0.097, 1.5)), EIGHT)
 G = 0.219  # seconds: a batch of 64 episodes of 13.7 tokens on the engines of `tail`

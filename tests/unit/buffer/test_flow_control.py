@@ -29,6 +29,7 @@ from asyncrl.buffer.flow_control import (
     LiveLimit,
 )
 from asyncrl.buffer.lifetimes import Lifetimes
+from asyncrl.buffer.staleness import pending
 from asyncrl.config import parse
 from asyncrl.planning.forecast import slower
 from asyncrl.planning.simulator import SimulatedStep, Simulation, Workload
@@ -368,7 +369,7 @@ def test_a_batch_that_closed_short_leaves_fewer_groups_live() -> None:
 def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> None:
     """25 tokens sampled at 3.5 s are within a bound of 4 until the commit at 8 s. A batch has them, masked,
     two steps later: they do not count again."""
-    limit, levels = limit_of(), []
+    limit, levels = limit_of(buffer__max_staleness=4), []
     limit.buffer.waiting_tokens.begin("slow", 3.5, 25)
     for now in range(3, 12):
         if now == 10:
@@ -412,3 +413,20 @@ def test_a_number_stays_and_the_default_adapts() -> None:
         step(limit)
     assert limit.buffer.live_limit == 8
     assert parse(MINIMUM).buffer.target_staleness == "auto"
+
+
+@pytest.mark.parametrize(
+    ("bound", "target", "usual", "live"),
+    [(0, "auto", 0, 8), (2, "auto", 2, 24), (16, "auto", 4, 40), (32, "auto", 8, 72), (16, 6.0, 16, 56)],
+)
+def test_a_bound_for_the_tail_lets_no_more_groups_be_live(
+    bound: int, target: Any, usual: int, live: int
+) -> None:
+    """An episode starts on weights that are within the usual staleness in the batch that follows the older
+    groups; with on_stale=hold the bound itself decides."""
+    buffer, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target)
+    assert (buffer.config.usual_staleness, buffer.config.max_live_groups) == (usual, live)
+    admit(buffer, 9)
+    buffer.commit(20)
+    oldest = [needed for needed, _ in pending(buffer)]
+    assert (oldest[0], oldest[-1]) == (20 - usual, 21 - usual)
