@@ -15,9 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from task_script import write_task
-
-from asyncrl.data.rows import verl_row
+from asyncrl.data.rows import verl_row, write_task
 
 DEMONSTRATIONS = 256
 SYSTEM = (

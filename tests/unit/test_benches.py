@@ -64,7 +64,10 @@ def test_delays_depend_on_seed_sample_member_and_call_only(
     assert [json.loads(line)[:2] for line in log.read_text().splitlines()][:3] == [[5, 0], [5, 1], [9, 0]]
 
 
-def test_forced_lengths_depend_on_the_episodes_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("forced", "shortest"), [("forced_lengths", 30), ("forced_answers", 2)])
+def test_forced_lengths_depend_on_the_episodes_key(
+    forced: str, shortest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Sampling] = []
 
     class Engine:
@@ -72,12 +75,12 @@ def test_forced_lengths_depend_on_the_episodes_key(monkeypatch: pytest.MonkeyPat
             asked.append(request.sampling)
 
     monkeypatch.setattr(replayed.engines, "load", lambda name: Engine)
-    engine = replayed.forced_lengths()
+    engine = getattr(replayed, forced)()
     for key in [*range(200), 0]:
         asyncio.run(engine.generate(Request("s", (1,), Sampling(500, (2,)), key)))
     lengths = [sampling.max_new_tokens for sampling in asked]
     assert lengths[0] == lengths[-1]
-    assert 1 <= min(lengths) < 30 and 120 < max(lengths) <= 500
+    assert 1 <= min(lengths) <= shortest and 120 < max(lengths) <= 500
     assert all(not sampling.stop_ids for sampling in asked)
 
 

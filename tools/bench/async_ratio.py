@@ -79,10 +79,14 @@ class Workload:
         return [f"rollout.episode_timeout={self.deadline * g:.2f}"] * bool(self.deadline)
 
 
-LENGTHS = (
-    f"engine.name={HERE / 'replayed.py'}:forced_lengths",
-    *("rollout.max_turns=1", "rollout.max_new_tokens=832", "rollout.max_tokens=1024"),
-)
+def forced(name: str, longest: int) -> tuple[str, ...]:
+    """Single responses whose lengths an engine of replayed.py sets, of so many tokens at most."""
+    return (
+        *(f"engine.name={HERE / 'replayed.py'}:forced_{name}", "rollout.max_turns=1"),
+        *(f"rollout.max_new_tokens={longest}", f"rollout.max_tokens={longest + 192}"),
+    )
+
+
 WORKLOADS = {
     "zero": Workload("a tool that answers at once", 60),
     "tail": Workload("calls of 0.5 g in the median, log-normal, sigma 1.5", 120, 0.5, 1.5),
@@ -91,7 +95,17 @@ WORKLOADS = {
         "calls of 0.5 g in the median, log-normal, sigma 2.42; episodes of at most 32 g", 24, 0.5, 2.42, 32.0
     ),
     "lengths": Workload(
-        "responses of 64 tokens, log-normal, sigma 1; no calls", 30, overrides=LENGTHS, work="lengths"
+        "responses of 64 tokens, log-normal, sigma 1; no calls",
+        30,
+        overrides=forced("lengths", 832),
+        work="lengths",
+    ),
+    "answers": Workload(
+        "responses of 24 tokens, log-normal, sigma 2, 1,536 at most; no calls: with a bound of 4 a tenth of "
+        "the tokens lie in turns that outlast it (as with 128 and 8,192, but the demo's model ends at 2,048)",
+        30,
+        overrides=forced("answers", 1536),
+        work="answers",
     ),
 }
 

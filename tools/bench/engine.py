@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for the KV board: fewer TLB misses
 
 import torch
-from replayed import LENGTH_MU, LENGTH_SIGMA, drawn
+from replayed import LENGTHS, drawn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.engines.base import Request, Sampling
@@ -115,7 +115,7 @@ async def lengths(engine: TorchEngine, streams: int, run: int, at_once: bool) ->
 
 
 def _response(name: str, run: int) -> Request:
-    length = round(drawn(name, LENGTH_MU, LENGTH_SIGMA))
+    length = round(drawn(name, *LENGTHS))
     return Request(f"{run}-{name}", tokens(PROMPT, name), Sampling(min(max(1, length), LONGEST), ()))
 
 

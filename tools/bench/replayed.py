@@ -23,7 +23,9 @@ from asyncrl.tools import Tool, tool
 from asyncrl.types import Generation, Sample
 
 OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
-LENGTH_MU, LENGTH_SIGMA = 4.16, 1.0  # of the logarithm of a response's tokens: median 64, mean 106
+# (mu, sigma) of the logarithm of a response's tokens.
+LENGTHS = 4.16, 1.0  # median 64, mean 106
+ANSWERS = 3.178, 2.0  # median 24, with 1,536 at most mean 123
 
 
 def drawn(name: str, mu: float, sigma: float) -> float:
@@ -58,15 +60,20 @@ def slow_calculator(*, mu: float = 0.0, sigma: float = -1.0, seed: int = 0, log:
 
 def forced_lengths(**arguments: Any) -> Engine:
     """The embedded engine, but a response is as long as the episode's key says, whatever its tokens are."""
-    return _ForcedLengths(engines.load("torch")(**arguments))  # type: ignore[return-value]
+    return _ForcedLengths(engines.load("torch")(**arguments), *LENGTHS)  # type: ignore[return-value]
+
+
+def forced_answers(**arguments: Any) -> Engine:
+    """The same with a heavy tail."""
+    return _ForcedLengths(engines.load("torch")(**arguments), *ANSWERS)  # type: ignore[return-value]
 
 
 class _ForcedLengths:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, mu: float, sigma: float) -> None:
+        self._engine, self._mu, self._sigma = engine, mu, sigma
 
     async def generate(self, request: Request) -> Generation:
-        length = max(1, round(drawn(str(request.key), LENGTH_MU, LENGTH_SIGMA)))
+        length = max(1, round(drawn(str(request.key), self._mu, self._sigma)))
         limit = min(request.sampling.max_new_tokens, length)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=limit, stop_ids=())
         return await self._engine.generate(msgspec.structs.replace(request, sampling=sampling))
