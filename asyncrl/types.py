@@ -31,7 +31,7 @@ NO_VERSION = PolicyVersion(0, 0)  # nothing published; a trainer's first epoch i
 
 
 class StopReason(enum.StrEnum):
-    """Why one generation ended."""
+    """Says why one generation ended."""
 
     STOP = "stop"  # the model wrote a stop id
     TEXT = "text"  # its watch ended it: the model wrote a text at which an agent wants turns to end
@@ -40,7 +40,7 @@ class StopReason(enum.StrEnum):
 
 
 class EpisodeEnd(enum.StrEnum):
-    """Why an episode ended. Endings caused by the policy are rewarded; the others are not trained."""
+    """Says why an episode ended. Endings caused by the policy are rewarded; the others are not trained."""
 
     ANSWERED = "answered"  # a turn without tool calls, and no environment that replies to it
     DONE = "done"  # the environment, or the agent program, ended it
@@ -110,7 +110,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message in OpenAI's shape. `reasoning`: what a thinking model wrote before its content."""
+    """Is one chat message in OpenAI's shape. `reasoning`: what a thinking model wrote before its content."""
 
     role: str
     content: str = ""
@@ -320,7 +320,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def score(self) -> float:
-        """The reward before shaping."""
+        """Return the reward before shaping."""
         return self.reward - self.shaping
 
     @property

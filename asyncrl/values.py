@@ -48,7 +48,7 @@ def encodable(text: str) -> str:
 
 
 def in_short(text: str, most: int = LISTED) -> str:
-    """The text on one line of at most so many characters."""
+    """Return the text on one line of at most so many characters."""
     line = " ".join(encodable(text[: 4 * most]).replace("\0", " ").split())
     return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 1]}…"
 

@@ -29,7 +29,7 @@ Rule = Callable[[int, int], Share]
 
 @dataclass(frozen=True)
 class Aggregation:
-    """A registered rule: called with the model tokens of an episode and of its group.
+    """Describes a registered rule: called with the model tokens of an episode and of its group.
 
     `whole_group`: the group's tokens count, so all its members must be in the batch.
     `fixed`: D is 1 whatever the batch holds; the episodes' denominators then only scale what is reported.

@@ -132,7 +132,7 @@ def _prepared(given: LossInput) -> torch.Tensor:
 
 
 def _fresh(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
-    """The values of all fresh tokens of the batch."""
+    """Return the values of all fresh tokens of the batch."""
     return np.concatenate([x[trace.fresh] for trace, x in zip(traces, values, strict=True)] or [np.zeros(0)])
 
 

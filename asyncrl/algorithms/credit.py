@@ -60,7 +60,7 @@ class CreditInput:
 
     @property
     def others(self) -> list[EpisodeResult]:
-        """The siblings without the episode itself. Who they are does not depend on it."""
+        """Return the siblings without the episode itself. Who they are does not depend on it."""
         return [sibling for place, sibling in enumerate(self.siblings) if place != self.place]
 
 
@@ -69,7 +69,7 @@ Credit = float | np.ndarray
 
 @dataclass(frozen=True)
 class Advantage:
-    """A registered advantage.
+    """Describes a registered advantage.
 
     `scale`: the batch normalisation it is defined with. `siblings`: their rewards enter it; `late`: unbiased
     for partial groups, late members included. `critic`, `greedy`, `whole_group`: what must be there for it.

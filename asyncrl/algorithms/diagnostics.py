@@ -141,7 +141,7 @@ def _spread(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rho_at(bins: Mapping[int, float], q: float) -> float:
-    """The q-quantile of rho, interpolated within its bin of log rho."""
+    """Return the q-quantile of rho, interpolated within its bin of log rho."""
     place, seen = q * sum(bins.values()), 0.0
     for index, count in sorted(bins.items()):
         if seen + count >= place:
@@ -239,7 +239,7 @@ def _episodes(state: TokenState, log_ratio: Tensor, bucket: Tensor) -> Tensor:
 
 
 def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Maxima by metric; with a leading minus the maximum of the negative."""
+    """Return maxima by metric; with a leading minus the maximum of the negative."""
     rho, weight = log_ratio.exp(), state.correction.weight.double()
     named = {"rho": rho, "rollout_is": torch.where(_kept(state), weight, 0.0)}
     extremes = {}
@@ -251,7 +251,7 @@ def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _kept(state: TokenState) -> Tensor:
-    """Tokens that enter the loss."""
+    """Return tokens that enter the loss."""
     return state.fresh & ~state.correction.masked
 
 

@@ -80,7 +80,7 @@ Prepare = Callable[..., list[np.ndarray]]
 
 @dataclass(frozen=True)
 class Loss:
-    """A registered loss.
+    """Describes a registered loss.
 
     `ratio` says which ratio the formula contains itself. A `mu` loss already weighs by pi/mu, or needs no
     weight: giving it a behaviour weight as well would count the correction twice (masks are fine).

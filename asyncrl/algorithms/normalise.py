@@ -97,14 +97,14 @@ class Moments(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: np.ndarray) -> Moments:
-        """Moments of values [n], in float64."""
+        """Return moments of values [n], in float64."""
         if not len(values):
             return cls()
         mean = float(values.mean(dtype=np.float64))
         return cls(float(len(values)), mean, float(((values - mean) ** 2).sum()))
 
     def __add__(self, other: Moments) -> Moments:
-        """Moments of the values of both."""
+        """Return moments of the values of both."""
         count = self.count + other.count
         if not count:
             return self

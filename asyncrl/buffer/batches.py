@@ -228,7 +228,7 @@ class Batches:
 
     @property
     def committed(self) -> int:
-        """Number of committed batches."""
+        """Return the number of committed batches."""
         return self.buffer.committed
 
     @property

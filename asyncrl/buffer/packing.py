@@ -71,7 +71,7 @@ def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]
 
 
 def deal(units: Sequence[RowUnit], ranks: int) -> list[RowUnit]:
-    """A part for each rank: each unit goes to the rank with the least work so far."""
+    """Return a part for each rank: each unit goes to the rank with the least work so far."""
     parts = [RowUnit()] * ranks
     for unit in units:
         rank = min(range(ranks), key=lambda rank: parts[rank].work)

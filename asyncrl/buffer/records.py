@@ -26,7 +26,7 @@ MAX_LOSSES = 100
 
 
 class State(enum.StrEnum):
-    """The state of an episode. Every issued episode is in exactly one state (conservation)."""
+    """Names the state of an episode. Every issued episode is in exactly one state (conservation)."""
 
     PENDING = "pending"  # issued, waiting for a worker
     RUNNING = "running"  # assigned
@@ -175,7 +175,7 @@ class GroupRecord(msgspec.Struct, array_like=True):
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """The conservation identity, in episodes: `issued` is the sum of the others."""
+    """States the conservation identity, in episodes: `issued` is the sum of the others."""
 
     issued: int
     trained: int

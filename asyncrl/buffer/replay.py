@@ -21,7 +21,7 @@ USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
 
 
 def current(episodes: Mapping[str, EpisodeRecord], uid: str, attempt: int) -> EpisodeRecord | None:
-    """The running episode of an attempt. None when the attempt is not current: it is to be fenced."""
+    """Return the running episode of an attempt. None when the attempt is not current: it is to be fenced."""
     episode = episodes.get(uid)
     if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
         return None
@@ -386,5 +386,5 @@ class ReplayBuffer:
         return self.left + self.tally.states
 
     def flow(self) -> Flow:
-        """The conservation identity now. `issued` is counted from the data cursor alone."""
+        """Return the conservation identity now. `issued` is counted from the data cursor alone."""
         return Flow.of(self.next_group * self.group_size, self.counts())

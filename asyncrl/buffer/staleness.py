@@ -21,7 +21,7 @@ from asyncrl.types import DropReason, VersionSpan
 
 
 def lag(step: int, version: int) -> int:
-    """Distance in optimizer batches between the policy in training and the one that sampled."""
+    """Return the distance in optimizer batches between the policy in training and the one that sampled."""
     return abs(step - version)
 
 
@@ -36,7 +36,7 @@ def stale_mask(lags: Iterable[int], bound: int) -> list[bool]:
 
 
 class LagHistogram:
-    """Tokens by lag, exact. All figures are 0 without tokens."""
+    """Counts tokens by lag, exact. All figures are 0 without tokens."""
 
     def __init__(self, tokens: Mapping[int, int]) -> None:
         self.tokens = {value: count for value, count in sorted(tokens.items()) if count > 0}
@@ -66,7 +66,7 @@ def length_bucket(tokens: int) -> int:
 
 
 def masked_by_quarter(stale: Sequence[bool]) -> list[tuple[int, int]]:
-    """(masked, all) tokens in each quarter of one response's model tokens, first quarter first."""
+    """Return (masked, all) tokens in each quarter of one response's model tokens, first quarter first."""
     n = len(stale)
     edges = [n * quarter // 4 for quarter in range(5)]
     return [(sum(stale[a:b]), b - a) for a, b in pairwise(edges)]

@@ -25,7 +25,7 @@ SEVERAL = "rollout.reward"  # takes several names with options; keys of the same
 
 
 def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """The configuration of configs/, `config_dir` and `overrides`."""
+    """Return the configuration of configs/, `config_dir` and `overrides`."""
     base = config_root() / "configs"
     config = _composed(base, [*_search_path(base, config_dir), *_opened(overrides)], config_dir)
     kl, keys = config.kl, _keys_of(overrides)
@@ -105,7 +105,7 @@ def config_root() -> Path:
 
 
 def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
-    """Every key with its default; a key without one is marked as mandatory."""
+    """Return every key with its default; a key without one is marked as mandatory."""
     tree: dict[str, Any] = {}
     for field in msgspec.structs.fields(section):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):

@@ -359,7 +359,7 @@ class Branches:
         return ended and answers and common(row.messages, messages) == len(row.messages)
 
     def _said(self, request: AgentRequest, turn: Turn, whole: bool = False) -> Message:
-        """The model's message; `whole`: with the text at which it was asked to stop."""
+        """Return the model's message; `whole`: with the text at which it was asked to stop."""
         stops = () if whole else request.stops
         if self._parsed is None or self._parsed[0] is not turn or self._parsed[1] != stops:
             if request.prompt is not None:

@@ -29,7 +29,7 @@ SHOWN = 60  # characters of a text that an error quotes
 
 
 class Chat:
-    """The token side of one tokenizer's chat template.
+    """Holds the token side of one tokenizer's chat template.
 
     `today`: the date for templates that write it into the prompt; by default that of the construction.
     `options`: further arguments of the template. `ends`: more ids that end a turn. ConfigError if there is no
@@ -71,7 +71,7 @@ class Chat:
 
     @cached_property
     def vocabulary(self) -> int:
-        """A number above all ids of the tokenizer."""
+        """Return a number above all ids of the tokenizer."""
         return 1 + max(self._tokenizer.get_vocab().values())
 
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
@@ -221,7 +221,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _long(messages: Sequence[Message]) -> bool:
-    """True for messages too long to be cached a thousand times."""
+    """Return True for messages too long to be cached a thousand times."""
     return sum(len(message.content) for message in messages) > CACHED
 
 

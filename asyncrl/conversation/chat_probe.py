@@ -58,7 +58,7 @@ class TurnEnd:
 
 
 class TemplateProbe:
-    """The behaviour of one template. `controls`: texts of the tokens that are no ordinary words."""
+    """Describes the behaviour of one template. `controls`: texts of the tokens that are no ordinary words."""
 
     def __init__(self, render: Render, controls: Iterable[str]) -> None:
         self._render = render

@@ -112,7 +112,7 @@ def trained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
-    """The tokens of each row."""
+    """Return the tokens of each row."""
     rows: dict[int, tuple[int, ...]] = {}
     for turn in turns:
         rows[turn.row] = rows.get(turn.row, ()) + turn.context + turn.ids

@@ -63,7 +63,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
 
 
 class Coordinator:
-    """Owner of the sockets, the phase and the loop; the handlers do the rest."""
+    """Owns the sockets, the phase and the loop; the handlers do the rest."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config

@@ -22,7 +22,7 @@ from asyncrl.wire.sockets import TOKEN, Gate, role_of
 
 
 class Hello(Protocol):
-    """First message of a process, repeated after silence. Its place is the pair of role and index."""
+    """Is the first message of a process, repeated after silence. Its place is the pair of role and index."""
 
     @property
     def index(self) -> int: ...
@@ -45,7 +45,7 @@ P = TypeVar("P", bound=Connected)
 
 
 class Peers(Generic[P]):
-    """Connected processes, at most one a place.
+    """Holds connected processes, at most one a place.
 
     Args:
         planned: number of processes that the launcher starts; more may join.
@@ -70,7 +70,7 @@ class Peers(Generic[P]):
         return len(self._here)
 
     def get(self, peer: bytes) -> P | None:
-        """The process of this identity; None: it is not connected, and will say hello."""
+        """Return the process of this identity; None: it is not connected, and will say hello."""
         return self._here.get(peer)
 
     def hello(

@@ -114,7 +114,7 @@ class Reporter:
         self.multi_version += episode.oldest != episode.newest
 
     def step_row(self, step: int, trained: dict[str, float]) -> dict[str, float]:
-        """The metrics of a committed step: the trainer's, and what only the coordinator knows."""
+        """Return the metrics of a committed step: the trainer's, and what only the coordinator knows."""
         now = time.monotonic()
         row = {"training/step": float(step), "time_s": self.seconds, STEP_SECONDS: now - self.row_at}
         row |= trained | self.gauges() | self._episodes() | self._groups(step)
@@ -285,7 +285,7 @@ class Reporter:
         return shares | ({"timing_per_token_ms/gen": 1e3 * generating / tokens} if tokens else {})
 
     def audit(self) -> tuple[Flow, bool]:
-        """(the conservation identity, whether it and independent counters agree).
+        """Return (the conservation identity, whether it and independent counters agree).
 
         `issued` comes from the data cursor; the buffer's states, the store's index, the plans of committed
         batches and, if it is of the last step, the checkpoint's own count of the lineage must agree.
@@ -337,7 +337,7 @@ def transcript_entry(uid: str, sample: Sample, **more: Any) -> dict[str, Any]:
 
 
 def earned(result: EpisodeResult) -> dict[str, Any]:
-    """The numbers of an entry. `reward`: with what shaping adds."""
+    """Return the numbers of an entry. `reward`: with what shaping adds."""
     numbers = {"score": result.score, "components": result.components, "end": result.end}
     agents = {name: part.score for name, part in result.parts.items()}
     some = {"agents": agents} if agents else {}

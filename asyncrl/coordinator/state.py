@@ -132,7 +132,7 @@ class RunState:
         return ""
 
     def flow_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
-        """The owner of an episode: what is trained, or a validation."""
+        """Return the owner of an episode: what is trained, or a validation."""
         return self.held_out if uid.startswith(EVAL) else self.buffer
 
     @property

@@ -29,7 +29,7 @@ MOST_SPIKES = 3  # batches in a row that are left out of one step: then it is no
 
 @dataclass
 class RankRecord:
-    """A connected rank."""
+    """Holds a connected rank."""
 
     peer: bytes
     name: str
@@ -320,7 +320,7 @@ class TrainerHandler:
         self.state.outbox.to_bulk(first.peer, plan)
 
     def _answer(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
-        """The plan asked for. None: the request has to wait."""
+        """Return the plan asked for. None: the request has to wait."""
         state, batches, step = self.state, self.state.batches, request.step
         plan = partial(trainer.WorkPlan, step, request.micro)
         if step > batches.committed:

@@ -15,7 +15,7 @@ MOST_PROBED = 64  # versions whose probe is kept: while a disk is full, none of 
 
 
 class EngineRecord(msgspec.Struct):
-    """An engine on a peer: the embedded one of a worker, or the server of a keeper. NO_VERSION: none.
+    """Holds an engine on a peer: the embedded one of a worker, or the server of a keeper. NO_VERSION: none.
 
     `unproven`: it has loaded a version, but must compare the probe with the trainer's log-probs before it may
     sample. `quarantined`: its weights are not what they should be; it gets no work before it has loaded them
@@ -39,7 +39,7 @@ class EngineRecord(msgspec.Struct):
 
 
 class VersionLedger:
-    """Pushed against acked, by engine. An engine that missed a version gets the newest one.
+    """Compares what was pushed with what was acked. An engine that missed a version gets the newest one.
 
     Args:
         newest: the newest published version.
@@ -69,7 +69,7 @@ class VersionLedger:
         return LoadWeights(ref, lane, self._probe(ref.version))
 
     def _probe(self, version: PolicyVersion) -> Probe | None:
-        """The probe with the trainer's log-probs of this version; None: it has not scored it."""
+        """Return the probe with the trainer's log-probs of this version; None: it has not scored it."""
         return next((probed.probe for probed in self.probed if probed.version == version), None)
 
     def lacks_probe(self, version: PolicyVersion) -> bool:

@@ -33,7 +33,7 @@ W = TypeVar("W")
 
 @dataclass
 class WorkerRecord:
-    """A connected rollout worker."""
+    """Holds a connected rollout worker."""
 
     peer: bytes
     name: str
@@ -52,7 +52,7 @@ class WorkerRecord:
 
 
 class WorkerHandler:
-    """Leases and assignments, of episodes to be trained and of a validation alike."""
+    """Handles leases and assignments, of episodes to be trained and of a validation alike."""
 
     def __init__(self, state: RunState, engines: EngineHandler) -> None:
         self.state, self.engines = state, engines

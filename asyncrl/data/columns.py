@@ -61,7 +61,7 @@ def _value(where: str, row: Row, column: str) -> Any:
 
 
 def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
-    """A nested column, or the same as JSON text."""
+    """Return a nested column, or the same as JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

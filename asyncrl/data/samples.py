@@ -33,7 +33,7 @@ class RowLayout(msgspec.Struct, frozen=True):
 
 
 def load_samples(path: str | Path, truth: str = "a reward") -> list[Sample]:
-    """The prompts of one source, with verl's columns."""
+    """Return the prompts of one source, with verl's columns."""
     return list(read_samples(DataConfig(str(path)), str(path), "train", RowLayout(truth=truth)))
 
 
@@ -116,7 +116,7 @@ def _demonstration(where: Place, row: Row, layout: RowLayout) -> Sample:
 
 
 def _schemas(where: Place, tools: Any) -> list[dict[str, Any]]:
-    """A column `tools`: a list of schemas, or that as JSON text."""
+    """Return a column `tools`: a list of schemas, or that as JSON text."""
     try:
         return msgspec.convert(json.loads(tools) if isinstance(tools, str) else tools, list[dict[str, Any]])
     except ValueError as error:

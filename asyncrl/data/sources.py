@@ -19,7 +19,7 @@ CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
 
 class Place(NamedTuple):
-    """The place of a row: a file, a hub data set or a user's one, and its number there."""
+    """Names the place of a row: a file, a hub data set or a user's one, and its number there."""
 
     name: str
     number: int
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def paths(config: DataConfig, split: str) -> list[str]:
-    """The paths of the sources. ConfigError where some have weights and others none."""
+    """Return the paths of the sources. ConfigError where some have weights and others none."""
     given = config.train if split == "train" else config.test
     sources = [given] if isinstance(given, str) else given
     weighted = [source.path for source in sources if isinstance(source, WeightedSource)]

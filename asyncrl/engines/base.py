@@ -153,5 +153,5 @@ def ending(request: Request, ids: tuple[int, ...]) -> StopReason:
 
 
 def shifted(span: VersionSpan, tokens: int) -> VersionSpan:
-    """The same span of a text with `tokens` more in front."""
+    """Return the same span of a text with `tokens` more in front."""
     return VersionSpan(span.start + tokens, span.end + tokens, span.version, span.kv_version)

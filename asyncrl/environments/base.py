@@ -18,7 +18,7 @@ from asyncrl.types import Message, Observation, Sample
 
 
 class Environment(Protocol):
-    """The environment of one episode; each episode has a new one, which is always closed.
+    """Is the environment of one episode; each episode has a new one, which is always closed.
 
     Derive from it, or implement the same members. The constructor only checks the options: files and
     connections are opened in `reset`. An error or a timeout of `reset` or `step` fails the episode, which

@@ -148,7 +148,7 @@ class OpenEnv(Environment):
 
 
 def _fenced(text: str) -> str:
-    """The last JSON object between two fences, or ''."""
+    """Return the last JSON object between two fences, or ''."""
     for part in reversed(text.split("```")[1:-1]):
         body = part.removeprefix("json").strip()
         if body.startswith("{") and body.endswith("}"):

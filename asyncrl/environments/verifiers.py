@@ -167,7 +167,7 @@ def conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tup
 
 
 def from_verifiers(message: Any) -> Message:
-    """A message of verifiers as one of ours. ValueError: it is not text."""
+    """Return a message of verifiers as one of ours. ValueError: it is not text."""
     content = message.content or ""
     if not isinstance(content, str):
         if any(part.type != "text" for part in content):
@@ -198,7 +198,7 @@ def to_verifiers(message: Message) -> Any:
 
 @functools.cache
 def load(taskset: str, env: str, config: str) -> Any:
-    """The `Env`, once per process: it may read a data set. ConfigError."""
+    """Return the `Env`, once per process: it may read a data set. ConfigError."""
     try:
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config

@@ -39,7 +39,7 @@ class Unsupported(Exception):
 
 
 class TaskTools:
-    """The tools of one task. A toolset is an MCP server, which is called here without HTTP."""
+    """Holds the tools of one task. A toolset is an MCP server, which is called here without HTTP."""
 
     def __init__(self) -> None:
         self.schemas: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ class TaskTools:
             self._servers[name] = (server, tool.name)
 
     async def call(self, call: ToolCall) -> vf.ToolMessage:
-        """The reply. An error is a reply, too, which the model reads."""
+        """Return the reply. An error is a reply, too, which the model reads."""
         try:
             server, name = self._servers[call.name]
             result: Any = await server.call_tool(name, json.loads(call.arguments or "{}"))

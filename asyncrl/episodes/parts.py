@@ -51,7 +51,7 @@ class EpisodeParts:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """The reward function with the shapings of `algorithm.shaping`."""
+        """Return the reward function with the shapings of `algorithm.shaping`."""
         rollout = self.config.rollout
         shapings = select_shapings(self.config.algorithm.shaping, "algorithm.shaping")
         return Scorer(load_rewards(rollout.reward), rollout.reward_timeout, shapings)
@@ -86,7 +86,7 @@ class EpisodeParts:
 
     @cached_property
     def chat(self) -> Chat:
-        """The tokenizer, with the chat template of the model or `model.template`."""
+        """Return the tokenizer, with the chat template of the model or `model.template`."""
         config = self.config
         tokenizer, options = load_tokenizer(config.model.path), config.model.template_args
         if config.model.template:

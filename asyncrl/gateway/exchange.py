@@ -59,7 +59,7 @@ class AgentReply(msgspec.Struct, frozen=True):
 
     @property
     def texts(self) -> list[str]:
-        """The text of each token, for log-probs."""
+        """Return the text of each token, for log-probs."""
         return [self.decode((token,)) for token in self.turn.ids]
 
 
@@ -207,7 +207,7 @@ def without_effect(body: bytes, request: Any) -> dict[str, str]:
 
 
 def _tool(schema: dict[str, Any]) -> str:
-    """A tool's schema as JSON text. ApiError if it is none."""
+    """Return a tool's schema as JSON text. ApiError if it is none."""
     function = schema.get("function")
     if schema.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
         raise ApiError(400, 'a tool is {"type": "function", "function": {"name": ...}}')

@@ -51,7 +51,7 @@ Text = str | list[ContentPart] | None
 
 
 class Item(msgspec.Struct, frozen=True):
-    """An item of the input."""
+    """Holds an item of the input."""
 
     type: str = "message"
     role: str = ""
@@ -311,7 +311,7 @@ class ResponsesExchange:
         return self._event(f"response.{TEXTS[kind]}.{step}", **self._part(kind), **text, **more)
 
     def _part(self, kind: str) -> dict[str, Any]:
-        """The place of an item's text."""
+        """Return the place of an item's text."""
         item = self._item(kind, "")
         return {"item_id": item["id"], "output_index": self._open.index(kind), "content_index": 0}
 

@@ -83,7 +83,7 @@ class Service(Generic[S, Q, A]):
 
 
 class ChildReply(msgspec.Struct, Generic[A], frozen=True, array_like=True):
-    """The reply to one frame: an `error`, or a result (None for the first frame)."""
+    """Holds the reply to one frame: an `error`, or a result (None for the first frame)."""
 
     error: str = ""
     result: A | None = None

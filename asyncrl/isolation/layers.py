@@ -45,7 +45,7 @@ class _Manifest(msgspec.Struct):
 
 
 class _Saved(msgspec.Struct, rename="pascal"):
-    """An entry of docker's manifest.json."""
+    """Holds an entry of docker's manifest.json."""
 
     config: str
     layers: list[str]

@@ -98,7 +98,7 @@ class ProcessPool(Generic[S, Q, A]):
             child.kill()
 
     async def _take(self) -> Child[S, Q, A]:
-        """An idle child, or a new one."""
+        """Return an idle child, or a new one."""
         while self._idle:
             if (child := self._idle.pop()).usable:
                 return child

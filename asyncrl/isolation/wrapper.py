@@ -149,7 +149,7 @@ def kill(pid: int, last: bool = False) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Pids of the children of a process, of their children, and so on."""
+    """Return pids of the children of a process, of their children, and so on."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:

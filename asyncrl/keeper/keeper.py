@@ -63,7 +63,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
 
 
 class Keeper:
-    """Owner of one server and of the contact with the coordinator."""
+    """Owns one server and the contact with the coordinator."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> None:
         self.config, self.index, self.incarnation = config, index, incarnation

@@ -251,7 +251,7 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
         return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))  # a Fail is refused later
 
     def shown(sample: Sample) -> int:
-        """Its messages up to the first of the assistant, with all tools."""
+        """Return its messages up to the first of the assistant, with all tools."""
         asked = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
         return tokens(msgspec.structs.replace(sample, prompt=asked or sample.prompt, extra_info="{}"))
 
@@ -283,7 +283,7 @@ class Inputs:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration; the given one before, or where it cannot be resolved."""
+        """Return the resolved configuration; the given one before, or where it cannot be resolved."""
         found: RunConfig = vars(self).get("resolved", self.given)
         return found
 

@@ -69,7 +69,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The shapes of a model's weights, and the numbers in its config.json."""
+    """Holds the shapes of a model's weights, and the numbers in its config.json."""
 
     path: str
 
@@ -132,7 +132,7 @@ def footprint(config: RunConfig) -> Footprint:
 
 
 def _static(config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state on each rank."""
+    """Return bytes of weights, gradients and optimizer state on each rank."""
     trainer, model, rank = config.trainer, ModelSizes(config.model.path), config.model.lora_rank
     adapters = rank * sum(map(sum, model.linear.values())) if rank else 0
     weights = count(model.shapes) + adapters

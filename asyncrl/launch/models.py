@@ -30,7 +30,7 @@ _CACHED = re.compile(r".*/models--(?P<name>\w[\w.-]*?--\w[\w.-]*)/snapshots/(?P<
 
 
 class HubModel(NamedTuple):
-    """A repository of models; `revision`: branch, tag or commit, None for the newest."""
+    """Names a repository of models; `revision`: branch, tag or commit, None for the newest."""
 
     name: str
     revision: str | None
@@ -170,7 +170,7 @@ def _check_width(path: Path, settings: dict[str, Any]) -> None:
 
 
 def chat_template(config: RunConfig) -> str:
-    """The text of the chat template: `model.template`, or the model's own; '' if there is none."""
+    """Return the text of the chat template: `model.template`, or the model's own; '' if there is none."""
     if config.model.template:
         return config.model.template
     path = Path(config.model.path)

@@ -20,7 +20,7 @@ UNTRAINED = "asyncrl.trainer.untrained:run"  # in place of the trainer, where no
 
 @dataclass(frozen=True)
 class RolePlace:
-    """One process. It runs the function `target`, and has `gpus` of its own."""
+    """Names one process. It runs the function `target`, and has `gpus` of its own."""
 
     role: str
     index: int

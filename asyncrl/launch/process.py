@@ -36,7 +36,7 @@ class ProcessSpec:
 
 
 class ProcessHandle(Protocol):
-    """A started process. `poll` is None while it runs, afterwards its exit code (negative: a signal)."""
+    """Is a started process. `poll` is None while it runs, afterwards its exit code (negative: a signal)."""
 
     name: str
 

@@ -44,7 +44,7 @@ PLACED_SECONDS = 20.0  # after which it is said that a process waits for a machi
 
 
 class RoleActor:
-    """The parent of one role."""
+    """Is the parent of one role."""
 
     def node(self) -> tuple[str, str]:
         """Id and address of the machine where it is."""
@@ -96,7 +96,7 @@ class RayProcess:
         ray.kill(self._actor)
 
     def _result(self) -> int:
-        """The exit code. What Ray or this module knows of a failure goes to the log of the process."""
+        """Return the exit code. What Ray or this module knows of a failure goes to the log of the process."""
         try:
             code, kept = ray.get(self._call)
             if kept:

@@ -49,7 +49,7 @@ class RunOutcome:
 
 @dataclass
 class SupervisedUnit:
-    """A planned unit and its current processes."""
+    """Holds a planned unit and its current processes."""
 
     plan: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
@@ -64,7 +64,7 @@ class SupervisedUnit:
         return [handle for handle in self.handles if handle.poll() is None]
 
     def dead(self, now: float) -> tuple[ProcessHandle, int] | None:
-        """A process that crashed, with its exit code.
+        """Return a process that crashed, with its exit code.
 
         Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for
         LEAVE_SECONDS afterwards.

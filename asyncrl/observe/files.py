@@ -60,7 +60,7 @@ def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
 
 
 def size_of_rows(run_dir: Path) -> int:
-    """Bytes of the metrics so far: they grow with each row."""
+    """Return bytes of the metrics so far: they grow with each row."""
     path = run_dir / "metrics.jsonl"
     return path.stat().st_size if path.exists() else 0
 

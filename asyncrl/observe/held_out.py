@@ -128,7 +128,7 @@ def succeeds(result: EpisodeResult | None, threshold: float) -> bool:
 
 
 def _parts(members: Iterable[Judged]) -> dict[str, list[float]]:
-    """The components of rewards, and what each agent of an episode earned."""
+    """Return the components of rewards, and what each agent of an episode earned."""
     found = defaultdict[str, list[float]](list)
     for result in filter(None, (one.result for one in members)):
         for name, value in result.components.items():

@@ -90,7 +90,7 @@ QUANTILES = (("min", "max"), ("p05", "p95"), ("p25", "p75"))  # around a mean, t
 
 
 class Metric(msgspec.Struct, frozen=True, array_like=True):
-    """A row of the catalogue. `verl`: its name there, or "same"; '' without one."""
+    """Holds a row of the catalogue. `verl`: its name there, or "same"; '' without one."""
 
     names: str
     verl: str
@@ -101,7 +101,7 @@ class Metric(msgspec.Struct, frozen=True, array_like=True):
 
 @cache
 def sections() -> dict[str, list[Metric]]:
-    """The rows, by heading."""
+    """Return the rows, by heading."""
     return msgspec.yaml.decode(
         Path(__file__).with_name("metrics.yaml").read_bytes(), type=dict[str, list[Metric]]
     )
@@ -131,7 +131,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def value_of(name: str, value: float) -> str:
-    """The value of a metric in its format."""
+    """Return the value of a metric in its format."""
     return shown(value, catalogue()[name].form)
 
 

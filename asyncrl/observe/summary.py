@@ -28,7 +28,7 @@ JUDGED = {  # the first ones are what a run is judged by; keys of the summary, w
 
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
-    """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
+    """Return the summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
     reward, nll = edges(steps, metric.REWARD), edges(steps, metric.NLL)
@@ -117,7 +117,7 @@ def text_of(key: str, value: float | None) -> str:
 
 
 def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
-    """The conservation identity with its numbers, and whether the audit agrees."""
+    """Return the conservation identity with its numbers, and whether the audit agrees."""
     names = ("trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight")
     parts = " + ".join(f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in names)
     return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"

@@ -120,7 +120,7 @@ class Trackers:
 
 
 def _texts(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
-    """(caption, text) of each."""
+    """Yield (caption, text) of each."""
     for entry in entries:
         known = (f"{name} {entry[name]}" for name in COLUMNS[:-1] if entry.get(name) is not None)
         yield ", ".join(known), str(entry.get("text", ""))

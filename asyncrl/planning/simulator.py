@@ -59,7 +59,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class SimulatedStep(msgspec.Struct, frozen=True):
-    """Figures of one step. Times in seconds, lags in batches."""
+    """Holds figures of one step. Times in seconds, lags in batches."""
 
     limit: int  # on live groups, in it
     seconds: float  # from the last commit to this one

@@ -126,7 +126,7 @@ def _describe(status: int, answer: bytes) -> str:
 
 
 def _pause(response: aiohttp.ClientResponse) -> float:
-    """Seconds of Retry-After; its other form, a date, is ignored."""
+    """Return seconds of Retry-After; its other form, a date, is ignored."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "")))
     except ValueError:

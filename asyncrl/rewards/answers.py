@@ -163,7 +163,7 @@ def targets(ground_truth: Any) -> list[str]:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """The last `<tag>…</tag>` of the text, or None; all of it when no tag is asked for."""
+    """Return the last `<tag>…</tag>` of the text, or None; all of it when no tag is asked for."""
     if not tag:
         return text
     before, closing, _ = text.rpartition(f"</{tag}>")

@@ -245,7 +245,7 @@ def _same_word(a: str, b: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A program's input or output; some data sets have a list of lines."""
+    """Return a program's input or output; some data sets have a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -257,7 +257,7 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _value(expected: Any) -> Any:
-    """An expected result; a text is one JSON value, or itself."""
+    """Return an expected result; a text is one JSON value, or itself."""
     if isinstance(expected, str):
         try:
             return json.loads(expected)

@@ -163,7 +163,7 @@ class Classifier:
 
 
 def normalised_output(values: Sequence[float], label: int, normalise: Normalise) -> float:
-    """The output of one label, normalised. ValueError if there is no such label."""
+    """Return the output of one label, normalised. ValueError if there is no such label."""
     if label >= len(values):
         raise ValueError(f"label {label} of a model that gives {len(values)} numbers")
     value = values[label]

@@ -82,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @dataclass
 class EpisodeRun:
-    """An attempt. One task uses it, but several may call `generate`."""
+    """Holds an attempt. One task uses it, but several may call `generate`."""
 
     context: EpisodeContext
     assign: Assign

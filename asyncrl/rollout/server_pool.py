@@ -51,7 +51,7 @@ Connect = Callable[[EngineEntry, EngineUse], "SGLangClient"]
 
 @dataclass(eq=False)
 class PooledServer:
-    """An incarnation of a server, and the client of it."""
+    """Holds an incarnation of a server, and the client of it."""
 
     entry: EngineEntry
     client: SGLangClient

@@ -86,7 +86,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
 
 
 class RolloutWorker:
-    """Owner of the episodes and of the contact with the coordinator.
+    """Owns the episodes and the contact with the coordinator.
 
     `build` makes an embedded engine with the initial weights; it may be called from a thread. `connect` makes
     a client of a server. A run has one or the other. `engine`: the one of training, if it is there already.

@@ -54,7 +54,7 @@ class Arriving:
 
 @dataclass
 class Chain:
-    """The readers of a version. `end`: address and key of the one that nobody reads it from so far."""
+    """Holds the readers of a version. `end`: address and key of the one that nobody reads it from so far."""
 
     end: tuple[str, str]
     members: set[str] = field(default_factory=set)

@@ -100,7 +100,7 @@ class Checkpoints:
     # -- reading ---------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, newest first."""
+        """Return steps of all complete checkpoints, newest first."""
         return [step for step in self._begun() if self._fs.exists(self.path(step, MANIFEST))]
 
     def manifest(self, step: int) -> CheckpointManifest:
@@ -221,7 +221,7 @@ class Checkpoints:
         self.written += count
 
     def _begun(self) -> list[int]:
-        """Steps of all directories, complete or not, newest first."""
+        """Return steps of all directories, complete or not, newest first."""
         self._fs.invalidate_cache()
         try:
             names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self.root, detail=False)]

@@ -79,5 +79,5 @@ def differences(trees: Sequence[Tree]) -> dict[str, list[Any]]:
 
 
 def described(old: Tree, new: Tree) -> str:
-    """Their differences on one line: `seed: 0 → 1, trainer.lr: 1e-05 → 2e-05`."""
+    """Return their differences on one line: `seed: 0 → 1, trainer.lr: 1e-05 → 2e-05`."""
     return ", ".join(f"{key}: {a!s:.60} → {b!s:.60}" for key, (a, b) in differences([old, new]).items())

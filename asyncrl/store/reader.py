@@ -80,12 +80,12 @@ class RunReader:
         return rows[0][0] if rows else None
 
     def restarts(self) -> list[int]:
-        """The first step of each trainer but the first one."""
+        """Return the first step of each trainer but the first one."""
         rows = self.rows("SELECT min(step) FROM commits GROUP BY trainer_epoch ORDER BY 1")
         return [step for (step,) in rows[1:]]
 
     def checkpoints(self) -> list[int]:
-        """Steps of all checkpoints ever recorded."""
+        """Return steps of all checkpoints ever recorded."""
         return [step for (step,) in self.rows("SELECT step FROM checkpoints ORDER BY step")]
 
     def counts(self) -> dict[State, int]:

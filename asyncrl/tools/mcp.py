@@ -91,7 +91,7 @@ def _function(found: Any, shared: SharedConnection | None) -> Callable[..., Awai
 
 
 def text_of(result: Any) -> str:
-    """The texts of a CallToolResult; other parts by their type. McpError: the tool failed."""
+    """Return the texts of a CallToolResult; other parts by their type. McpError: the tool failed."""
     text = "\n".join(map(_part, result.content))
     if not text and result.structured_content is not None:
         text = msgspec.json.encode(result.structured_content).decode()

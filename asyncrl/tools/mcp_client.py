@@ -62,7 +62,7 @@ class McpServer:
         return self.command or self.url
 
     def sent(self) -> dict[str, str]:
-        """The headers with their values. ConfigError: a variable holds nothing."""
+        """Return the headers with their values. ConfigError: a variable holds nothing."""
         return bearer(self.api_key_env) | {name: VARIABLE.sub(_variable, text) for name, text in self.headers}
 
 
@@ -103,7 +103,7 @@ class McpConnection:
         await asyncio.shield(self._client)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The server's CallToolResult. McpError, or McpServerLost when the connection ended."""
+        """Return the server's CallToolResult. McpError, or McpServerLost when the connection ended."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 

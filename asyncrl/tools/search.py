@@ -122,7 +122,7 @@ def _shown(number: int, found: Passage, max_chars: int) -> str:
 
 
 def _passages(answer: bytes) -> list[Passage]:
-    """The passages of the one query. SearchError for an answer in another format."""
+    """Return the passages of the one query. SearchError for an answer in another format."""
     try:
         (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
         return [passage(hit.document) for hit in hits]
@@ -168,7 +168,7 @@ def passage(document: Mapping[str, Any]) -> Passage:
 
 
 class Corpus:
-    """An opened index. `search` may be called from several threads at once."""
+    """Holds an opened index. `search` may be called from several threads at once."""
 
     def __init__(self, home: Path, stopwords: str) -> None:
         import bm25s

@@ -169,7 +169,7 @@ class EpisodeObject:
 
 
 class ToolSession:
-    """The tools of one episode. `schemas` (JSON text, the config's order) are known once it is open."""
+    """Holds the tools of one episode. `schemas` (JSON text, the config's order) are known once it is open."""
 
     def __init__(self, box: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
         self._box = box
@@ -292,7 +292,7 @@ class ToolSession:
     # -- one call ------------------------------------------------------------------------------------
 
     async def _run(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
-        """(content, reward). Raises what the tool raised in its last attempt, or CallTimeout."""
+        """Return (content, reward). Raises what the tool raised in its last attempt, or CallTimeout."""
         limits, limit = self._box.call_limits[tool.name], self._box.limit(tool)
         async with limits.place(limit):
             here = partial(self._run_here, tool, keywords)

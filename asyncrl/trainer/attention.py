@@ -28,7 +28,7 @@ QUERIES = 256  # at once: a longer node is cut, so that fewer keys are computed 
 
 
 class AttentionKernel(Protocol):
-    """Attention of one forest, on one device."""
+    """Computes attention of one forest, on one device."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [heads, T, d], key and value [kv_heads, T, d]; returns [T, heads, d]."""

@@ -78,7 +78,7 @@ class Example:
 
     @property
     def length(self) -> int:
-        """All tokens, of all rows."""
+        """Return all tokens, of all rows."""
         return sum(map(len, self.rows))
 
     @property
@@ -88,7 +88,7 @@ class Example:
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest row."""
+        """Return tokens of its longest row."""
         return max(map(len, self.rows))
 
     @property
@@ -108,7 +108,7 @@ class Example:
         return self.has_advantage or self.planned.place == 0
 
     def credit_input(self) -> CreditInput:
-        """The inputs of the advantage."""
+        """Return the inputs of the advantage."""
         p = self.planned
         return CreditInput(
             p.own, p.siblings, self.rewards, self.turn, p.issued, p.place, self.value, p.greedy

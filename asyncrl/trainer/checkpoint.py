@@ -52,7 +52,7 @@ def snapshot(learner: Learner, *, copy: bool = True) -> State:
 
 
 def size(state: State) -> int:
-    """Bytes of a state on this rank."""
+    """Return bytes of a state on this rank."""
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors(state))
 
 

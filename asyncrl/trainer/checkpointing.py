@@ -90,7 +90,7 @@ class Checkpointing:
 
     @property
     def parent(self) -> int:
-        """Step of the newest checkpoint; -1: none."""
+        """Return the step of the newest checkpoint; -1: none."""
         return self.newest.step if self.newest else -1
 
     @property

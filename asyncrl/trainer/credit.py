@@ -92,7 +92,7 @@ def _dtype(name: str) -> type:
 def share(
     world: World, examples: Sequence[Example], arrays: Sequence[Mapping[str, np.ndarray]]
 ) -> list[Packed]:
-    """The episodes of all ranks, by uid: the same list on all of them. A collective."""
+    """Return the episodes of all ranks, by uid: the same list on all of them. A collective."""
     mine = []
     for planned, named in zip((e.planned for e in examples), arrays, strict=True):
         content = {name: array.astype(_dtype(name)).tobytes() for name, array in named.items()}
@@ -102,7 +102,7 @@ def share(
 
 
 def share_penalties(world: World, pairs: Sequence[tuple[Example, Sequence[float]]]) -> Penalties:
-    """The penalties of all ranks' episodes. A collective."""
+    """Return the penalties of all ranks' episodes. A collective."""
     shared = share(world, [e for e, _ in pairs], [{"by_turn": np.asarray(turns)} for _, turns in pairs])
     return {(packed.group, packed.place): packed.array("by_turn").tolist() for packed in shared}
 

@@ -84,7 +84,7 @@ def examine(
 
 
 def _all_tokens(rows: Sequence[np.ndarray], packing: Packing) -> Selected:
-    """All tokens but the first of each row."""
+    """Return all tokens but the first of each row."""
     row = np.repeat(np.arange(len(rows)), [len(one) - 1 for one in rows])
     position = np.concatenate([np.arange(1, len(one)) for one in rows])
     return Selected.of(rows, row, position, torch.ones(len(row)), packing)
@@ -114,7 +114,7 @@ def _run(root: nn.Module, parts: Sequence[Selected], world: World | None) -> Ten
 
 
 def _gradients(root: nn.Module) -> list[Tensor]:
-    """Gradients of this rank's shards."""
+    """Return gradients of this rank's shards."""
     given = (p.grad for p in root.parameters() if p.grad is not None)
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in given]
 

@@ -45,7 +45,7 @@ class ForcedRoutes:
 
     @property
     def choices(self) -> int:
-        """The number of experts for a token, in all layers."""
+        """Return the number of experts for a token, in all layers."""
         layers, k = self._shape
         return layers * k
 

@@ -105,7 +105,7 @@ class Learner:
 
     @property
     def whitening(self) -> Whitening | None:
-        """The running statistics of earlier batches; None while they are unknown."""
+        """Return the running statistics of earlier batches; None while they are unknown."""
         return Whitening.from_state(self.state)
 
     def accumulate(self, work: Work) -> None:
@@ -264,7 +264,7 @@ class Learner:
         self.pulse()
 
     def _evaluate(self, examples: Sequence[Example], tally: report.MetricSums, progress: float) -> Tensor:
-        """The loss of some episodes, undivided; what it is made of goes to `tally`."""
+        """Return the loss of some episodes, undivided; what it is made of goes to `tally`."""
         micro = self._collate(examples)
         computed, scored = micro.selected.ids.numel(), len(micro.selected.labels)
         self._computed += computed

@@ -81,7 +81,7 @@ def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
 
 
 def skeleton(kind: Any, path: str, dtype: str) -> PreTrainedModel:
-    """The model of a directory without weights."""
+    """Return the model of a directory without weights."""
     config = AutoConfig.from_pretrained(path)
     own = own_attention(config)
     if dtype == "float64":  # for which grouped products of experts do not exist
@@ -161,7 +161,7 @@ def _initialise(source: WeightsSource) -> None:
 
 
 def _weights(source: WeightsSource) -> dict[str, Any]:
-    """All weights on rank 0, none on the others."""
+    """Return all weights on rank 0, none on the others."""
     if source.filled is None:
         return {}
     weights = source.filled.state_dict()
@@ -176,7 +176,7 @@ def add_value_head(model: PreTrainedModel, hidden_size: int) -> None:
 
 
 def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The value head's output for hidden states [N, H], in float32 at least, [N]."""
+    """Return the value head's output for hidden states [N, H], in float32 at least, [N]."""
     head = cast(nn.Linear, model.value_head)
     return widened(hidden) @ widened(head.weight)[0] + widened(head.bias)
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """The FSDP root around the language model: head and softmax run on the selected tokens only.
+    """Is the FSDP root around the language model: head and softmax run on the selected tokens only.
 
     `published`: the weights that make up the model for others, as they know them; a value head and adapters
     are not among them. `kept`: persistent buffers, which others are given as they are. `whole`: logits of all

@@ -99,7 +99,7 @@ def evaluate(
 
 
 def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
-    """The inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
+    """Return the inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
     pi = scores.logp.detach()
     prox, fresh = proximal(micro, pi, recipe, progress), micro.fresh
     for numbers in (micro.mu, pi, prox, micro.reference):

@@ -17,7 +17,7 @@ LEAST = 16  # shared ids; fewer are computed once per row
 
 
 class Forest(NamedTuple):
-    """T tokens, node after node, a parent before its children.
+    """Holds T tokens, node after node, a parent before its children.
 
     `ids` and `positions` [T]: positions are those within a row. `paths`: of each node the indices of the
     tokens that its last token sees, in order: its ancestors', then its own `sizes` ones. `rows`: of each row

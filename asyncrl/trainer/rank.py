@@ -79,7 +79,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
 
 
 class TrainerRank:
-    """The loop of one rank around a Learner."""
+    """Runs the loop of one rank around a Learner."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, mesh: world.World, incarnation: str) -> None:
         self.config, self.mesh, self.incarnation = config, mesh, incarnation

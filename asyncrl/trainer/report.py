@@ -165,7 +165,7 @@ def advantage_factor(scale: Scale, tally: MetricSums) -> float:
 
 
 def advantage_tokens(tally: MetricSums) -> Moments:
-    """The advantages of a whole batch's tokens."""
+    """Return the advantages of a whole batch's tokens."""
     return tally.moments.get("advantages", Moments())
 
 

@@ -31,7 +31,7 @@ Logits = Callable[[Tensor], Tensor]  # features of n tokens [n, ·] → their lo
 
 
 class Scores(NamedTuple):
-    """Per selected token [N], at its temperature, natural logs, float32 at least.
+    """Holds per selected token [N], at its temperature, natural logs, float32 at least.
 
     `logp` and `value` carry gradient; `entropy`, over the whole vocabulary, if it was asked to;
     `collision`, Σ π² over the vocabulary, never. None: not asked for, or no value head.

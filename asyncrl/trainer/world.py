@@ -132,7 +132,7 @@ class World:
             )
 
     def _exchange(self, mine: bytes) -> list[bytearray]:
-        """The bytes of all ranks."""
+        """Return the bytes of all ranks."""
         lengths = [int(length) for length in self._all(torch.tensor([len(mine)]))]
         longest = max(lengths)
         if longest > MAX_BYTES:
@@ -151,7 +151,7 @@ class World:
         return whole
 
     def _all(self, mine: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, of one shape, on the CPU."""
+        """Return the tensors of all ranks, of one shape, on the CPU."""
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
         return parts
@@ -279,7 +279,7 @@ class SequenceRanks:
         return self.swap(filled.expand(self.count, -1)[..., None]).flatten()
 
     def width(self, size: int) -> int:
-        """Tokens of one rank's part of `size`, padding included."""
+        """Return tokens of one rank's part of `size`, padding included."""
         return -(-size // self.count)
 
 

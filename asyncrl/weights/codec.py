@@ -94,7 +94,7 @@ def _apply(words: np.ndarray, block: Block) -> None:
 
 
 def _planes(words: np.ndarray) -> bytes:
-    """The first bytes of all words, then the second ones, and so on."""
+    """Return the first bytes of all words, then the second ones, and so on."""
     return words.view(np.uint8).reshape(-1, words.itemsize).T.tobytes()
 
 

@@ -75,7 +75,7 @@ def ref_to(directory: Path, version: PolicyVersion) -> WeightsRef:
 
 
 def payload(directory: Path) -> Path:
-    """The file of a version beside its manifest."""
+    """Return the file of a version beside its manifest."""
     delta = directory / DELTA
     return delta if delta.exists() else directory / PAYLOAD
 
@@ -95,7 +95,7 @@ def read_manifest(ref: WeightsRef) -> Manifest:
 
 
 def read(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """A version's manifest and tensors (on the CPU), every checksum verified. Raises WeightsError."""
+    """Return a version's manifest and tensors (on the CPU), every checksum verified. Raises WeightsError."""
     import torch
 
     manifest, arrays = read_arrays(ref)
@@ -180,7 +180,7 @@ def lock_version(ref: WeightsRef) -> Iterator[None]:
 
 
 def published(directory: Path) -> list[WeightsRef]:
-    """The complete versions in a directory, oldest first by (epoch, version)."""
+    """Return the complete versions in a directory, oldest first by (epoch, version)."""
     refs = []
     for path in directory.glob("e*-v*"):
         epoch, _, step = path.name[1:].partition("-v")
@@ -267,7 +267,7 @@ def cache_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int,
 
 
 def _bytes_in(directory: Path) -> int:
-    """The size of its files; some may go meanwhile."""
+    """Return the size of its files; some may go meanwhile."""
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:

@@ -32,7 +32,7 @@ class Superseded(WeightsError):
 
 
 class WeightsRef(msgspec.Struct, frozen=True):
-    """A published version: which, and where."""
+    """Names a published version: which, and where."""
 
     version: PolicyVersion
     path: str
@@ -43,13 +43,13 @@ class WeightsRef(msgspec.Struct, frozen=True):
 
 
 def version_of(label: str) -> PolicyVersion | None:
-    """The version of a `PolicyVersion.label`; None for what this project did not name."""
+    """Return the version of a `PolicyVersion.label`; None for what this project did not name."""
     found = _LABEL.fullmatch(label)
     return PolicyVersion(int(found[1]), int(found[2])) if found else None
 
 
 class TensorSpec(NamedTuple):
-    """A whole tensor; `dtype` is a key of ITEM_BYTES."""
+    """Describes a whole tensor; `dtype` is a key of ITEM_BYTES."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Bytes of the delta."""
+        """Return bytes of the delta."""
         return sum(size for ranges in self.ranges for _, size in ranges)
 
 
@@ -129,7 +129,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def describe(
     version: PolicyVersion, tensors: tuple[TensorEntry, ...], delta: Delta | None = None
 ) -> Manifest:
-    """The manifest of a version, its checksum included."""
+    """Return the manifest of a version, its checksum included."""
     return Manifest(version, tensors, overall_checksum(tensors), delta)
 
 

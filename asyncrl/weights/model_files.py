@@ -35,7 +35,7 @@ def weight_files(path: str) -> list[Path]:
 
 
 def weight_bytes(path: str) -> int:
-    """Bytes of the files of weights; 0 without any."""
+    """Return bytes of the files of weights; 0 without any."""
     return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
 
 
@@ -52,7 +52,7 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: {name: {dtype, shape, …}}. ConfigError if it has none."""
+    """Return the header of a safetensors file: {name: {dtype, shape, …}}. ConfigError if it has none."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -86,7 +86,7 @@ def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. ConfigError, which says what to do, when there is none."""
+    """Return the object in a file. ConfigError, which says what to do, when there is none."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

@@ -38,7 +38,7 @@ class RangeShare(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size(self) -> int:
-        """Bytes of `data`."""
+        """Return bytes of `data`."""
         return sum(map(len, self.data))
 
 
@@ -67,7 +67,7 @@ def joined(spec: TensorSpec, shares: Iterable[RangeShare]) -> TensorEntry:
 
 
 def entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
-    """A tensor with the checksum of its bytes, [n] of uint8."""
+    """Return a tensor with the checksum of its bytes, [n] of uint8."""
     return joined(spec, (share(spec, data),))
 
 

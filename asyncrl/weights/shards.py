@@ -123,7 +123,7 @@ class HostShards:
         self._buffers.copy(index, chain(larger, mine, typed[len(larger) :]))
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
-        """A collector: the copy just made as a version."""
+        """Return a collector: the copy just made as a version."""
         return Snapshot(version, self.layout, seconds, partial(self._pinned, (index, self._buffers.copies)))
 
     def close(self, timeout: float) -> None:
@@ -237,7 +237,7 @@ class HostShards:
         return memory[self._at[ask.start] : self._at[ask.stop]]
 
     def _exchange(self, mine: list[int]) -> list[list[int]]:
-        """The sizes of all ranks' shards, by rank."""
+        """Return the sizes of all ranks' shards, by rank."""
         if self.ranks == 1:
             return [mine]
         everyone = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self.ranks)]

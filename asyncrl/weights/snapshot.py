@@ -165,7 +165,7 @@ log = logging.getLogger("asyncrl.weights")
 
 
 class Publisher:
-    """A thread with a mailbox of one: a newer snapshot replaces one that is still waiting.
+    """Is a thread with a mailbox of one: a newer snapshot replaces one that is still waiting.
 
     It calls `write`, which puts a version where engines find it, and then `announce(ref, snapshot_s,
     write_s)`. A failed write is kept in `error` for the owner to raise: the thread ends. On a full disk the

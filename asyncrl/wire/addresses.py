@@ -80,14 +80,14 @@ ATTACH_FILTER, DETACH_FILTER = 26, 27  # of socket(7)
 
 
 class Listeners:
-    """All gates of one process. `shortage` names what they wait for; empty while they hear."""
+    """Holds all gates of one process. `shortage` names what they wait for; empty while they hear."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
         self.shortage: list[str] = []
 
     def open(self, endpoint: str) -> int:
-        """A socket that listens there; port `*`: a free one."""
+        """Return a socket that listens there; port `*`: a free one."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

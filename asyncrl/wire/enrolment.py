@@ -33,7 +33,7 @@ def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite,
 
 
 def read_token(token: str | bytes) -> Endpoints:
-    """The address and keys in a token. ConfigError when it is not one."""
+    """Return the address and keys in a token. ConfigError when it is not one."""
     try:
         given = msgspec.msgpack.decode(base64.urlsafe_b64decode(token.strip()), type=Endpoints)
         keys = (given.keys[COORDINATOR].public, given.keys[TOKEN].public, given.keys[TOKEN].secret)

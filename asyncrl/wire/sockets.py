@@ -318,7 +318,7 @@ class Link:
             raise _not_taken(message) from None
 
     def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
-        """The next message, or None after `timeout` seconds."""
+        """Return the next message, or None after `timeout` seconds."""
         if not self.socket.poll(int(max(0.0, timeout) * 1000)):
             return None
         return self._codec.decode(self.socket.recv_multipart())
@@ -352,7 +352,7 @@ class AsyncLink:
             raise _not_taken(message) from None
 
     async def receive(self) -> tuple[Any, list[bytes]]:
-        """The next message; callers race it against their own deadlines."""
+        """Return the next message; callers race it against their own deadlines."""
         return self._codec.decode(await self._socket.recv_multipart())
 
     def close(self) -> None:

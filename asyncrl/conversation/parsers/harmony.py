@@ -36,7 +36,7 @@ class _HarmonyMessage(NamedTuple):
 
 @parsers.register("harmony")
 def harmony(text: str, tools: tuple[str, ...] = ()) -> Parsed:
-    """A parser. The channels say what is content, so nothing depends on how the prompt ended."""
+    """Return a parser. The channels say what is content, so nothing depends on how the prompt ended."""
     parts = _parts(text)
     calls = [_call(part) for part in parts if part.recipient]
     texts = [part for part in parts if not part.recipient]

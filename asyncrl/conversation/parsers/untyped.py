@@ -87,7 +87,7 @@ def _read(text: str, *, python: bool) -> Any:
 
 @lru_cache(maxsize=256)
 def _kinds_of(tools: tuple[str, ...]) -> dict[str, dict[str, Kinds]]:
-    """The types of each argument of each tool, by the tools' schemas."""
+    """Return the types of each argument of each tool, by the tools' schemas."""
     found: dict[str, dict[str, Kinds]] = {}
     for tool in tools:
         function = _object(_object(json.loads(tool or "{}")).get("function"))

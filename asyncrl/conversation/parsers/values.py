@@ -85,7 +85,7 @@ def _deeper(value: Any, levels: int) -> bool:
 
 
 def expression(text: str, problem: str) -> ast.expr:
-    """The syntax tree of `text`. Malformed, beginning with `problem`, if it is no expression."""
+    """Return the syntax tree of `text`. Malformed, beginning with `problem`, if it is no expression."""
     if len(text) > _LONGEST:
         raise Malformed(f"{problem}: it has more than {_LONGEST} characters")
     try:
@@ -98,7 +98,7 @@ def expression(text: str, problem: str) -> ast.expr:
 
 
 def literal(node: ast.expr) -> Any:
-    """The value of a literal, JSON's words included; Malformed if it is none, or has no JSON type."""
+    """Return the value of a literal, JSON's words included; Malformed if it is none, or has no JSON type."""
     match node:
         case ast.Constant(value=str(text)):
             return text.encode("utf-16", "surrogatepass").decode(
@@ -119,7 +119,7 @@ def literal(node: ast.expr) -> Any:
 
 
 def kind(node: ast.expr) -> str:
-    """The kind of expression; its text could be as long as the turn."""
+    """Return the kind of expression; its text could be as long as the turn."""
     return f"an expression of kind {type(node).__name__}"
 
 

@@ -29,7 +29,7 @@ MAX_REQUESTS = 256  # that one worker has open at one server at once; more wait 
 
 
 class SGLangClient:
-    """The server at `api.url`. Used within one event loop.
+    """Calls the server at `api.url`. Used within one event loop.
 
     `vocabulary`: of the model. `use`: totals of what the server has done. `salt`: names the run's attachment
     to the server; other runs give the same labels to other weights, and the server's cache outlives them.

@@ -105,7 +105,7 @@ class ServerLoader:
         return await asyncio.shield(self._preparing)
 
     def _whole(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
-        """The version as whole and verified files, and its manifest as published."""
+        """Return the version as whole and verified files, and its manifest as published."""
         manifest = disk.read_manifest(ref)
         if manifest.delta is None:
             return ref, disk.verify(ref)

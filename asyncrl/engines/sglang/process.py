@@ -66,7 +66,7 @@ def _flags(values: dict[str, str | int | float | bool]) -> list[str]:
 
 
 def keys(engine: EngineConfig) -> tuple[str, str]:
-    """(API key, admin key) from the environment; '' for none."""
+    """Return (API key, admin key) from the environment; '' for none."""
     return os.environ.get(engine.api_key_env, ""), os.environ.get(engine.admin_key_env, "")
 
 
@@ -83,7 +83,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 class ServerProcess:
-    """A started server. It will listen at `url`."""
+    """Holds a started server. It will listen at `url`."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, url: str, port: socket.socket, key_file: Path | None
@@ -115,7 +115,7 @@ class ServerProcess:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return its exit code; None while it runs."""
         return self._process.returncode
 
     async def ended(self) -> int:

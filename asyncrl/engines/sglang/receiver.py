@@ -24,7 +24,7 @@ CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
 
 @dataclass
 class SenderConnection:
-    """A connection to the sender at `path`. `group`: which the server has joined through it."""
+    """Is a connection to the sender at `path`. `group`: which the server has joined through it."""
 
     path: str
     reader: asyncio.StreamReader
@@ -128,7 +128,7 @@ class Receiver:
         return Push(*ready, self._protocol)
 
     def _sender(self, paths: list[str]) -> str:
-        """The source of this server's versions: its own machine, if there is a sender."""
+        """Return the source of this server's versions: its own machine, if there is a sender."""
         for path in paths:
             where = urlsplit(path)
             if where.scheme != "tcp" or not where.hostname or not where.port:

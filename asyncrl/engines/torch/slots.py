@@ -28,7 +28,7 @@ BLOCK = 32  # ids; a prompt is known by its whole blocks
 
 
 class SlotGroup(NamedTuple):
-    """r slots × width tokens of a packed step, slot by slot."""
+    """Holds r slots × width tokens of a packed step, slot by slot."""
 
     slots: torch.Tensor  # [r]
     positions: torch.Tensor  # [r, width]
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 class KVCache:
-    """Ids, log-probs, keys and values of all slots, on the model's device."""
+    """Holds ids, log-probs, keys and values of all slots, on the model's device."""
 
     def __init__(self, model: PreTrainedModel, slots: int, max_len: int) -> None:
         self.model = model

@@ -38,14 +38,14 @@ class StepLayout(NamedTuple):
     further: int  # how many times it can be advanced: 0 with chunks
 
     def advance(self) -> StepLayout:
-        """The same decoding slots one token further."""
+        """Return the same decoding slots one token further."""
         self.layout.cells.add_(self.live)
         self.layout.positions.add_(self.live)  # those of its groups are views of them
         return self._replace(further=self.further - 1)
 
 
 class SlotSampling:
-    """The sampling parameters of every slot, as arrays."""
+    """Holds the sampling parameters of every slot, as arrays."""
 
     def __init__(self, slots: int) -> None:
         self.seed = np.zeros(slots, dtype=np.int64)
@@ -96,7 +96,7 @@ def reordered(lengths: np.ndarray) -> np.ndarray | None:
 
 
 def _behind(values: np.ndarray) -> np.ndarray:
-    """The largest value at or behind each place."""
+    """Return the largest value at or behind each place."""
     return np.maximum.accumulate(values[::-1])[::-1]
 
 

@@ -118,7 +118,7 @@ class Jail:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process above all of its processes; None when it is not open."""
+        """Return the pid of the process above all of its processes; None when it is not open."""
         return self._process.pid if self._process else None
 
     async def __aenter__(self) -> Jail:

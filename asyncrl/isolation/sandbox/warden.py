@@ -206,7 +206,7 @@ class Warden:
         return WatchedProcess(pid, output_read, control)
 
     def _start(self, body: Callable[[], object], streams: Sequence[int], keep: int = -1) -> int:
-        """Its pid. The streams and the descriptor `keep` are left to it alone."""
+        """Return its pid. The streams and the descriptor `keep` are left to it alone."""
         pid = os.fork()
         if pid == 0:
             self._become(body, streams, keep)

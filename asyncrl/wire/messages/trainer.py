@@ -155,7 +155,7 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
 
 
 class WorkPlan(WireMessage, frozen=True):
-    """The next task of all ranks, which deal the trajectories among themselves.
+    """Names the next task of all ranks, which deal the trajectories among themselves.
 
     work: train the trajectories. probe: score the probe, for an engine that was just started, then ask again.
     step: the batch is complete, take the optimizer step. end: no more batches, write a checkpoint. stop:
