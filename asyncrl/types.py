@@ -251,6 +251,17 @@ class Turn(msgspec.Struct, frozen=True):
     untrained: bool = False
 
 
+class TurnPart(msgspec.Struct, frozen=True, array_like=True):
+    """What a turn that lasts has sampled after `start` tokens of it. `session` names its row, which may have
+    no number yet; `prompt` tells which turn of it this is. Once a turn is whole, its parts are worth nothing.
+    """
+
+    session: Annotated[int, msgspec.Meta(ge=0)]
+    prompt: bytes
+    start: int
+    sampled: Generation
+
+
 class TurnReply(msgspec.Struct, frozen=True):
     """The replies to a turn. They are recorded after the turn, in a frame of their own."""
 

@@ -14,9 +14,10 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.errors import UNDECODABLE, ProtocolError
-from asyncrl.types import MAX_VOCABULARY, DropReason, EpisodeResult, EpisodeStats, Turn, TurnReply
+from asyncrl.types import MAX_VOCABULARY, DropReason, EpisodeResult, EpisodeStats, Turn, TurnPart, TurnReply
 
 _turn = msgspec.msgpack.Decoder(Turn)
+_part = msgspec.msgpack.Decoder(TurnPart)
 _reply = msgspec.msgpack.Decoder(TurnReply)
 MOST_LOGPROB = 0.01  # of one token: an engine may round
 
@@ -27,6 +28,14 @@ def decode_turn(payload: bytes) -> Turn:
         return _turn.decode(payload)
     except UNDECODABLE as error:
         raise ProtocolError(f"a turn that cannot be decoded: {error}") from None
+
+
+def decode_part(payload: bytes) -> TurnPart:
+    """ProtocolError when it is no part of a turn."""
+    try:
+        return _part.decode(payload)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"a part of a turn that cannot be decoded: {error}") from None
 
 
 def decode_reply(payload: bytes) -> TurnReply:

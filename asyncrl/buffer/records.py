@@ -49,6 +49,15 @@ MOST_NAMED = 80  # characters of a name of a tool, or of names of agents
 NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
 
 
+class OpenTurn(msgspec.Struct, gc=False, array_like=True):
+    """A turn that is under way, or was when its attempt was lost, as far as parts of it are durable."""
+
+    prompt: bytes = b""  # see TurnPart
+    parts: int = 0
+    tokens: int = 0  # in them
+    oldest: int = NEVER  # version of these
+
+
 # Small on the disk, as each change is written; no cycles, as a collection of 100,000 takes too long.
 class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     """A member of a group. `oldest` and `newest` are policy versions of its trained tokens; while it runs, no
@@ -80,6 +89,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     greedy: bool = False
     agent: str = ""  # those that asked for its trained turns, by name
     failed_tool: str = ""  # the first one that did
+    open: dict[int, OpenTurn] = {}  # by session; counted in no other field
 
     @property
     def width(self) -> int:
@@ -90,7 +100,13 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     def floor(self) -> int:
         """No token that it has, or may still get while it runs, is older."""
         sampled = self.oldest if self.oldest >= 0 else NEVER
+        sampled = min([sampled, *(turn.oldest for turn in self.open.values())])
         return min(sampled, self.bound) if self.state is State.RUNNING else sampled
+
+    @property
+    def begun(self) -> bool:
+        """True if there is something that another attempt can go on from."""
+        return self.turns > 0 or bool(self.open)
 
     @property
     def ending(self) -> str:
@@ -140,6 +156,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""
+        self.open = {}
         self.oldest = self.newest = -1
         self.turns = self.rows = self.tokens = self.untrained_tokens = self.sampled = 0
         self.seconds = 0.0

@@ -69,6 +69,9 @@ class RolloutConfig(Section, frozen=True):
     `file.py:function`; or several with options and weights, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
+    part_seconds: Seconds = 60.0
+    """A turn that lasts longer is made durable in parts of so many seconds: a lost worker loses less than one
+    of them. Larger than `episode_timeout`: never."""
     episode_timeout: Seconds = 600.0
     """Wall-clock limit of one episode. Then it ends and is scored; without a finished turn it fails. What is
     continued after a loss has what was left."""

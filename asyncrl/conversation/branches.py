@@ -221,9 +221,11 @@ class Branches:
         return message
 
     def cancel(self, place: Placement) -> None:
-        """The request will not be answered. No effect once it was."""
-        if self._pending.pop(place.session, None) is not None and place.row is not None:
-            self._change(place.row, busy=False)
+        """The request will not be answered. No effect once it was, or another one has its place."""
+        if self._pending.get(place.session) is place:
+            del self._pending[place.session]
+            if place.row is not None:
+                self._change(place.row, busy=False)
 
     def mark_undelivered(self, turn: Turn) -> None:
         """The client left without this turn. No effect once its row has gone on: then it was delivered."""

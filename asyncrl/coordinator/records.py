@@ -13,18 +13,20 @@ from asyncrl.buffer.payloads import (
     check_logprobs,
     check_result,
     check_turn,
+    decode_part,
     decode_reply,
     decode_turn,
     extend,
 )
-from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord
+from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord, OpenTurn
 from asyncrl.buffer.replay import current
 from asyncrl.coordinator.reporting import Reporter, earned, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
+from asyncrl.store.reader import part_kind
 from asyncrl.types import FailReason
-from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generated, Record, Replied
+from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generated, Record, Replied, Sampled
 
 
 class RecordHandler:
@@ -70,6 +72,8 @@ class RecordHandler:
         match message:
             case Generated():
                 self._generated(worker, episode, message, frames, now)
+            case Sampled():
+                self._part(episode, message, frames, now)
             case Replied():
                 replies = decode_reply(frame := _single_frame(frames)).replies
                 if not 0 <= message.turn < episode.turns:
@@ -92,6 +96,7 @@ class RecordHandler:
                     check_result(frame := _single_frame(frames))
                     state.store.put_frame(episode.uid, turns - 1, "result", frame)
                 state.store.put_answer(episode.uid, message.answer)
+                episode.open = {}  # of requests that an agent gave up
                 del worker.running[episode.uid]
                 if episode.uid in state.held_out.episodes:
                     state.held_out.finish(episode, message)
@@ -151,12 +156,30 @@ class RecordHandler:
             limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
+        part = episode.open.pop(message.session, OpenTurn())
         extend(episode, turn, message.seconds)
         self.state.flow_of(episode.uid).touch(episode)
         if trained:
             self.reporter.on_turn(len(turn.ids))
             if not turn.untrained:
-                self.state.buffer.waiting_tokens.begin(episode.uid, now, len(turn.ids))
+                self.state.buffer.waiting_tokens.begin(episode.uid, now, len(turn.ids) - part.tokens)
+
+    def _part(self, episode: EpisodeRecord, message: Sampled, frames: list[bytes], now: float) -> None:
+        """Store a part of a turn. What it says is checked with the whole turn."""
+        part, state = decode_part(frame := _single_frame(frames)), self.state
+        turn = episode.open.get(part.session)
+        if turn is None or turn.prompt != part.prompt:
+            turn = OpenTurn(part.prompt)  # the one before, if any, is not sampled any more
+        if part.start != turn.tokens:
+            return  # sent again to a restarted coordinator, perhaps without the parts before it
+        state.store.put_frame(episode.uid, part.session, part_kind(turn.parts), frame)
+        oldest = min([turn.oldest, *(span.version for span in part.sampled.spans)])
+        tokens = turn.tokens + len(part.sampled.ids)
+        episode.open[part.session] = OpenTurn(part.prompt, turn.parts + 1, tokens, oldest)
+        episode.seconds = max(episode.seconds, message.seconds)
+        state.flow_of(episode.uid).touch(episode)
+        if episode.uid in state.buffer.episodes:
+            state.buffer.waiting_tokens.begin(episode.uid, now, len(part.sampled.ids))
 
     def queue_acks(self) -> None:
         """Queues one cumulative ack per worker that sent records in this turn of the loop."""

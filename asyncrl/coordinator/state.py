@@ -28,6 +28,7 @@ from asyncrl.observe.held_out import EVAL
 from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store import launches
+from asyncrl.store.reader import part_kind
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, StorePaused
 from asyncrl.types import MAX_VOCABULARY, NO_VERSION, Sample, Turn
@@ -210,6 +211,18 @@ class RunState:
             if episode.state in UNTAKEN:
                 cut_back(self.buffer, episode, turns)
                 self.store.forget_frames(uid, len(turns))
+        return frames
+
+    def parts(self, episode: EpisodeRecord) -> list[bytes]:
+        """The payloads of turns that no attempt has ended. Those that cannot be read are forgotten."""
+        frames: list[bytes] = []
+        for session, turn in list(episode.open.items()):
+            kinds = [part_kind(number) for number in range(turn.parts)]
+            try:
+                frames += list(self.store.read.frames(episode.uid, session + 1, kinds, session))
+            except StoreError as error:
+                log.error("episode %s: a turn that was under way begins anew: %s", episode.uid, error)
+                del episode.open[session]
         return frames
 
     def salvage(self) -> None:

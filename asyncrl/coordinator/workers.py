@@ -169,7 +169,7 @@ class WorkerHandler:
     def _reissue(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue it again, or give it up."""
         self.cancel(self.state.flow_of(episode.uid).fail(episode, reason, now))
-        if episode.turns == 0:
+        if not episode.begun:
             self.state.store.forget_frames(episode.uid)
 
     def cancel(self, episodes: list[EpisodeRecord]) -> None:
@@ -234,6 +234,7 @@ class WorkerHandler:
     ) -> None:
         """Assign an episode to a worker, with its durable turns. `kept`: its text is wanted."""
         frames, flow = self.state.readable(episode), self.state.flow_of(episode.uid)
+        parts = self.state.parts(episode)
         self.assign_seq += 1
         flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, now)
         trained = flow is self.state.buffer
@@ -252,8 +253,9 @@ class WorkerHandler:
             transcript=kept,
             oldest=oldest,
             seconds=episode.seconds,
+            parts=len(parts),
         )
-        self.state.outbox.to_control(worker.peer, message, frames)
+        self.state.outbox.to_control(worker.peer, message, frames + parts)
 
 
 def sampling_key(seed: int, uid: str, attempt: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.errors import EngineError
 from asyncrl.registry import Registry
@@ -25,6 +27,13 @@ Watch = Callable[[Sequence[int]], bool]
 """Called with the ids of a turn so far, once for each new one: whether the turn ends with it. It is cheap,
 never raises, and keeps no hold of the ids. Fewer ids than before: those since then were lost."""
 
+OnPart = Callable[[Generation], Awaitable[None]]
+"""Called with all that a turn which lasts has sampled so far."""
+
+
+async def unheard(sampled: Generation) -> None:
+    """Do nothing."""
+
 
 class Request(msgspec.Struct, frozen=True):
     """Asks for one turn of one episode.
@@ -33,7 +42,7 @@ class Request(msgspec.Struct, frozen=True):
     `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
     weights only. `watch` hears of every id as it is sampled, and may end the turn with it (StopReason.TEXT);
     ids that were sampled after that one are dropped. `routes_from`: of the tokens before it the routes are
-    known; None: none are wanted.
+    known; None: none are wanted. `on_part` hears of a turn that lasts, each `part_seconds`.
     """
 
     session: str
@@ -42,6 +51,8 @@ class Request(msgspec.Struct, frozen=True):
     key: int = 0
     watch: Watch | None = None
     routes_from: int | None = None
+    part_seconds: float = math.inf
+    on_part: OnPart = unheard
 
 
 class EngineRefused(EngineError):
@@ -116,11 +127,11 @@ def rest(request: Request, sampled: Generation) -> Request:
     """Returns the request that continues a turn of which a lost server has `sampled` a part: of 10 tokens,
     4 of them sampled, it asks for 6 after the prompt and those 4; `extended` puts both together."""
     left = request.sampling.max_new_tokens - len(sampled.ids)
-    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left)
+    sampling = replace(request.sampling, max_new_tokens=left)
     watch = None if request.watch is None else _after(sampled.ids, request.watch)
     known = request.routes_from if sampled.routes is None else sampled.routes.end
-    ids = request.ids + sampled.ids
-    return msgspec.structs.replace(request, ids=ids, sampling=sampling, watch=watch, routes_from=known)
+    changes = {"ids": request.ids + sampled.ids, "sampling": sampling, "watch": watch, "routes_from": known}
+    return replace(request, **changes, on_part=lambda part: request.on_part(extended(request, sampled, part)))
 
 
 def _after(sampled: tuple[int, ...], watch: Watch) -> Watch:
@@ -130,11 +141,25 @@ def _after(sampled: tuple[int, ...], watch: Watch) -> Watch:
 
 def extended(request: Request, sampled: Generation, part: Generation) -> Generation:
     """`sampled` and the part after it, as if one engine had sampled both."""
-    ids = sampled.ids + part.ids
-    stop = ending(request, ids) if part.stop is StopReason.ABORT else part.stop
+    whole = together(sampled, part)
+    stop = ending(request, whole.ids) if part.stop is StopReason.ABORT else part.stop
+    return replace(whole, stop=stop)
+
+
+def together(sampled: Generation, part: Generation) -> Generation:
+    """`sampled` and the part after it, which stopped as that did."""
     spans = sampled.spans + tuple(shifted(span, len(sampled.ids)) for span in part.spans)
+    both = sampled.ids + part.ids, sampled.logprobs + part.logprobs
     seconds, routes = sampled.seconds + part.seconds, joined(sampled.routes, part.routes)
-    return Generation(ids, sampled.logprobs + part.logprobs, spans, stop, seconds, routes)
+    return Generation(*both, spans, part.stop, seconds, routes)
+
+
+def part_after(sampled: Generation, whole: Generation) -> Generation:
+    """The part of `whole` that follows `sampled`, without routes: the server that goes on tells them all."""
+    count = len(sampled.ids)
+    clipped = (replace(span, start=max(span.start, count)) for span in whole.spans if span.end > count)
+    spans, seconds = tuple(shifted(span, -count) for span in clipped), whole.seconds - sampled.seconds
+    return Generation(whole.ids[count:], whole.logprobs[count:], spans, whole.stop, seconds)
 
 
 def joined(one: Routes | None, other: Routes | None) -> Routes | None:

@@ -168,12 +168,13 @@ class AgentHost:
         on_text = None if asked.prompt is not None else on_text  # its thoughts and calls are not told apart
         if asked.stops or on_text:
             watch = TurnWatch(rules, asked.tools, asked.stops, opening(rules, place.context), on_text)
-        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session, watch)
+        asked_for = place.ids, place.max_new_tokens, place.session, watch
+        generation = await self._run.generate(*asked_for, in_parts=not place.untrained)
         if trouble := problem(rules.chat.stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
         async with self._posting:
             turn = self._branches.turn(place, generation)
-            await self._run.post_turn(turn)
+            await self._run.post_turn(turn, place.session)
             return self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
 
     def _add(self, place: Placement, turn: Turn) -> Turn:

@@ -1,11 +1,14 @@
 """Attempts at episodes: what both players use to sample a turn, post records and compute the reward.
 
 generate -> post_turn -> until_durable -> (tools, environment or agent) -> post_reply -> ... -> reward
+
+A turn that lasts is posted in parts, too; `generate` goes on after those that are durable.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
@@ -17,18 +20,39 @@ from typing import Protocol
 
 import msgspec
 
+from asyncrl.buffer.payloads import decode_part
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
-from asyncrl.engines.base import Request, Sampling, Watch
+from asyncrl.engines.base import (
+    NOTHING,
+    Request,
+    Sampling,
+    Watch,
+    extended,
+    part_after,
+    rest,
+    together,
+    unheard,
+)
 from asyncrl.episodes.scoring import Scorer, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.runtime.activity import Waits
 from asyncrl.tools.snapshots import Snapshots
-from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
+from asyncrl.types import (
+    EpisodeEnd,
+    EpisodeStats,
+    Generation,
+    Message,
+    RewardResult,
+    StopReason,
+    Turn,
+    TurnPart,
+    TurnReply,
+)
 from asyncrl.values import in_short
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
+from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied, Sampled
 from asyncrl.wire.outbox import Outbox
 
 log = logging.getLogger("asyncrl.worker")
@@ -91,6 +115,8 @@ class EpisodeRun:
     limit: asyncio.Timeout | None = None  # of the episode's time
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
+    # By row: which turn of it is under way (TurnPart.prompt), and what is durable of that.
+    _open: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
     _routed: dict[int, int] = field(default_factory=dict)  # tokens of a row whose routes are known
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
     _result: object = None  # that it saw
@@ -111,16 +137,43 @@ class EpisodeRun:
         max_new_tokens: int,
         row: int = 0,
         watch: Watch | None = None,
+        in_parts: bool = True,
     ) -> Generation:
-        """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side."""
+        """Sample a turn after `ids`, the whole prefix, or the rest of it. Rows may be sampled side by side.
+        `in_parts`: it is made durable in parts if it lasts."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         stop_ids = self.context.rules.chat.stop_ids
         sampling = Sampling(max_new_tokens, stop_ids, self.assign.temperature)
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
         routed = None if self.assign.lane == "eval" else self._routed.get(row, 0)
-        request = Request(session, ids, sampling, key, watch, routed)
-        return await self.sampler.generate(request, self._oldest)
+        prompt = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
+        on_part = partial(self._post_part, row, prompt) if in_parts else unheard
+        seconds = self.context.rules.config.part_seconds
+        request = Request(session, ids, sampling, key, watch, routed, seconds, on_part)
+        durable = self._durable_part(row, prompt)
+        return extended(request, durable, await self.sampler.generate(rest(request, durable), self._oldest))
+
+    def recall(self, frames: Sequence[bytes]) -> None:
+        """Take over the parts of turns that no earlier attempt has ended."""
+        for part in map(decode_part, frames):
+            durable = self._durable_part(part.session, part.prompt)
+            self._open[part.session] = part.prompt, together(durable, part.sampled)
+
+    def _durable_part(self, row: int, prompt: bytes) -> Generation:
+        known, durable = self._open.get(row, (b"", NOTHING))
+        return durable if known == prompt else NOTHING
+
+    async def _post_part(self, row: int, prompt: bytes, sampled: Generation) -> None:
+        """Post what is new of a turn under way. Where a server has taken back tokens that are durable already
+        (ForeignWeights), nothing more is."""
+        durable = self._durable_part(row, prompt)
+        count = len(durable.ids)
+        goes_on = sampled.stop is StopReason.ABORT and sampled.ids[:count] == durable.ids
+        if goes_on and len(sampled.ids) > count:
+            frame = _encode(TurnPart(row, prompt, count, part_after(durable, sampled)))
+            await self.post(Sampled(0, self.attempt, self.seconds), frame)
+            self._open[row] = prompt, sampled
 
     def _oldest(self) -> int:
         """The version that a turn which begins now must not be below: the buffer counts on what the episode
@@ -155,11 +208,14 @@ class EpisodeRun:
             forget = partial(self.context.snapshots.forget, self.attempt.uid)
             asyncio.get_running_loop().run_in_executor(None, forget)
 
-    async def post_turn(self, turn: Turn) -> None:
-        """Post a turn; its replies are posted later. The row's next one needs no routes of its tokens."""
+    async def post_turn(self, turn: Turn, session: int | None = None) -> None:
+        """Post a turn; its replies are posted later. The row's next one needs no routes of its tokens.
+        `session`: the row that `generate` was told; None: that of the turn."""
+        session = turn.row if session is None else session
+        self._open.pop(session, None)
         if turn.routes is not None:
-            self._routed[turn.row] = turn.routes.end
-        self._durable = await self.post(*generated(self.attempt, turn, self.seconds))
+            self._routed[session] = turn.routes.end
+        self._durable = await self.post(*generated(self.attempt, turn, self.seconds, session))
 
     async def until_durable(self) -> None:
         """Wait until the newest turn would survive a crash, as its receiver may have side effects. The wait
@@ -252,7 +308,9 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n[… {over} characters …]\n{text[-half:]}" if over > 0 else text
 
 
-def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Generated, bytes]:
+def generated(
+    attempt: Attempt, turn: Turn, seconds: float = 0.0, session: int = 0
+) -> tuple[Generated, bytes]:
     """The record of a turn, `seconds` after the episode began, and its frame, the turn without replies."""
     frame = _encode(msgspec.structs.replace(turn, replies=(), observation=None))
-    return Generated(0, attempt, turn.index, seconds), frame
+    return Generated(0, attempt, turn.index, seconds, session), frame

@@ -80,7 +80,11 @@ class EpisodeRunner:
         try:
             try:
                 async with limit, run.sampler.episode():
-                    return run.final_record(await player.play(turns_of(frames)))
+                    count = len(frames) - run.assign.parts
+                    run.recall(frames[count:])
+                    if run.assign.parts and not count:
+                        run.caught_up()
+                    return run.final_record(await player.play(turns_of(frames[:count])))
             except TimeoutError:
                 if not limit.expired():
                     raise

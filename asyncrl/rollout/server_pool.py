@@ -163,6 +163,7 @@ class ServerPool:
             server.use.lost += 1
             self._suspect(server, lost)
             self._append(turn, server, lost.partial)
+            await turn.request.on_part(turn.sampled)
             if turn.losses >= MAX_LOSSES:
                 text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {lost}"
                 raise EngineError(text) from lost

@@ -20,7 +20,12 @@ T = TypeVar("T")
 _EPISODES = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
     FROM episodes WHERE """
 COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
-FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result
+FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result; uid, session, part_kind
+
+
+def part_kind(number: int) -> str:
+    """The kind of the payload of a part, by its number within the turn."""
+    return f"part {number}"
 
 
 class StoredRun(msgspec.Struct):
@@ -61,13 +66,13 @@ class RunReader:
         return rows[0][0] if rows else default
 
     def frames(
-        self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied")
+        self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied"), first: int = 0
     ) -> Iterator[bytes]:
-        """Payloads of these kinds of the first `turns` turns; b'' where there is none. StoreError at one that
-        cannot be read."""
+        """Payloads of these kinds of the turns `first` to `turns` - 1; b'' where there is none. StoreError at
+        one that cannot be read."""
         rows = self.rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
         places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
-        for turn in range(turns):
+        for turn in range(first, turns):
             for kind in kinds:
                 if (uid, turn, kind) in self._unwritten:
                     yield self._unwritten[uid, turn, kind]

@@ -20,11 +20,12 @@ from asyncrl.wire.messages.worker import (
     Generated,
     Heartbeat,
     Replied,
+    Sampled,
     WorkerHello,
 )
 from asyncrl.wire.sockets import Gate, Hub, Poller, choose_endpoints
 
-Record = Generated | Replied | Finished | Failed
+Record = Generated | Sampled | Replied | Finished | Failed
 
 
 class FakeCoordinator:
@@ -73,12 +74,18 @@ class FakeCoordinator:
         assert self.bulk.send(self.peer, message), message
 
     def assign(
-        self, uid: str, sample: Sample, frames: Sequence[bytes] = (), lane: str = "train", attempt: int = 0
+        self,
+        uid: str,
+        sample: Sample,
+        frames: Sequence[bytes] = (),
+        lane: str = "train",
+        attempt: int = 0,
+        **fields: Any,
     ) -> Attempt:
         self.assigned += 1
         tried = Attempt(uid, attempt)
-        asked = Assign(self.assigned, tried, sample, lane, 1.0, key=self.assigned, transcript=lane == "eval")
-        self.send(asked, frames)
+        given = {"key": self.assigned, "transcript": lane == "eval", **fields}
+        self.send(Assign(self.assigned, tried, sample, lane, 1.0, **given), frames)
         return tried
 
     # -- receiving ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from asyncrl.engines.base import Request
 from asyncrl.types import Generation, StopReason, VersionSpan
@@ -29,7 +29,8 @@ async def _watched(request: Request, turn: Generation) -> Generation:
 
 
 class ScriptedEngine:
-    """`script` gives the text of a turn, or raises. `gate` is open unless a test closes it."""
+    """`script` gives the text of a turn, or raises. `gate` is open unless a test closes it. Who asks hears of
+    the first tokens of a turn, so many as `parts` says, in that order."""
 
     def __init__(self, script: Callable[[Request], str], version: int = 0) -> None:
         self.script, self._version = script, version
@@ -43,6 +44,7 @@ class ScriptedEngine:
         self.cancelled: list[str] = []
         self.closed = False
         self.tokens = 0
+        self.parts: Sequence[int] = ()
 
     @property
     def version(self) -> int:
@@ -58,6 +60,8 @@ class ScriptedEngine:
         turn = generation(self.script(request), self._version)
         if len(turn.ids) > (most := request.sampling.max_new_tokens):
             turn = generation(read(turn.ids[:most]), self._version, StopReason.LENGTH)
+        for count in (count for count in self.parts if count < len(turn.ids)):
+            await request.on_part(generation(read(turn.ids[:count]), self._version, StopReason.ABORT))
         turn = await _watched(request, turn)
         self.tokens += len(turn.ids)
         return turn

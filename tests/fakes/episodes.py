@@ -21,7 +21,7 @@ from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.tools import Tool, Toolbox, tool
 from asyncrl.types import Turn
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied
+from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied, Sampled
 from asyncrl.wire.outbox import Outbox
 from tests.fakes.chat import FakeChat, call, read, rules, sample
 from tests.fakes.engine import ScriptedEngine
@@ -135,6 +135,11 @@ class Bench:
                 case Replied():
                     frames[-1] = sent[0]
         return frames
+
+
+def parts_of(bench: Bench) -> list[bytes]:
+    """The parts of turns, as they were posted."""
+    return [f[0] for r, f in zip(bench.sent, bench.frames, strict=True) if isinstance(r, Sampled)]
 
 
 def right(**arguments: Any) -> float:

@@ -15,10 +15,13 @@ class Sent:
 
     def __init__(self) -> None:
         self.mail: list[tuple[bytes, WireMessage]] = []
+        self.frames: list[tuple[Any, list[bytes]]] = []  # of all messages that have some
         self.unreachable: set[bytes] = set()
 
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self.mail.append((peer, message))
+        if frames:
+            self.frames.append((message, list(frames)))
 
     to_bulk = to_control
 

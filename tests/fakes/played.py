@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.buffer.payloads import decode_turn
+from asyncrl.buffer.payloads import decode_part, decode_turn
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints, Files
-from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion
+from asyncrl.types import (
+    NO_VERSION,
+    EpisodeResult,
+    EpisodeStats,
+    FailReason,
+    Generation,
+    PolicyVersion,
+    StopReason,
+    TurnPart,
+    VersionSpan,
+)
 from asyncrl.weights.disk import MANIFEST
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop, Welcome, WireMessage
@@ -41,6 +52,7 @@ from asyncrl.wire.messages.worker import (
     Finished,
     Generated,
     Heartbeat,
+    Sampled,
     WorkerHello,
 )
 from tests.unit.buffer.machine import turn_payload
@@ -49,6 +61,7 @@ if TYPE_CHECKING:
     from tests.fakes.world import World
 
 RESEND = 2.0  # seconds after which what was not answered is said again
+PART = 4  # tokens of the ten of a turn
 EPISODE_SECONDS = 20.0  # after which an episode that hangs is given up
 
 
@@ -81,13 +94,25 @@ class Running:
 
     def __init__(self, assign: Assign, turns: int, now: float) -> None:
         self.assign, self.turns, self.began = assign, turns, now
+        self.sampled = self.version = 0  # tokens of the turn under way, and the oldest version of them
         self.repeats = True
         self.waits_for = 0  # the record that must be durable before it goes on
 
+    def add(self, version: int) -> None:
+        """A part of the turn under way is there."""
+        self.version = min(self.version, version) if self.sampled else version
+        self.sampled += PART
+
+
+def part_payload(running: Running, version: int) -> bytes:
+    spans = (VersionSpan(0, PART, version, version),)
+    sampled = Generation((1,) * PART, (-0.5,) * PART, spans, StopReason.ABORT)
+    return msgspec.msgpack.encode(TurnPart(0, bytes([running.turns]), running.sampled, sampled))
+
 
 class PlayedWorker:
-    """Plays episodes of one to three turns; not all repeat what was recorded. `hangs_until`: it answers, and
-    its episodes do not go on."""
+    """Plays episodes of one to three turns; not all repeat what was recorded. Half of the turns come in parts
+    before they are whole. `hangs_until`: it answers, and its episodes do not go on."""
 
     def __init__(self, world: World, index: int, incarnation: str) -> None:
         self.world, self.index, self.incarnation = world, index, incarnation
@@ -141,7 +166,9 @@ class PlayedWorker:
                         del self.held[other]
                 if message.attempt not in self.held:
                     self.world.continued += message.lane == "eval" and bool(frames)
-                    running = Running(message, len(frames) // 2, self.world.now)
+                    count = len(frames) - message.parts
+                    running = Running(message, count // 2, self.world.now)
+                    self._recall(running, [decode_part(frame) for frame in frames[count:]])
                     running.repeats = not frames or self.world.dice.random() < 0.7
                     self.held[message.attempt] = running
             case Cancel() | Fenced():
@@ -152,6 +179,14 @@ class PlayedWorker:
                 self._load(message)
             case Ack():
                 self.unacked = {seq: record for seq, record in self.unacked.items() if seq > message.seq}
+
+    def _recall(self, running: Running, parts: list[TurnPart]) -> None:
+        """Go on after the parts of the turn under way: each follows the one before. Others are of a turn that
+        is whole, which were sent again to a restarted coordinator."""
+        for part in parts:
+            if part.prompt == bytes([running.turns]):
+                assert part.start == running.sampled
+                running.add(part.sampled.spans[0].version)
 
     def _load(self, message: LoadWeights) -> None:
         if self.refuses:
@@ -179,9 +214,15 @@ class PlayedWorker:
                 Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns))
             )
         elif running.assign.lane == "eval" or version >= max(running.assign.oldest, self.oldest):
-            payload = turn_payload(running.turns, version)
-            generated = Generated(0, attempt, running.turns, self.world.now - running.began)
+            seconds = self.world.now - running.began
+            if running.sampled < PART * (zlib.crc32(f"{attempt.uid} {running.turns}".encode()) % 4 - 1):
+                self._post(Sampled(0, attempt, seconds), part_payload(running, version))
+                running.add(version)
+                return
+            payload = turn_payload(running.turns, running.version if running.sampled else version)
+            generated = Generated(0, attempt, running.turns, seconds)
             running.turns, running.waits_for = running.turns + 1, self._post(generated, payload)
+            running.sampled = 0
 
     def _post(self, record: Any, *frames: bytes) -> int:
         self.seq += 1

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
+from asyncrl.buffer.payloads import decode_part
 from asyncrl.config import RunConfig
 from asyncrl.data.samples import load_samples
 from asyncrl.rollout.worker import run
@@ -23,7 +24,17 @@ from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
-from asyncrl.wire.messages.worker import Ack, Cancel, Clock, Failed, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker import (
+    Ack,
+    Cancel,
+    Clock,
+    Failed,
+    Fenced,
+    Finished,
+    Generated,
+    Replied,
+    Sampled,
+)
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes import worker as fake
 from tests.fakes.chatml import save_tiny_chat_model
@@ -33,6 +44,7 @@ from tests.fakes.weights import publish
 from tests.fakes.worker import WorkerThread, sample
 
 ROOT = Path(__file__).resolve().parents[2]
+KEY = 7  # of a turn that its model does not end soon
 EXAMPLE = ROOT / "examples" / "multiturn" / "calculator"
 
 
@@ -305,3 +317,36 @@ def test_the_examples_model_uses_its_tool(hub: FakeCoordinator, tmp_path: Path) 
     assert sum(end.stats.tool_calls for end in ends) > 0
     assert sum(end.result.reward for end in ends) > 0
     assert hub.seen(Failed) == []
+
+
+def test_a_turn_goes_on_after_its_parts_when_its_worker_is_killed(
+    hub: FakeCoordinator, model_path: str, tmp_path: Path
+) -> None:
+    """By kill -9: nothing of the parts is sampled again, and the turn is the one that it would have been."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    rollout = {"max_new_tokens": 1500, "max_tokens": 1700, "reward": f"{tmp_path}/reward.py:compute_score"}
+    rollout |= {"part_seconds": 0.02}
+    config = fake.config(
+        model_path, tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 60.0}
+    )
+    with process(hub, config) as child:
+        hub.assign("a", sample(), key=KEY)
+        for _ in range(3):
+            hub.expect(Sampled)
+        child.kill()
+        child.join()
+    assert hub.seen(Generated) == []
+    parts = [hub.frames[record.seq][0] for record in hub.seen(Sampled)]
+    durable = sum(len(decode_part(part).sampled.ids) for part in parts)
+    hub.hellos = 0
+    with process(hub, config):
+        hub.assign("a", sample(), parts, attempt=1, key=KEY, parts=len(parts))
+        turn = hub.turn(hub.expect(Generated))
+        hub.expect(Finished)
+        hub.pump(1)
+        assert hub.beat is not None and hub.beat.tokens == len(turn.ids) - durable
+        hub.assign("b", sample(), key=KEY)
+        whole = hub.turn(hub.expect(Generated))
+    assert (turn.ids, turn.context, turn.stop) == (whole.ids, whole.context, whole.stop)
+    assert turn.logprobs == pytest.approx(whole.logprobs, abs=2e-5)
+    assert {span.version for span in turn.spans} == {0} and turn.spans[-1].end == len(turn.ids)

@@ -98,7 +98,8 @@ class SGLangClient:
     async def _read(self, request: Request, stream: StreamedTurn) -> None:
         """Send the request and take in its events, to the last."""
         try:
-            silence = self._config.engine.request_timeout
+            silence, clock = self._config.engine.request_timeout, asyncio.get_running_loop().time
+            due = clock() + request.part_seconds
             async with self.api.generate(self._body(request), silence) as events:
                 async for payload in events:
                     before, retracted = len(stream.tokens), stream.retracted
@@ -108,6 +109,9 @@ class SGLangClient:
                         self.use.retracted += stream.retracted - retracted
                     if stream.watched():
                         break  # which aborts the request
+                    if clock() >= due:
+                        await request.on_part(stream.generation())
+                        due = clock() + request.part_seconds
         finally:
             self.use.requests += 1
             self.use.prompt_tokens += stream.prompt_tokens

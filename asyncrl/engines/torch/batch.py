@@ -17,6 +17,7 @@ from itertools import pairwise, takewhile
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
@@ -115,22 +116,27 @@ class Batcher:
     def end(self, run: Run, stop: StopReason | None = None) -> Generation:
         """Take a run out of the batch with what it has sampled. `stop` says why if it was not done. Raises
         EngineError if its log-probs are not finite; it is out all the same."""
-        sampled = self._sampled(run)
+        generation = self.so_far(run)
         del self.runs[run.request.session]
-        ids, logprobs = self._read(run, sampled)
-        finite = all(map(math.isfinite, logprobs))
+        ids, finite = generation.ids, all(map(math.isfinite, generation.logprobs))
         self._leave(run, (run.request.ids[: run.filled] + ids[:-1]) if finite else ())
         if not finite:
             self.cache.wipe(run.index)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
+        return replace(generation, stop=stop)
+
+    def so_far(self, run: Run) -> Generation:
+        """What a run has sampled."""
+        sampled = self._sampled(run)
         spans = tuple(
             VersionSpan(start, end, version, run.slot.born if run.slot else version)
             for (start, version), (end, _) in pairwise([*run.marks, (sampled, 0)])
             if start < end
         )
-        return Generation(ids, logprobs, spans, stop, time.perf_counter() - run.started)
+        seconds = time.perf_counter() - run.started
+        return Generation(*self._read(run, sampled), spans, StopReason.ABORT, seconds)
 
     def _order(self) -> None:
         """Move slots so that long rows lie together: attention reads a range as far as its longest row."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.engines.base import Request, Sampling, check_request, engines
+from asyncrl.engines.base import NOTHING, Request, Sampling, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, Run
 from asyncrl.errors import ConfigError, EngineError, one_line
 from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
@@ -68,10 +68,25 @@ class TorchEngine:
         self._between_steps(lambda: self._enter(request, future))
         self._start()
         try:
+            while not (await asyncio.wait([future], timeout=request.part_seconds))[0]:
+                await request.on_part(await self._so_far(future))
             return await future
         finally:
+            future.cancel()  # no effect once it is done
             if future.cancelled():
                 self._between_steps(lambda: self._leave(future))
+
+    async def _so_far(self, turn: asyncio.Future[Generation]) -> Generation:
+        """What a turn has sampled; NOTHING if it ends meanwhile."""
+        found: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+
+        def read() -> None:
+            run = next((run for run, other in self._futures.items() if other is turn), None)
+            if not found.done():  # else its caller did not wait
+                found.set_result(NOTHING if run is None else self._batcher.so_far(run))
+
+        self._between_steps(read)
+        return await found
 
     def release(self, session: str) -> None:
         self._between_steps(lambda: self._release(session))

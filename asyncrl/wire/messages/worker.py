@@ -1,7 +1,7 @@
 """Rollout worker and coordinator: the control channel, and the bulk channel with the records of episodes.
 
-Records are numbered and acknowledged. Their frames hold a `Turn` or a `TurnReply`: the coordinator checks
-that they can be trained and stores them as they came; the trainer decodes them.
+Records are numbered and acknowledged. Their frames hold a `Turn`, a `TurnPart` or a `TurnReply`: the
+coordinator checks that they can be trained and stores them as they came; the trainer decodes them.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Leave(WireMessage, frozen=True):
 
 
 class Assign(WireMessage, frozen=True):
-    """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from. None of
-    its turns may start on weights older than version `oldest`. `seconds`: that these turns took.
-    `transcript`: its text is wanted at the end."""
+    """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from; the last
+    `parts` of them are of turns that it did not end. None of its turns may start on weights older than
+    version `oldest`. `seconds`: that these turns took. `transcript`: its text is wanted at the end."""
 
     seq: int
     attempt: Attempt
@@ -82,6 +82,7 @@ class Assign(WireMessage, frozen=True):
     oldest: int = 0
     seconds: float = 0.0
     transcript: bool = False
+    parts: Count = 0
 
 
 class Cancel(WireMessage, frozen=True):
@@ -126,12 +127,22 @@ class Clock(WireMessage, frozen=True):
 
 
 class Generated(WireMessage, frozen=True):
-    """A model turn, durable before its tools run. Frame: the Turn without replies."""
+    """A model turn, durable before its tools run. Frame: the Turn without replies. It replaces the parts of
+    its `session`."""
 
     seq: Count
     attempt: Attempt
     turn: Count
     seconds: Finite = 0.0  # that the episode has taken up to here, earlier attempts included
+    session: Count = 0
+
+
+class Sampled(WireMessage, frozen=True):
+    """A part of a turn that lasts (`rollout.part_seconds`). Frame: TurnPart."""
+
+    seq: Count
+    attempt: Attempt
+    seconds: Finite = 0.0
 
 
 class Replied(WireMessage, frozen=True):
@@ -164,7 +175,7 @@ class Failed(WireMessage, frozen=True):
     detail: str
 
 
-Record = Generated | Replied | Finished | Failed
+Record = Generated | Sampled | Replied | Finished | Failed
 
 
 class Ack(WireMessage, frozen=True):

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.base import NOTHING, Request, Sampling, extended, rest
+from asyncrl.engines.base import NOTHING, Request, Sampling, extended, part_after, rest, together, unheard
 from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 STOP_ID = 9
@@ -18,10 +18,14 @@ def part(*ids: int, version: int = 0, stop: StopReason = StopReason.ABORT) -> Ge
     return Generation(ids, tuple(-0.1 * id for id in ids), spans, stop, 0.5)
 
 
+def unheard_of(request: Request) -> Request:
+    return msgspec.structs.replace(request, on_part=unheard)
+
+
 def test_what_is_left_continues_the_tokens_within_the_limit() -> None:
-    left = rest(REQUEST, extended(REQUEST, NOTHING, part(3, 4)))
-    assert left == Request("s", (1, 2, 3, 4), Sampling(4, (STOP_ID,), temperature=0.7), key=5)
-    assert rest(REQUEST, NOTHING) == REQUEST
+    left, all_of_it = (rest(REQUEST, sampled) for sampled in (part(3, 4), NOTHING))
+    assert unheard_of(left) == Request("s", (1, 2, 3, 4), Sampling(4, (STOP_ID,), temperature=0.7), key=5)
+    assert unheard_of(all_of_it) == REQUEST
 
 
 def test_the_watch_hears_of_the_whole_turn() -> None:
@@ -32,6 +36,49 @@ def test_the_watch_hears_of_the_whole_turn() -> None:
         assert watch is not None
         watch([5, 6])
     assert heard == [(5, 6), (3, 4, 5, 6)]
+
+
+async def test_who_hears_of_parts_hears_of_the_whole_turn() -> None:
+    heard: list[Generation] = []
+
+    async def on_part(sampled: Generation) -> None:
+        heard.append(sampled)
+
+    request = msgspec.structs.replace(REQUEST, on_part=on_part)
+    lost = part(3, 4, version=7)
+    await rest(request, lost).on_part(part(5, version=6))
+    await rest(rest(request, lost), part(5)).on_part(part(6, STOP_ID))
+    assert heard[0] == extended(REQUEST, lost, part(5, version=6))
+    assert (heard[1].ids, heard[1].stop) == ((3, 4, 5, 6, STOP_ID), StopReason.STOP)
+
+
+def by_token(sampled: Generation) -> list[tuple[int, float, int, int]]:
+    spans = [span for span in sampled.spans for _ in range(span.start, span.end)]
+    sampled_by = [(span.version, span.kv_version) for span in spans]
+    return [(*one, *by) for *one, by in zip(sampled.ids, sampled.logprobs, sampled_by, strict=True)]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
+def test_the_parts_of_a_turn_are_the_turn(sizes: list[int], data: st.DataObject) -> None:
+    request, whole = Request("s", (1,), Sampling(100, ())), NOTHING
+    for version, size in enumerate(sizes):
+        whole = extended(request, whole, part(*range(size), version=version))
+    cuts = data.draw(st.lists(st.integers(0, len(whole.ids)), max_size=4).map(sorted))
+    kept = NOTHING
+    for cut in [*cuts, len(whole.ids)]:
+        seen = together(NOTHING, msgspec.structs.replace(whole, ids=whole.ids[:cut]))
+        kept = together(kept, part_after(kept, clipped(seen)))
+        assert len(kept.ids) == cut
+    assert by_token(kept) == by_token(whole) and kept.stop is whole.stop
+    assert kept.seconds == whole.seconds
+
+
+def clipped(seen: Generation) -> Generation:
+    """A turn as it was when it had so many ids."""
+    count = len(seen.ids)
+    spans = [VersionSpan(s.start, min(s.end, count), s.version, s.kv_version) for s in seen.spans]
+    spans = [span for span in spans if span.start < span.end]
+    return msgspec.structs.replace(seen, logprobs=seen.logprobs[:count], spans=tuple(spans))
 
 
 def test_parts_line_up() -> None:

@@ -15,7 +15,7 @@ from asyncrl.engines.sglang import client as sglang_client
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import EngineError
-from asyncrl.types import PolicyVersion, StopReason, VersionSpan
+from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.sglang import DONE, Script, event, scripted, sglang_config
 
@@ -87,6 +87,30 @@ async def test_memory_that_a_server_took_back_is_counted_where_updates_do_not_ta
         script.streams(*events, event([5], 3, finish=LENGTH, num_retractions=3), DONE)
         await engine.generate(ask((1,), 3))
         assert engine.use.retracted == counted
+
+
+async def test_a_turn_that_lasts_is_heard_of_while_it_streams():
+    """An unfinished stream tells no spans: its tokens count as of the oldest version that may be theirs."""
+    heard = []
+
+    async def on_part(sampled: Generation) -> None:
+        heard.append((sampled.ids, sampled.spans, sampled.stop, sampled.routes))
+
+    async with connected() as (script, engine):
+        engine.mark(PolicyVersion(2, 6))
+        script.streams(
+            *(event([5], 1, "e2-v6"), event([6, 7], 3, "e2-v7"), event([8], 4, "e2-v7", LENGTH), DONE)
+        )
+        request = ask((1, 2), 4)
+        await engine.generate(replace(request, part_seconds=1000.0, on_part=on_part))
+        assert heard == []
+        await engine.generate(replace(request, part_seconds=0.0, on_part=on_part))
+    assert heard == [
+        ((5,), (VersionSpan(0, 1, 6, 6),), StopReason.ABORT, None),
+        ((5, 6, 7), (VersionSpan(0, 3, 6, -1),), StopReason.ABORT, None),
+        # The last event tells them, but for a token that was perhaps under way at the update.
+        ((5, 6, 7, 8), (VersionSpan(0, 1, 6, -1), VersionSpan(1, 4, 7, 6)), StopReason.LENGTH, None),
+    ]
 
 
 async def test_an_end_of_sequence_id_of_the_servers_own_is_not_the_end():

@@ -11,13 +11,24 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from asyncrl.engines.base import Watch, engines
+from asyncrl.engines.base import Watch, engines, extended, rest
 from asyncrl.engines.torch.batch import Run
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.types import StopReason, VersionSpan
+from asyncrl.types import Generation, StopReason, VersionSpan
 
-from .tiny import FAMILIES, VOCABULARY, Forwarded, ask, assert_logprobs, generated, prompt, serve, tiny
+from .tiny import (
+    FAMILIES,
+    ROUNDING,
+    VOCABULARY,
+    Forwarded,
+    ask,
+    assert_logprobs,
+    generated,
+    prompt,
+    serve,
+    tiny,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,6 +110,55 @@ async def test_abort_and_cancel_give_back_what_there_is():
         await tasks["b"]
     again = ask(requests["a"].ids + partial.ids, 3, session="a")  # goes on from the partial turn
     assert_logprobs(tiny(), again, await engine.generate(again))
+    await engine.close()
+
+
+async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_have():
+    """Whoever hears of its parts, the turn is the same; and so is its rest on another engine, after any."""
+    request = ask(prompt(11), 60, key=42, temperature=0.9)
+    whole = await (engine := serve()).generate(request)
+    await engine.close()
+    parts: list[Generation] = []
+
+    async def on_part(sampled: Generation) -> None:
+        parts.append(sampled)
+
+    engine = serve(stepwise=True)
+    engine._batcher.version = 3
+    told = await engine.generate(replace(request, part_seconds=1e-6, on_part=on_part))
+    await engine.close()
+    assert replace(told, seconds=0.0, spans=()) == replace(whole, seconds=0.0, spans=())
+    parts = [part for part in parts if part.ids]  # none: it had ended
+    sizes = [len(part.ids) for part in parts]
+    assert sizes == sorted(sizes) and len({*sizes} - {60}) > 10
+    for part in parts:
+        count = len(part.ids)
+        assert (part.ids, part.logprobs) == (whole.ids[:count], whole.logprobs[:count])
+        assert part.spans == (VersionSpan(0, count, 3, 3),)
+        assert part.stop is StopReason.ABORT
+    last = next(part for part in parts if len(part.ids) == sizes[-1] // 2)
+    other = serve()
+    after = extended(request, last, await other.generate(rest(request, last)))
+    await other.close()
+    assert after.ids == whole.ids and after.stop is StopReason.LENGTH
+    torch.testing.assert_close(torch.tensor(after.logprobs), torch.tensor(whole.logprobs), **ROUNDING)
+
+
+async def test_a_turn_that_is_cancelled_while_its_part_is_taken_leaves():
+    engine, taken = serve(slots=1, stepwise=True), asyncio.Event()
+
+    async def on_part(sampled: Generation) -> None:
+        taken.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(
+        engine.generate(replace(ask(prompt(7), 80), part_seconds=1e-6, on_part=on_part))
+    )
+    await taken.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len((await engine.generate(ask(prompt(5), 3, session="t"))).ids) == 3
     await engine.close()
 
 

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
-from asyncrl.types import StopReason, VersionSpan
+from asyncrl.types import Generation, StopReason, VersionSpan
 from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.loop import settle
 from tests.fakes.servers import (
@@ -322,3 +323,15 @@ async def test_use_is_counted_over_all_incarnations_of_a_server() -> None:
         EngineUse("a", requests=2, prompt_tokens=6, tokens=6, lost=1),
         EngineUse("b", requests=1, prompt_tokens=5, tokens=6, moved=1),
     )
+
+
+async def test_what_a_lost_server_has_sampled_is_a_part_at_once() -> None:
+    heard = []
+
+    async def on_part(sampled: Generation) -> None:
+        heard.append(sampled.ids)
+
+    s = Servers("a", "b")
+    s["a"].acts, s["b"].acts = [Lose(2)], [Part(3)]
+    assert counts_up(await s.pool.generate(replace(request(), on_part=on_part)))
+    assert heard == [(3, 4)]

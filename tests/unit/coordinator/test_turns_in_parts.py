@@ -1,0 +1,137 @@
+"""Parts of turns that are under way: kept until the turn is whole, and given to the next attempt."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.store.schema import StoreError
+from asyncrl.store.segments import SegmentReader
+from asyncrl.types import FailReason, Generation, PolicyVersion, StopReason, TurnPart, VersionSpan
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Generated, Heartbeat, Sampled
+from tests.unit.buffer.machine import turn_payload
+from tests.unit.coordinator.test_workers import A, B, WorkerSetup
+
+LATE = 31.0  # the first worker's lease is over
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> WorkerSetup:
+    setup = WorkerSetup(tmp_path)
+    setup.join(A)
+    return setup
+
+
+def part(start: int, count: int = 4, session: int = 0, prompt: bytes = b"p", version: int = 0) -> bytes:
+    ids = tuple(range(start, start + count))
+    sampled = Generation(ids, (-0.5,) * count, (VersionSpan(0, count, version, version),), StopReason.ABORT)
+    return msgspec.msgpack.encode(TurnPart(session, prompt, start, sampled))
+
+
+def post(setup: WorkerSetup, attempt: Attempt, *parts: bytes, peer: bytes = A, seconds: float = 0.0) -> None:
+    for payload in parts:
+        worker = setup.handler.peers.get(peer)
+        assert worker is not None
+        setup.records.record(peer, Sampled(worker.seq + 1, attempt, seconds), [payload], 1.0)
+
+
+def lost(setup: WorkerSetup, uid: str) -> tuple[Assign, list[bytes]]:
+    """What another worker is given of an episode once the first is lost."""
+    setup.join(B, index=1)
+    setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=LATE)
+    setup.handler.tick(LATE)
+    given = {message.attempt.uid: message for peer, message in setup.sent.take(Assign) if peer == B}
+    return given[uid], next((frames for message, frames in setup.sent.frames if message is given[uid]), [])
+
+
+def test_the_next_attempt_is_given_the_parts_of_the_turn_that_was_under_way(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    post(setup, first, part(0), part(4, 2), part(0, session=3), seconds=7.5)
+    post(setup, first, part(4, 2), part(9))  # sent again; one that does not follow the one before
+    assert setup.acks() == [6] and setup.sent.take(Fenced) == []
+    message, frames = lost(setup, first.uid)
+    assert (message.parts, message.seconds, message.attempt.attempt) == (3, 7.5, 1)
+    assert frames == [turn_payload(), b"", part(0), part(4, 2), part(0, session=3)]
+    post(setup, first, part(6), peer=B)  # of an attempt that is lost
+    assert len(setup.sent.take(Fenced)) == 1
+    again = message.attempt
+    post(setup, again, part(6), peer=B)
+    setup.records.record(B, Generated(3, again, 1), [turn_payload(1)], LATE)
+    episode = setup.state.buffer.episodes[first.uid]
+    assert episode.open.keys() == {3} and (episode.turns, episode.sampled, episode.tokens) == (2, 20, 40)
+    setup.finish(B, 4, again, turns=2)
+    assert not episode.open
+
+
+def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, tmp_path: Path) -> None:
+    (_, first), _ = setup.tick()
+    post(setup, first, part(0), part(4))
+    setup.state.persist()
+    (found,) = [one for one in setup.state.store.read.load().episodes if one.uid == first.uid]
+    assert found.open == setup.state.buffer.episodes[first.uid].open
+    message, frames = lost(setup, first.uid)
+    assert (message.parts, frames) == (2, [part(0), part(4)])
+    end = Failed(1, message.attempt, FailReason.NOT_REPEATED, "")
+    setup.records.record(B, end, [], LATE)
+    episode = setup.state.buffer.episodes[first.uid]
+    assert not episode.begun and setup.state.buffer.abandoned_tokens == 0  # no durable turn had them
+    setup.state.persist()
+    assert list(setup.state.store.read.frames(first.uid, 1, ["part 0", "part 1"])) == [b"", b""]
+
+
+def test_another_turn_of_the_session_takes_the_place_of_one_that_was_given_up(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    post(setup, first, part(0), part(4), part(0, 3, prompt=b"q"))
+    _, frames = lost(setup, first.uid)
+    assert frames == [part(0, 3, prompt=b"q")]
+
+
+def test_tokens_of_parts_wait_from_when_they_came_and_hold_the_floor(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    buffer = setup.state.buffer
+    episode = buffer.episodes[first.uid]
+    setup.state.versions.publish(WeightsRef(PolicyVersion(1, 5), "somewhere"))
+    post(setup, first, part(0, version=5), part(4, version=3))
+    setup.records.record(A, Generated(3, first, 0), [turn_payload(version=3)], 9.0)
+    waited = buffer.waiting_tokens
+    assert (waited.older(1.5), waited.older(10.0)) == (8, 10)
+    post(setup, first, part(0, prompt=b"q", version=2))
+    assert episode.floor == 0  # it was started on version 0, and still runs
+    buffer.fail(episode, FailReason.WORKER_LOST, 9.0)
+    assert (episode.floor, episode.oldest) == (2, 3) and waited.older(10.0) == 14
+
+
+def test_a_turn_whose_parts_cannot_be_read_begins_anew(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    post(setup, first, part(0), part(4))
+    setup.state.persist()
+    read = SegmentReader.read
+
+    def damaged(reader: SegmentReader, place: object) -> bytes:
+        payload = read(reader, place)  # type: ignore[arg-type]
+        if payload == part(4):
+            raise StoreError("damaged")
+        return payload
+
+    monkeypatch.setattr(SegmentReader, "read", damaged)
+    message, frames = lost(setup, first.uid)
+    assert (message.parts, frames) == (0, [turn_payload(), b""])
+    post(setup, message.attempt, part(0, 2), peer=B)
+    assert setup.state.buffer.episodes[first.uid].open[0].tokens == 2
+
+
+def test_no_part_is_no_reason_to_wait(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    assert setup.state.buffer.waiting_tokens.quantile(0.5, 9.0) == math.inf
+    post(setup, first, b"nonsense")
+    (fenced,) = setup.sent.take(Fenced)
+    assert fenced[1].attempt == first
