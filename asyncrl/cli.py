@@ -33,7 +33,6 @@ COMMANDS = {
         "list | show [NAME]       the runs in runs/, or the summary of one",
         "transcripts [NAME]       its episodes that were kept as text, of validation or --of training",
     ],
-    "report": ["[NAME...]              the page of `view` in one file to send"],
     "status": ["[NAME]                 a run under way: who waits for what; after its end, why it ended"],
     "invite": ["[NAME]                 a token with which a worker or server may join a run under way"],
     "worker": ["--join TOKEN           be that one, on this or on another machine, until a signal"],

@@ -15,7 +15,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.rows import verl_row, write_task
+from task_script import write_task
+
+from asyncrl.data.rows import verl_row
 
 DEMONSTRATIONS = 256
 SYSTEM = (

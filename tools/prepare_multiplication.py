@@ -13,8 +13,9 @@ import random
 from typing import Any
 
 from prepare_two_operations import asked, truth, worked
+from task_script import write_task
 
-from asyncrl.data.rows import verl_row, write_task
+from asyncrl.data.rows import verl_row
 
 EXAMPLES = ((23, 41), (12, 67))
 SYSTEM = "You cannot multiply. Call the tool calculator, then state the result."

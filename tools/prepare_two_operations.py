@@ -13,7 +13,9 @@ import json
 import random
 from typing import Any
 
-from asyncrl.data.rows import verl_row, write_task
+from task_script import write_task
+
+from asyncrl.data.rows import verl_row
 
 EXAMPLES = ("23 * 41", "12 * 67 - 195")
 SYSTEM = "You cannot calculate. Call the tool calculator once for each operation, then state the result."

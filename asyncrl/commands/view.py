@@ -21,7 +21,8 @@ Curves, episodes token by token, what each process did when, and a summary, in t
 
   asyncrl view                      the newest run in runs/
   asyncrl view demo other           two runs, their curves in the same charts
-  asyncrl view demo --html run.html one file that opens without a server
+  asyncrl view demo --html run.html one file to send, that opens without a server; exit code 1 where the
+                                    account of a run's episodes is not exact
 
 The page is served on 127.0.0.1 until Ctrl-C, read-only, to whoever has the address with its random token.
 From another machine: ssh -C -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
@@ -37,20 +38,12 @@ def main(argv: list[str]) -> int:
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")
     paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
-    if options.html is not None:
-        return export(paths, options.html)
-    from asyncrl.viewer.views import Views
-
-    asyncio.run(_serve(Views(paths, ending), options.port, options.open))
-    return 0
-
-
-def export(paths: list[Path], file: Path) -> int:
-    """Write the page of runs to a file, and print its path. Return 1 if the account of one is not exact.
-    Raises ConfigError for a file of another kind."""
     from asyncrl.viewer.page import write
     from asyncrl.viewer.views import Views
 
+    if (file := options.html) is None:
+        asyncio.run(_serve(Views(paths, ending), options.port, options.open))
+        return 0
     if file.suffix != ".html" or file.is_dir():
         raise ConfigError(f"{file}: give a name that ends with .html")
     exact = write(file, Views(paths, ending))

@@ -42,6 +42,7 @@ class Connected(Protocol):
 
 
 P = TypeVar("P", bound=Connected)
+Lost = Callable[[P, str, float], None]  # what is lost, why, and when
 
 
 class Peers(Generic[P]):
@@ -49,16 +50,10 @@ class Peers(Generic[P]):
 
     Args:
         planned: number of processes that the launcher starts; more may join.
-        lost: called with each process that is lost, why, and the time. None: their lease never ends.
+        lost: called with each process that is lost. None: their lease never ends.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        role: str,
-        planned: int = 0,
-        lost: Callable[[P, str, float], None] | None = None,
-    ) -> None:
+    def __init__(self, state: RunState, role: str, planned: int = 0, lost: Lost[P] | None = None) -> None:
         self._state, self._role, self._planned, self._lost = state, role, planned, lost
         self._here: dict[bytes, P] = {}
         self._gone: dict[int, tuple[str, float]] = {}  # by index: the process that was lost, and when

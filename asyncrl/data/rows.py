@@ -3,12 +3,9 @@ of rows that this package writes, with verl's columns."""
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
-import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +132,3 @@ def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> dict[str, An
         if numbered:
             write_rows(out / f"{split}.parquet", numbered)
     return {"out": str(out), **{split: len(rows) for split, rows in splits.items()}}
-
-
-def write_task(
-    description: str | None, make: Callable[[random.Random, int], Sequence[Row]], train: int, test: int
-) -> Path:
-    """The main function of a script that makes a task: `make` gives so many different rows, of which the
-    first are for training. `train`, `test`: how many by default. Returns the directory."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
-    parser.add_argument("--train", type=int, default=train, help="training samples")
-    parser.add_argument("--test", type=int, default=test, help="held-out samples")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    rows = make(random.Random(args.seed), args.train + args.test)
-    print(json.dumps(write_splits(args.out, {"train": rows[: args.train], "test": rows[args.train :]})))
-    return Path(args.out)

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.data import load_samples
-from asyncrl.registry import load_object
+from tests.fakes.scripts import script
 
-SCRIPT = Path(__file__).resolve().parents[3] / "tools/prepare_chain_math.py"
-make_chains = load_object(f"{SCRIPT}:make_chains", "generator")
-main = load_object(f"{SCRIPT}:main", "script")
+chain_math = script("prepare_chain_math")
 
 
 def value_of(question: str) -> int:
@@ -29,7 +27,7 @@ def value_of(question: str) -> int:
 
 
 def test_chains_are_right_different_and_long_tailed() -> None:
-    chains = make_chains(random.Random(1), 2000)
+    chains = chain_math.make_chains(random.Random(1), 2000)
     assert all(value_of(chain.question) == chain.values[-1] for chain in chains)
     assert len({chain.question for chain in chains}) == 2000
     counts = [sum(len(chain.values) == length for chain in chains) for length in range(1, 7)]
@@ -42,8 +40,8 @@ def test_the_script_is_deterministic_and_its_splits_are_disjoint(
 ) -> None:
     for name in ("a", "b"):
         options = [f"--out={tmp_path / name}", "--train=40", "--test=20", "--seed=3"]
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
-        main()
+        monkeypatch.setattr(sys, "argv", ["prepare_chain_math.py", *options])
+        chain_math.main()
     splits = {
         (run, part): load_samples(tmp_path / run / f"{part}.parquet")
         for run in "ab"

@@ -1,4 +1,4 @@
-"""`asyncrl report`, and what the tab Overview says, on the files that a run leaves."""
+"""`asyncrl view --html`, and what the tab Overview says, on the files that a run leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.commands.report import main
+from asyncrl.commands.view import main
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.errors import ConfigError
@@ -78,12 +78,13 @@ def recorded(page: Path) -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_run_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, "a$b$", trainer={"lr": 0.5})
     record_machine(run_dir, {"codex": "0.1"})
-    assert main(["a$b$", "--run-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(run_dir / "report.html")]
-    found = recorded(run_dir / "report.html")["overview?run=0"]
+    page = tmp_path / "page.html"
+    assert main(["a$b$", "--run-dir", str(tmp_path), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(page)]
+    found = recorded(page)["overview?run=0"]
     assert found["outcome"] == "Held-out success 25% → 75% in 2 steps"
     (judged,) = found["held_out"]  # the score is the success
     before, after = judged["before"], judged["after"]
@@ -107,7 +108,7 @@ def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     first = make_run(tmp_path / "x", "a", trainer={"lr": 0.5})
     second = make_run(tmp_path / "y", "a", over=False, seed=3)
     out = tmp_path / "new" / "both.html"
-    assert main([str(first), str(second), str(first), "--out", str(out)]) == 0
+    assert main([str(first), str(second), str(first), "--html", str(out)]) == 0
     found = recorded(out)
     assert [run["name"] for run in found["runs"]["runs"]] == [str(first), str(second)]  # of one name
     one = found["overview?run=1"]
@@ -127,7 +128,7 @@ def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tm
     store.close()
     (run_dir / "config.yaml").write_text("of no interest")
     write_summary(run_dir, summarize(ROWS, FLOW, False))
-    assert main([str(run_dir)]) == 1
+    assert main([str(run_dir), "--html", str(tmp_path / "a.html")]) == 1
     found = overview(run_dir, "completed")
     assert (keys(found)["trainer.lr"], keys(found)["seed"]) == (0.5, 3) and not found["conserved"]
     assert found["alerts"][-1].line.startswith("resumed with other keys, from step 2: seed: 0 → 3")
@@ -137,10 +138,11 @@ def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     (run_dir / "config.yaml").write_text("name: a\nold_key: 1\n")
     (run_dir / "metrics.jsonl").write_text("")
-    assert main([str(run_dir)]) == 0
+    page = str(tmp_path / "a.html")
+    assert main([str(run_dir), "--html", page]) == 0
     assert keys(overview(run_dir, "")) == {"old_key": 1}  # of a version that had it
     (run_dir / "summary.json").write_text("{")
     with pytest.raises(ConfigError, match=r"summary\.json: cannot be read"):
-        main([str(run_dir)])
+        main([str(run_dir), "--html", page])
     with pytest.raises(ConfigError, match=r"a\.md: give a name that ends with \.html"):
-        main([str(run_dir), "--out", str(tmp_path / "a.md")])
+        main([str(run_dir), "--html", str(tmp_path / "a.md")])
