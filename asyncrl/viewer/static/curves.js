@@ -233,10 +233,9 @@ function between(known, values, steps) {
 
 /** Says which curves are drawn over by the same ones. */
 function hidden(lines) {
-  const places = lines.map(({ x, y }) => JSON.stringify([x, y]));
-  const first = lines.map((_, at) => lines[places.indexOf(places[at])].label);
-  const same = lines.map(({ label }, at) => label !== first[at] && `${label}: same as ${first[at]}`);
-  return same.filter(Boolean).join("; ");
+  const drawn = lines.map(({ x, y }) => JSON.stringify([x, y]));
+  return drawn.map((one, at) => [lines[at].label, lines[drawn.indexOf(one)].label])
+    .filter(([label, first]) => label !== first).map((pair) => pair.join(": same as ")).join("; ");
 }
 
 /** Put runs with much smaller values on a scale of their own, to the right; returns what the caption says. */
