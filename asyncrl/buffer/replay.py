@@ -39,6 +39,7 @@ class ReplayBuffer:
         group_bytes: worst-case payload of a group.
         greedy: each group has one member more, sampled at temperature 0, for the baseline only.
         reads: what members must have in common for their group to be of zero variance.
+        every: engines get the weights of every k-th step.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class ReplayBuffer:
         group_bytes: int,
         greedy: bool = False,
         reads: ComparedParts = ComparedParts(),
+        every: int = 1,
     ) -> None:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
         self.greedy, self.reads = greedy, reads
+        self.fresh = max(config.usual_staleness, every - 1)  # the most that weights may lag behind at a start
         partial = config.group_policy == "partial" and not greedy
         self.deadlines = Deadlines(config.group_deadline if partial else math.inf)
         self.group_size = config.episodes_per_group + greedy

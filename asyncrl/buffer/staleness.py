@@ -151,8 +151,7 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
 def _usable_from(buffer: ReplayBuffer, rank: int) -> int:
     """The oldest version that is fresh enough in the batch that follows `rank` older groups: with 20 of them
     and 8 groups per batch in the second after this one."""
-    config = buffer.config
-    return buffer.committed + rank // config.groups_per_batch - config.usual_staleness
+    return buffer.committed + rank // buffer.config.groups_per_batch - buffer.fresh
 
 
 def floor_of(buffer: ReplayBuffer, group: GroupRecord) -> int:

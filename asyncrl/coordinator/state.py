@@ -295,6 +295,7 @@ def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
         group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
         greedy=credit.greedy,
         reads=ComparedParts(turns=credit.turns, components=credit.components),
+        every=config.weights.every,
     )
 
 

@@ -29,8 +29,10 @@ from asyncrl.buffer.flow_control import (
     LiveLimit,
 )
 from asyncrl.buffer.lifetimes import Lifetimes
+from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.staleness import pending
-from asyncrl.config import parse
+from asyncrl.config import BufferConfig, parse
 from asyncrl.planning.forecast import slower
 from asyncrl.planning.simulator import SimulatedStep, Simulation, Workload
 from tests.fakes.scripts import bench_script
@@ -430,3 +432,13 @@ def test_a_bound_for_the_tail_lets_no_more_groups_be_live(
     buffer.commit(20)
     oldest = [needed for needed, _ in pending(buffer)]
     assert (oldest[0], oldest[-1]) == (20 - usual, 21 - usual)
+
+
+def test_an_episode_may_start_where_no_newer_weights_are_published() -> None:
+    """Engines get every eighth version: before the commit of batch 24 none is newer than 16."""
+    prompts = Prompts(1, lambda epoch: [0])
+    keys = BufferConfig(groups_per_batch=8, max_staleness=16)
+    buffer = ReplayBuffer(keys, prompts, total_groups=100, retries=0, group_bytes=1, every=8)
+    admit(buffer, 8)
+    buffer.commit(23)
+    assert {needed for needed, _ in pending(buffer)} == {16}
