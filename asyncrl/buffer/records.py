@@ -104,11 +104,6 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         return min(sampled, self.bound) if self.state is State.RUNNING else sampled
 
     @property
-    def begun(self) -> bool:
-        """True if there is something that another attempt can go on from."""
-        return self.turns > 0 or bool(self.open)
-
-    @property
     def ending(self) -> str:
         """The state in which it is over, and why, for people."""
         alike = self.reason == FilterReason.ZERO_VARIANCE

@@ -203,7 +203,7 @@ class ReplayBuffer:
             self._settle(group, now)
             self._forget_if_over(group)
             return [e for e in running if e.state is State.DROPPED]
-        if not episode.begun:
+        if not episode.turns and not episode.open:
             self.waiting_tokens.forget(episode.uid)
         self.move(episode, State.PENDING)
         return []

@@ -169,7 +169,7 @@ class WorkerHandler:
     def _reissue(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue it again, or give it up."""
         self.cancel(self.state.flow_of(episode.uid).fail(episode, reason, now))
-        if not episode.begun:
+        if not episode.turns and not episode.open:
             self.state.store.forget_frames(episode.uid)
 
     def cancel(self, episodes: list[EpisodeRecord]) -> None:

@@ -154,7 +154,7 @@ def together(sampled: Generation, part: Generation) -> Generation:
     return Generation(*both, spans, part.stop, seconds, routes)
 
 
-def part_after(sampled: Generation, whole: Generation) -> Generation:
+def beyond(sampled: Generation, whole: Generation) -> Generation:
     """The part of `whole` that follows `sampled`, without routes: the server that goes on tells them all."""
     count = len(sampled.ids)
     clipped = (replace(span, start=max(span.start, count)) for span in whole.spans if span.end > count)

@@ -23,17 +23,7 @@ import msgspec
 from asyncrl.buffer.payloads import decode_part
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
-from asyncrl.engines.base import (
-    NOTHING,
-    Request,
-    Sampling,
-    Watch,
-    extended,
-    part_after,
-    rest,
-    together,
-    unheard,
-)
+from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, extended, rest, together, unheard
 from asyncrl.episodes.scoring import Scorer, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
@@ -171,7 +161,7 @@ class EpisodeRun:
         count = len(durable.ids)
         goes_on = sampled.stop is StopReason.ABORT and sampled.ids[:count] == durable.ids
         if goes_on and len(sampled.ids) > count:
-            frame = _encode(TurnPart(row, prompt, count, part_after(durable, sampled)))
+            frame = _encode(TurnPart(row, prompt, count, beyond(durable, sampled)))
             await self.post(Sampled(0, self.attempt, self.seconds), frame)
             self._open[row] = prompt, sampled
 

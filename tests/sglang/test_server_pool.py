@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec.structs import replace
 
-from asyncrl.engines.base import Request
+from asyncrl.engines.base import Request, extended, rest
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.rollout.server_pool import ServerPool
@@ -185,3 +186,29 @@ async def test_the_turns_of_a_killed_server_go_on_at_the_other(
         alive, dead = s.pool.uses.values()
         assert (dead.lost, alive.lost, alive.moved, dead.moved) == (4, 0, 4, 0)
         assert await checked(versions, s.start(2)) == [[0]] * 2  # the dead one is not asked again
+
+
+async def test_a_turn_goes_on_after_a_part_of_it_with_newer_weights(
+    versions: Versions, survivor: SGLangServer
+) -> None:
+    """As at another worker: all that it knows is what was durable."""
+    parts: list[Generation] = []
+
+    async def on_part(sampled: Generation) -> None:
+        parts.append(sampled)
+
+    async with site("in_place", survivor) as s:
+        await s.load(survivor, versions, 0)
+        ((request, other),) = s.start(1)
+        whole = await s.pool.generate(replace(request, session="w", part_seconds=0.1, on_part=on_part))
+        assert len(parts) > 2 and len((await other).ids) == len(whole.ids)
+        for part in parts:
+            count = len(part.ids)
+            assert (part.ids, part.logprobs) == (whole.ids[:count], whole.logprobs[:count])
+            assert versions.check(request, part) == count
+        await s.load(survivor, versions, 1)
+        part = parts[len(parts) // 2]
+        after = extended(request, part, await s.pool.generate(rest(request, part)))
+        assert (after.ids[: len(part.ids)], len(after.ids), after.stop) == (part.ids, NEW, StopReason.LENGTH)
+        assert [span.version for span in after.spans] == [0, 1]
+        assert versions.check(request, after) == NEW

@@ -80,7 +80,7 @@ def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, 
     end = Failed(1, message.attempt, FailReason.NOT_REPEATED, "")
     setup.records.record(B, end, [], LATE)
     episode = setup.state.buffer.episodes[first.uid]
-    assert not episode.begun and setup.state.buffer.abandoned_tokens == 0  # no durable turn had them
+    assert not episode.open and setup.state.buffer.abandoned_tokens == 0  # no durable turn had them
     setup.state.persist()
     assert list(setup.state.store.read.frames(first.uid, 1, ["part 0", "part 1"])) == [b"", b""]
 

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.base import NOTHING, Request, Sampling, extended, part_after, rest, together, unheard
+from asyncrl.engines.base import NOTHING, Request, Sampling, beyond, extended, rest, together, unheard
 from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 STOP_ID = 9
@@ -67,7 +67,7 @@ def test_the_parts_of_a_turn_are_the_turn(sizes: list[int], data: st.DataObject)
     kept = NOTHING
     for cut in [*cuts, len(whole.ids)]:
         seen = together(NOTHING, msgspec.structs.replace(whole, ids=whole.ids[:cut]))
-        kept = together(kept, part_after(kept, clipped(seen)))
+        kept = together(kept, beyond(kept, clipped(seen)))
         assert len(kept.ids) == cut
     assert by_token(kept) == by_token(whole) and kept.stop is whole.stop
     assert kept.seconds == whole.seconds
