@@ -217,7 +217,7 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
 class Generation(msgspec.Struct, frozen=True):
     """An engine returns it for one request. Spans are relative to `ids`. `routes`: where asked for."""
 
-    ids: tuple[int, ...]
+    ids: tuple[Token, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     stop: StopReason
@@ -256,8 +256,8 @@ class TurnPart(msgspec.Struct, frozen=True, array_like=True):
     no number yet; `prompt` tells which turn of it this is. Once a turn is whole, its parts are worth nothing.
     """
 
-    session: Annotated[int, msgspec.Meta(ge=0)]
-    prompt: bytes
+    session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    prompt: Annotated[bytes, msgspec.Meta(max_length=64)]
     start: int
     sampled: Generation
 

@@ -14,7 +14,16 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.errors import UNDECODABLE, ProtocolError
-from asyncrl.types import MAX_VOCABULARY, DropReason, EpisodeResult, EpisodeStats, Turn, TurnPart, TurnReply
+from asyncrl.types import (
+    MAX_VOCABULARY,
+    DropReason,
+    EpisodeResult,
+    EpisodeStats,
+    Generation,
+    Turn,
+    TurnPart,
+    TurnReply,
+)
 
 _turn = msgspec.msgpack.Decoder(Turn)
 _part = msgspec.msgpack.Decoder(TurnPart)
@@ -58,17 +67,9 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     """Check a decoded turn: every token is of the vocabulary, and every model token has a log-prob, a version
     and a token before it that predicts it; its row is one of the `rows` before, or the next new one.
     ProtocolError when not."""
-    ends = [0, *(span.end for span in turn.spans)]
-    starts = [span.start for span in turn.spans]
-    whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(turn.ids)
-    if len(turn.ids) != len(turn.logprobs) or not whole:
-        raise ProtocolError(
-            f"episode {uid} turn {turn.index}: {len(turn.ids)} tokens with {len(turn.logprobs)} log-probs "
-            f"and spans {[(s.start, s.end) for s in turn.spans]}"
-        )
-    for ids in (turn.context, turn.ids):
-        if ids and max(ids) >= vocabulary:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: {max(ids)} is no token")
+    _check_sampled(f"episode {uid} turn {turn.index}", turn, vocabulary)
+    if turn.context and max(turn.context) >= vocabulary:
+        raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is no token")
     if (told := turn.routes) is not None and (
         min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
     ):
@@ -76,19 +77,43 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
             f"{len(told.data)} bytes, which is no multiple of 2 for each token"
         )
-    if any(span.version < 0 for span in turn.spans):
-        raise ProtocolError(f"episode {uid} turn {turn.index}: versions {[s.version for s in turn.spans]}")
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:
         raise ProtocolError(f"episode {uid}: row {turn.row} starts with a model token: nothing predicts it")
 
 
-def check_logprobs(uid: str, turn: Turn) -> None:
+def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> None:
+    """Check a decoded part like a turn, as another attempt goes on after it. Its routes come with the turn.
+    ProtocolError when it is not right."""
+    where = f"episode {uid} part of a turn from token {part.start}"
+    _check_sampled(where, part.sampled, vocabulary)
+    check_logprobs(where, part.sampled)
+    if part.sampled.routes is not None:
+        raise ProtocolError(f"{where}: it has routes")
+
+
+def _check_sampled(where: str, sampled: Turn | Generation, vocabulary: int) -> None:
+    ends = [0, *(span.end for span in sampled.spans)]
+    starts = [span.start for span in sampled.spans]
+    whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(sampled.ids)
+    if len(sampled.ids) != len(sampled.logprobs) or not whole:
+        raise ProtocolError(
+            f"{where}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
+            f"and spans {[(s.start, s.end) for s in sampled.spans]}"
+        )
+    if sampled.ids and max(sampled.ids) >= vocabulary:
+        raise ProtocolError(f"{where}: {max(sampled.ids)} is no token")
+    if any(span.version < 0 for span in sampled.spans):
+        raise ProtocolError(f"{where}: versions {[s.version for s in sampled.spans]}")
+
+
+def check_logprobs(where: str, sampled: Turn | Generation) -> None:
     """Checks that they are finite, and of probabilities up to 1. ProtocolError when not. (The trainer does
     not ask: it leaves tokens out whose ratio is not finite.)"""
-    if turn.logprobs and not (math.isfinite(sum(turn.logprobs)) and max(turn.logprobs) <= MOST_LOGPROB):
-        raise ProtocolError(f"episode {uid} turn {turn.index}: log-probs that are no finite numbers up to 0")
+    told = sampled.logprobs
+    if told and not (math.isfinite(sum(told)) and max(told) <= MOST_LOGPROB):
+        raise ProtocolError(f"{where}: log-probs that are no finite numbers up to 0")
 
 
 def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:

@@ -11,6 +11,7 @@ from typing import assert_never
 
 from asyncrl.buffer.payloads import (
     check_logprobs,
+    check_part,
     check_result,
     check_turn,
     decode_part,
@@ -25,7 +26,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
 from asyncrl.store.reader import part_kind
-from asyncrl.types import FailReason
+from asyncrl.types import FailReason, Generation, Turn
 from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generated, Record, Replied, Sampled
 
 
@@ -73,7 +74,7 @@ class RecordHandler:
             case Generated():
                 self._generated(worker, episode, message, frames, now)
             case Sampled():
-                self._part(episode, message, frames, now)
+                self._part(worker, episode, message, frames, now)
             case Replied():
                 replies = decode_reply(frame := _single_frame(frames)).replies
                 if not 0 <= message.turn < episode.turns:
@@ -134,47 +135,63 @@ class RecordHandler:
         frames: list[bytes],
         now: float,
     ) -> None:
+        part = episode.open.pop(message.session, OpenTurn())  # also where the turn is refused: they are of it
         if message.turn < episode.turns:
-            return  # sent again to a restarted coordinator
+            return  # sent again to a restarted coordinator, perhaps after its parts
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
         turn = decode_turn(frame := _single_frame(frames))
         check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
-        check_logprobs(episode.uid, turn)
+        check_logprobs(f"episode {episode.uid} turn {turn.index}", turn)
         if turn.index != message.turn:
             raise ProtocolError(f"episode {episode.uid}: turn {turn.index} in the place of {message.turn}")
-        newest = max((span.version for span in turn.spans), default=0)
-        trained = episode.uid in self.state.buffer.episodes
-        if trained and newest > self.state.versions.newest.step:
-            trouble = f"{worker.name} names v{newest}, which was never pushed"
-            log.error(trouble)
-            self.workers.engines.quarantine(worker.peer, now)
-            self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
+        if self._never_pushed(worker, episode, turn, now):
             return
         held = episode.tokens + episode.untrained_tokens
         if held + len(turn.context) + len(turn.ids) > self._most_tokens:
             limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
-        part = episode.open.pop(message.session, OpenTurn())
         extend(episode, turn, message.seconds)
         self.state.flow_of(episode.uid).touch(episode)
-        if trained:
+        if episode.uid in self.state.buffer.episodes:
             self.reporter.on_turn(len(turn.ids))
             if not turn.untrained:
                 self.state.buffer.waiting_tokens.begin(episode.uid, now, len(turn.ids) - part.tokens)
 
-    def _part(self, episode: EpisodeRecord, message: Sampled, frames: list[bytes], now: float) -> None:
-        """Store a part of a turn. What it says is checked with the whole turn."""
+    def _never_pushed(
+        self, worker: WorkerRecord, episode: EpisodeRecord, sampled: Turn | Generation, now: float
+    ) -> bool:
+        """True where a training episode was sampled on weights that no engine was given: the attempt is given
+        up, and the worker quarantined."""
+        newest = max((span.version for span in sampled.spans), default=0)
+        if episode.uid not in self.state.buffer.episodes or newest <= self.state.versions.newest.step:
+            return False
+        trouble = f"{worker.name} names v{newest}, which was never pushed"
+        log.error(trouble)
+        self.workers.engines.quarantine(worker.peer, now)
+        self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
+        return True
+
+    def _part(
+        self, worker: WorkerRecord, episode: EpisodeRecord, message: Sampled, frames: list[bytes], now: float
+    ) -> None:
+        """Store a part of a turn. One that does not fit is left out: the turn comes all the same."""
         part, state = decode_part(frame := _single_frame(frames)), self.state
+        check_part(episode.uid, part, state.vocabulary)
+        if self._never_pushed(worker, episode, part.sampled, now):
+            return
         turn = episode.open.get(part.session)
         if turn is None or turn.prompt != part.prompt:
             turn = OpenTurn(part.prompt)  # the one before, if any, is not sampled any more
-        if part.start != turn.tokens:
+        if part.start != turn.tokens or not part.sampled.ids:
             return  # sent again to a restarted coordinator, perhaps without the parts before it
+        tokens = turn.tokens + len(part.sampled.ids)
+        others = sum(other.tokens for session, other in episode.open.items() if session != part.session)
+        if episode.tokens + episode.untrained_tokens + others + tokens > self._most_tokens:
+            return  # of many requests that an agent gave up
         state.store.put_frame(episode.uid, part.session, part_kind(turn.parts), frame)
         oldest = min([turn.oldest, *(span.version for span in part.sampled.spans)])
-        tokens = turn.tokens + len(part.sampled.ids)
         episode.open[part.session] = OpenTurn(part.prompt, turn.parts + 1, tokens, oldest)
         episode.seconds = max(episode.seconds, message.seconds)
         state.flow_of(episode.uid).touch(episode)

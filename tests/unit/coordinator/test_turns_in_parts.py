@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.store.schema import StoreError
 from asyncrl.store.segments import SegmentReader
-from asyncrl.types import FailReason, Generation, PolicyVersion, StopReason, TurnPart, VersionSpan
+from asyncrl.types import FailReason, Generation, PolicyVersion, Routes, StopReason, TurnPart, VersionSpan
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Generated, Heartbeat, Sampled
@@ -27,10 +29,12 @@ def setup(tmp_path: Path) -> WorkerSetup:
     return setup
 
 
-def part(start: int, count: int = 4, session: int = 0, prompt: bytes = b"p", version: int = 0) -> bytes:
-    ids = tuple(range(start, start + count))
-    sampled = Generation(ids, (-0.5,) * count, (VersionSpan(0, count, version, version),), StopReason.ABORT)
-    return msgspec.msgpack.encode(TurnPart(session, prompt, start, sampled))
+def part(
+    start: int, count: int = 4, session: int = 0, prompt: bytes = b"p", version: int = 0, **changed: Any
+) -> bytes:
+    ids, spans = tuple(range(start, start + count)), (VersionSpan(0, count, version, version),)
+    sampled = Generation(ids, (-0.5,) * count, spans if count else (), StopReason.ABORT)
+    return msgspec.msgpack.encode(TurnPart(session, prompt, start, replace(sampled, **changed)))
 
 
 def post(setup: WorkerSetup, attempt: Attempt, *parts: bytes, peer: bytes = A, seconds: float = 0.0) -> None:
@@ -127,6 +131,70 @@ def test_a_turn_whose_parts_cannot_be_read_begins_anew(
     assert (message.parts, frames) == (0, [turn_payload(), b""])
     post(setup, message.attempt, part(0, 2), peer=B)
     assert setup.state.buffer.episodes[first.uid].open[0].tokens == 2
+
+
+def test_parts_that_are_sent_again_after_their_turn_are_forgotten_with_it(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    post(setup, first, part(0))
+    setup.turn(A, 2, first)
+    worker = setup.handler.peers.get(A)
+    assert worker is not None
+    worker.seq = 0  # the coordinator was killed between its commit and the ack
+    post(setup, first, part(0))
+    assert setup.state.buffer.episodes[first.uid].open
+    setup.turn(A, 2, first)
+    episode = setup.state.buffer.episodes[first.uid]
+    assert (episode.turns, episode.open) == (1, {}) and setup.sent.take(Fenced) == []
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        (part(0, session=1 << 63), "cannot be decoded"),
+        (part(0, prompt=b"p" * 65), "cannot be decoded"),
+        (part(0, ids=(0, 1, 2, -1)), "cannot be decoded"),
+        (part(0, ids=(0, 1, 2, 100)), "is no token"),
+        (part(0, logprobs=(-0.5,) * 3), "4 tokens with 3 log-probs"),
+        (part(0, logprobs=(-0.5, -0.5, -0.5, math.nan)), "no finite numbers up to 0"),
+        (part(0, version=-1), "versions [-1]"),
+        (part(0, routes=Routes(0, 4, b"12345678")), "routes"),
+    ],
+)
+def test_a_part_that_cannot_be_trained_is_never_given_to_another_attempt(
+    setup: WorkerSetup, payload: bytes, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (_, first), _ = setup.tick()
+    setup.state.vocabulary = 100
+    post(setup, first, payload)
+    setup.state.persist()
+    episode = setup.state.buffer.episodes[first.uid]
+    assert error in caplog.text and (episode.open, episode.attempt) == ({}, 1)
+
+
+def test_a_part_of_weights_that_were_never_pushed_is_charged_to_who_sampled_it(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    post(setup, first, part(0), part(4, version=99))
+    assert setup.engines.quarantined(A) and setup.state.buffer.episodes[first.uid].open[0].parts == 1
+
+
+def test_a_turn_that_is_refused_takes_its_parts_along(setup: WorkerSetup) -> None:
+    """Else each worker in turn would go on after them, and be quarantined."""
+    (_, first), _ = setup.tick()
+    post(setup, first, part(0))
+    setup.records.record(A, Generated(2, first, 0), [turn_payload(version=99)], 1.0)
+    episode = setup.state.buffer.episodes[first.uid]
+    assert (episode.attempt, episode.open) == (1, {})
+
+
+def test_parts_are_bounded_by_the_tokens_of_an_episode(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    episode = setup.state.buffer.episodes[first.uid]
+    post(setup, first, part(0, 0), part(0, 0))  # no tokens
+    assert episode.open == {}
+    episode.tokens = setup.state.config.rollout.max_tokens - 10
+    post(setup, first, part(0), part(0, session=1), part(0, session=2), part(4, 2))
+    assert [turn.tokens for turn in episode.open.values()] == [6, 4]
+    assert setup.sent.take(Fenced) == []
 
 
 def test_no_part_is_no_reason_to_wait(setup: WorkerSetup) -> None:
