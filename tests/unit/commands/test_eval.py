@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import SAMPLED, HeldOut, Judged, interval, per_sample
 from asyncrl.types import EpisodeResult
 from asyncrl.viewer.overview import overview
-from tests.unit.commands.test_report import make_run
+from tests.unit.commands.test_view import make_run
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = str(ROOT / "examples/multiturn/calculator/model")
