@@ -303,9 +303,9 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     slots = rollout.workers * rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     if trains and slots > live:
-        ahead = "max" if config.buffer.target_staleness == "auto" else "target"
+        ahead = config.buffer.max_live_groups / config.buffer.groups_per_batch - 1
         yield warning(
-            f"at most {live} episodes run at once, (1 + {ahead}_staleness) * groups_per_batch * "
+            f"at most {live} episodes run at once, (1 + {ahead:g}, by target_staleness) * groups_per_batch * "
             f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay "
             "empty"
         )

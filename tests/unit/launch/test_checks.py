@@ -303,11 +303,11 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: settings": [
         (
             {"rollout.slots": 27} | THREE,
-            r"at most 80 episodes run at once, \(1 \+ max_staleness\).*1 of 81 slots",
+            r"at most 80 episodes run at once, \(1 \+ 4, by target_staleness\).*1 of 81 slots",
         ),
         (
             [THREE | {"rollout.slots": 11}, {"buffer.target_staleness": 1}],
-            r"at most 32 .* \(1 \+ target_staleness\).*1 of 33 slots",
+            r"at most 32 .* \(1 \+ 1, by target_staleness\).*1 of 33 slots",
         ),
         ({"checkpoint.every": 0, "total_steps": 51}, "checkpoint.every=0.*all turns stay on the disk"),
         (
