@@ -1,12 +1,12 @@
 """Attention over a forest of rows that lie in one sequence: a node attends to its ancestors and itself.
 
 It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU each node is
-computed by itself; on a GPU torch's flex attention is given the mask of all.
+computed by itself, short ones side by side; on a GPU torch's flex attention is given the mask of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -54,9 +55,13 @@ class ForestAttention:
         return replace(self, device=device) if device != self.device else self
 
 
-class NodePart(NamedTuple):
-    """Successive tokens of a node: `queries` [q] and `keys` [k] are indices of tokens, the former the last of
-    the keys. `mask` [q, k] is added to scores; None: each query sees all keys up to itself."""
+Chunk = tuple[Tensor, int]
+"""Successive tokens of a node: the indices of all keys, and how many of them, the last ones, are queries."""
+
+
+class NodeBatch(NamedTuple):
+    """n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask` [1, n, q, k]
+    is added to scores; None: each query sees all keys up to itself."""
 
     queries: Tensor
     keys: Tensor
@@ -64,46 +69,70 @@ class NodePart(NamedTuple):
 
 
 class NodeKernel:
-    """Computes one node after another, on a CPU. Layers share the masks."""
+    """Computes nodes by themselves, on a CPU: short ones in batches of about the same size. Layers share the
+    masks."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._chunks: dict[tuple[int | None, torch.dtype], list[NodePart]] = {}
+        self._batches: dict[tuple[int | None, torch.dtype], tuple[list[NodeBatch], Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         kind = scoring.window, query.dtype
-        if kind not in self._chunks:
-            self._chunks[kind] = list(_chunks(self._forest, *kind))
+        if kind not in self._batches:
+            self._batches[kind] = _batches(self._forest, *kind)
+        batches, places = self._batches[kind]
         found = [
-            _attend(query[:, chunk.queries], key[:, chunk.keys], value[:, chunk.keys], chunk.mask, scoring)
-            for chunk in self._chunks[kind]
+            _attend(query[:, b.queries], key[:, b.keys], value[:, b.keys], b.mask, scoring).flatten(1, 2)
+            for b in batches
         ]
-        return torch.cat(found, dim=1).transpose(0, 1)  # nodes lie in the sequence one after another
+        return torch.cat(found, dim=1)[:, places].transpose(0, 1)
 
 
-def _chunks(forest: Forest, window: int | None, dtype: torch.dtype) -> Iterator[NodePart]:
-    """Whole nodes without ancestors, others in chunks of QUERIES: few keys are computed that none may see."""
+def _batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tuple[list[NodeBatch], Tensor]:
+    """Return the batches, and the place of each token in their results, one after another. Long nodes with
+    ancestors are cut into chunks of QUERIES: few keys are computed that none may see."""
+    alike: dict[tuple[int, ...], list[Chunk]] = {}
     for path, size in zip(map(torch.from_numpy, forest.paths), forest.sizes, strict=True):
-        if len(path) == size and window is None:
-            yield NodePart(path, path, None)
-            continue
-        for start in range(len(path) - size, len(path), QUERIES):
-            keys = path[: start + QUERIES]
-            back = torch.arange(start, len(keys))[:, None] - torch.arange(len(keys))
-            hidden = back < 0 if window is None else (back < 0) | (back >= window)
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
-            yield NodePart(keys[start:], keys, mask)
+        step = size if len(path) == size and window is None else QUERIES
+        for start in range(len(path) - size, len(path), step):
+            keys = path[: start + step]
+            count = len(keys) - start
+            short = count.bit_length(), len(keys).bit_length()
+            alike.setdefault(short if len(keys) <= QUERIES else (len(alike),), []).append((keys, count))
+    places, batches, end = torch.empty(len(forest.ids), dtype=torch.int64), list[NodeBatch](), 0
+    for chunks in alike.values():
+        batches.append(batch := _batch(chunks, window, dtype))
+        counts = torch.tensor([count for _, count in chunks])
+        real = torch.arange(batch.queries.shape[1]) < counts[:, None]
+        places[batch.queries[real]] = end + real.flatten().nonzero()[:, 0]
+        end += real.numel()
+    return batches, places
+
+
+def _batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype) -> NodeBatch:
+    keys = pad_sequence([keys for keys, _ in chunks], batch_first=True)
+    queries = pad_sequence([keys[-count:] for keys, count in chunks], batch_first=True)
+    if queries.shape == keys.shape and keys.shape[1] > QUERIES and window is None:  # a whole node
+        return NodeBatch(queries, keys, None)
+    first = torch.tensor([[len(keys) - count] for keys, count in chunks])
+    last = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
+    # Padding sees what the last query sees: a row of scores without a key would be NaN.
+    position = (first + torch.arange(queries.shape[1])).minimum(last)
+    back = position[:, :, None] - torch.arange(keys.shape[1])
+    hidden = back < 0 if window is None else (back < 0) | (back >= window)
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+    return NodeBatch(queries, keys, mask[None])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attend from query [heads, q, d] to key and value [kv_heads, k, d]; returns [heads, q, d]."""
-    key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
+    """Attend from query [heads, n, q, d] to key and value [kv_heads, n, k, d]; returns [heads, n, q, d]."""
+    if len(query) != len(key):
+        key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
     if scoring.softcap is None:
         attend = nn.functional.scaled_dot_product_attention
-        given = query[None], key[None], value[None], mask
-        return attend(*given, is_causal=mask is None, scale=scoring.scale)[0]
+        return attend(query, key, value, mask, is_causal=mask is None, scale=scoring.scale)
     if mask is None:
-        mask = torch.full((query.shape[1],) * 2, -torch.inf, dtype=query.dtype).triu(1)
+        mask = torch.full((query.shape[2],) * 2, -torch.inf, dtype=query.dtype).triu(1)
     scores = scoring.softcap * (query @ key.transpose(-1, -2) * scoring.scale / scoring.softcap).tanh() + mask
     return scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(value.dtype) @ value
 
