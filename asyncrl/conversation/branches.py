@@ -367,7 +367,8 @@ class Branches:
             if request.prompt is not None:
                 message = Message("assistant", before(self._rules.chat.decode(turn.ids), stops))
             else:
-                message = turn_message(self._rules, turn, request.tools, stops)
+                parsed = read_turn(self._rules, turn, request.tools, stops)
+                message = turn_message(self._rules, turn, parsed, stops)
             self._parsed = turn, stops, message
         return self._parsed[2]
 

@@ -66,14 +66,15 @@ BAD_CALL = ToolCall("malformed_call", "{}")
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """`rows`: the tokens of each row up to the last one the model wrote. `folded`: how many tool replies, the
-    oldest first, the newest row does not show."""
+    """`rows`: the tokens of each row up to the last one the model wrote. `read`: the turns, parsed. `folded`:
+    how many tool replies, the oldest first, the newest row does not show."""
 
     sample: Sample
     command: Command
     opened: Opened = Opened()
     rows: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
+    read: tuple[Parsed, ...] = ()
     bad_calls: int = 0  # malformed and refused ones in a row, up to now
     tool_calls: int = 0  # well-formed ones
     folded: int = 0
@@ -142,20 +143,20 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
     return episode
 
 
-def expire(rules: Rules, episode: Episode) -> Episode:
+def expire(episode: Episode) -> Episode:
     """The episode's time is up. Its finished turns are scored; an unfinished one does not count. Without a
     turn there is nothing to score, and the episode fails."""
     if not episode.turns:
         return _fail(episode, FailReason.DEADLINE, "not one turn was done within rollout.episode_timeout")
-    return _score(rules, episode, EpisodeEnd.TIMEOUT)
+    return _score(episode, EpisodeEnd.TIMEOUT)
 
 
 def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
     """All messages, the prompt included, as the newest row shows them: folded replies are DROPPED."""
     messages = [*episode.sample.prompt, *episode.opened.messages]
     folded = episode.folded
-    for turn in episode.turns:
-        messages.append(turn_message(rules, turn, episode.opened.tools))
+    for turn, parsed in zip(episode.turns, episode.read, strict=True):
+        messages.append(turn_message(rules, turn, parsed))
         for reply in turn.replies:
             messages.append(_tool_message(reply, DROPPED if folded > 0 else reply.content))
             folded -= 1
@@ -190,13 +191,13 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
         return _fail(episode, FailReason.ENGINE_ERROR, trouble)
     turn = make_turn(len(episode.turns), asked.row, asked.ids[len(before) :], generation)
     rows = (*episode.rows[: asked.row], asked.ids + generation.ids)
-    episode = replace(episode, rows=rows, turns=(*episode.turns, turn))
     parsed = read_turn(rules, turn, episode.opened.tools)
+    episode = replace(episode, rows=rows, turns=(*episode.turns, turn), read=(*episode.read, parsed))
     to_environment = _for_environment(rules, episode, parsed)
     if (end := _end(rules, episode, parsed, to_environment)) is not None:
-        return _score(rules, episode, end)
+        return _score(episode, end)
     if to_environment:
-        message = turn_message(rules, turn, episode.opened.tools)
+        message = turn_message(rules, turn, parsed)
         calls = episode.tool_calls + len(parsed.calls)
         return replace(episode, tool_calls=calls, bad_calls=0, command=Step(message))
     if parsed.calls:
@@ -245,7 +246,7 @@ def _replied(
         bad_calls=bad + (episode.bad_calls if bad == len(everything) else 0),
     )
     if episode.bad_calls >= rules.config.max_bad_calls:
-        return _score(rules, episode, EpisodeEnd.BAD_CALLS)
+        return _score(episode, EpisodeEnd.BAD_CALLS)
     return _next_turn(rules, episode, tuple(_tool_message(reply, reply.content) for reply in everything))
 
 
@@ -254,9 +255,9 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
     turn = replace(episode.turns[-1], observation=observation)
     episode = replace(episode, turns=(*episode.turns[:-1], turn))
     if observation.done:
-        return _score(rules, episode, EpisodeEnd.DONE)
+        return _score(episode, EpisodeEnd.DONE)
     if len(episode.turns) >= rules.config.max_turns:
-        return _score(rules, episode, EpisodeEnd.MAX_TURNS)
+        return _score(episode, EpisodeEnd.MAX_TURNS)
     if not observation.messages:
         return _fail(episode, FailReason.ENVIRONMENT_ERROR, "the environment sent nothing, and is not done")
     return _next_turn(rules, episode, observation.messages)
@@ -280,9 +281,9 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
         if folded.folded > episode.folded:
             episode, ids, row = folded, _prompt(rules, folded), len(episode.rows)
     if row >= limits.max_rows:
-        return _score(rules, episode, EpisodeEnd.MAX_ROWS)
+        return _score(episode, EpisodeEnd.MAX_ROWS)
     if len(ids) >= limits.max_tokens:
-        return _score(rules, episode, EpisodeEnd.LENGTH)
+        return _score(episode, EpisodeEnd.LENGTH)
     return _generate(rules, episode, ids, row)
 
 
@@ -308,9 +309,8 @@ def _generate(rules: Rules, episode: Episode, ids: tuple[int, ...], row: int) ->
     return replace(episode, command=Generate(ids, min(room, rules.config.max_new_tokens), row))
 
 
-def _score(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
-    answer = read_turn(rules, episode.turns[-1], episode.opened.tools).content
-    return replace(episode, command=Score(answer, end))
+def _score(episode: Episode, end: EpisodeEnd) -> Episode:
+    return replace(episode, command=Score(episode.read[-1].content, end))
 
 
 def _fail(episode: Episode, reason: FailReason, detail: str) -> Episode:

@@ -74,13 +74,13 @@ def read_turn(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[
     return replace(parsed, content=rules.chat.content(parsed.content))
 
 
-def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[str] = ()) -> Message:
-    """The model's message. A turn with malformed calls is quoted as it is. White space in front of a text of
-    `stops` stays: agents put the text behind it again."""
-    parsed, text = read_turn(rules, turn, tools, stops), before(rules.chat.decode(turn.ids), stops)
+def turn_message(rules: Rules, turn: Turn, parsed: Parsed, stops: Sequence[str] = ()) -> Message:
+    """The message of a turn that was read as `parsed`. A turn with malformed calls is quoted as it is.
+    White space in front of a text of `stops` stays: agents put the text behind it again."""
     if parsed.errors:
-        return Message("assistant", rules.chat.content(text))
+        return Message("assistant", rules.chat.content(before(rules.chat.decode(turn.ids), stops)))
     if turn.stop is StopReason.TEXT and stops and not parsed.calls:
+        text = before(rules.chat.decode(turn.ids), stops)
         parsed = replace(parsed, content=parsed.content + text[len(text.rstrip()) :])
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
 

@@ -128,10 +128,11 @@ def reward_input(
         shown = tuple(turn for turn in turns if turn.row == turns[-1].row)
     else:
         schemas = parts.toolbox.schemas(sample)
-    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown)
+    read = tuple(read_turn(rules, turn, schemas) for turn in shown)
+    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown, read=read)
     return RewardInput(
         sample=sample,
-        answer=read_turn(rules, turns[-1], schemas).content,
+        answer=read[-1].content,
         messages=conversation(rules, episode),
         turns=len(turns),
         tool_calls=calls,

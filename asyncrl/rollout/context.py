@@ -194,8 +194,9 @@ class EpisodeRun:
 
     def forget(self, ended: asyncio.Future[None]) -> None:
         """The episode's end is durable: nothing goes on from its snapshots."""
-        if self.context.snapshots is not None and not ended.cancelled():
-            forget = partial(self.context.snapshots.forget, self.attempt.uid)
+        snapshots, episode = self.context.snapshots, self.attempt.uid
+        if snapshots is not None and not ended.cancelled() and snapshots.kept(episode):
+            forget = partial(snapshots.forget, episode)
             asyncio.get_running_loop().run_in_executor(None, forget)
 
     async def post_turn(self, turn: Turn, session: int | None = None) -> None:

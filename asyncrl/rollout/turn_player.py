@@ -72,7 +72,7 @@ class TurnPlayer:
     async def expire(self) -> Outcome:
         episode = self.episode or machine.begin(self.run.assign.sample)
         if not episode.over and not isinstance(episode.command, commands.Score):  # else its end is known
-            episode = machine.expire(self._rules, episode)
+            episode = machine.expire(episode)
         if not episode.over:
             episode = machine.advance(self._rules, episode, await self._answer(episode))
         return _outcome(episode)
@@ -141,7 +141,7 @@ class TurnPlayer:
         return await self._environment.cut_short(None if got_last else self._message(episode, last))
 
     def _message(self, episode: Episode, turn: Turn) -> Message:
-        return turn_message(self._rules, turn, episode.opened.tools)
+        return turn_message(self._rules, turn, episode.read[turn.index])
 
     async def _rebuild(self, episode: Episode, recorded: Sequence[Turn]) -> None:
         """Bring back on this worker what the recorded turns did to tools and environment: take snapshots, and

@@ -60,6 +60,10 @@ class Snapshots:
     def of(self, episode: str, tool: str) -> ToolSnapshots:
         return ToolSnapshots(self._place(episode) / quote(tool, ""), self._sizes, self._most)
 
+    def kept(self, episode: str) -> bool:
+        """True if there may be something to forget."""
+        return os.path.exists(self._place(episode))
+
     def forget(self, episode: str) -> None:
         """Remove those of an episode that is over. Blocks."""
         place = self._place(episode)

@@ -99,8 +99,8 @@ class EpisodeObject:
         self.restored = -1  # the turn up to which a snapshot brought the effects of calls
         self.note = ""  # at the end of the next reply
         self._blocking, self._limit = blocking, limit
-        self._every: int = getattr(state, "snapshots", 0) if snapshots else 0
-        self._snapshots = snapshots
+        self._every: int = getattr(state, "snapshots", 0)
+        self.snapshots = snapshots if self._every else None
         self._unsaved = 0  # turns with calls since the newest snapshot
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
@@ -110,15 +110,13 @@ class EpisodeObject:
             await call_user(partial(function, sample, **given), blocking=self._blocking)
 
     async def result(self) -> dict[str, Any]:
-        """Call its `result`, where it has one, after its calls. ToolError when that fails, or takes longer
+        """Call its `result` after its calls. ToolError when that fails, or takes longer
         than a call may."""
 
         async def call(result: Callable[[], Any]) -> Any:
             async with self.turn:
                 return result_of(await call_user(result, blocking=self._blocking), "it")
 
-        if not hasattr(self.state, "result"):
-            return {}
         try:
             found = await call_user(partial(call, self.state.result), self._limit)
             return {} if found is None else dict(found)
@@ -131,7 +129,7 @@ class EpisodeObject:
         """Keep a snapshot if it is called for. Without it an older one and later calls give the same."""
         self._unsaved += self.called
         self.called = False
-        if self._snapshots is None or not 0 < self._every <= self._unsaved:
+        if self.snapshots is None or self._unsaved < self._every:
             return
 
         async def collect() -> bytes:
@@ -140,15 +138,15 @@ class EpisodeObject:
 
         try:
             archive = await call_user(collect, self._limit)
-            await in_thread(partial(self._snapshots.save, turn, history, archive), "snapshot")
+            await in_thread(partial(self.snapshots.save, turn, history, archive), "snapshot")
             self._unsaved = 0
         except Exception as problem:
             log.info("no snapshot of %s: %s", type(self.state).__name__, reason(problem))
 
     async def restore(self, histories: Sequence[str]) -> None:
         """Take the newest snapshot of these turns, if there is one."""
-        if self._snapshots is not None and self._every:
-            found = await in_thread(partial(self._snapshots.find, histories), "snapshot")
+        if self.snapshots is not None:
+            found = await in_thread(partial(self.snapshots.find, histories), "snapshot")
             if found is not None:
                 self.restored, archive = found
                 await call_user(partial(self.state.restore, archive), self._limit)
@@ -239,11 +237,11 @@ class ToolSession:
 
     async def save(self, turn: int, history: str) -> None:
         """Keep snapshots after the calls of a turn. Raises only when cancelled."""
-        await asyncio.gather(*(one.save(turn, history) for one in self._objects.values()))
+        await asyncio.gather(*(one.save(turn, history) for one in self._objects.values() if one.snapshots))
 
     async def restore(self, histories: Sequence[str]) -> None:
         """Take the newest snapshots of these recorded turns. Then `redo` leaves out their calls."""
-        await asyncio.gather(*(one.restore(histories) for one in self._objects.values()))
+        await asyncio.gather(*(one.restore(histories) for one in self._objects.values() if one.snapshots))
 
     @property
     def restored(self) -> list[EpisodeObject]:
@@ -276,7 +274,8 @@ class ToolSession:
         """Return what the objects leave for the reward: their dicts in one, None without any. ToolError when
         one fails, and when two leave something of the same name."""
         joined: dict[str, Any] = {}
-        for found in await asyncio.gather(*(one.result() for one in self._objects.values())):
+        asked = [one.result() for one in self._objects.values() if hasattr(one.state, "result")]
+        for found in await asyncio.gather(*asked):
             if twice := sorted(joined.keys() & found.keys()):
                 raise ToolError(f"two tools leave {twice[0]!r} as their result; use one of them")
             joined |= found

@@ -101,8 +101,8 @@ def take_step(
     `limit`. `clip` 0: off.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    for grad in grads:
-        grad.mul_(scale)
+    if grads:
+        torch._foreach_mul_(grads, scale)
     total = torch.nn.utils.get_total_norm(grads)
     total = total.full_tensor() if isinstance(total, DTensor) else total
     if clip:

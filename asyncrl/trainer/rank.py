@@ -100,6 +100,7 @@ class TrainerRank:
         self.watch = self.learner.watch
         self.peak_flops = peak_flops(mesh.device, config.model.dtype)
         self.waiting = self._named = ""  # now, and in the newest beat
+        self._silence = silence_limit(config)
         self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
@@ -242,7 +243,7 @@ class TrainerRank:
         A patient wait is for data and ends with the coordinator's stop only; any other raises DeadlineError
         after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
-        limit = silence_limit(self.config)
+        limit = self._silence
         deadline = time.monotonic() + limit
         self.waiting, resend_at = name, 0.0
         while True:

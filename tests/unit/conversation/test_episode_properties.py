@@ -336,7 +336,7 @@ def time_may_run_out_at_any_moment(play: Played) -> None:
     for state in play.states:
         if state.over:
             continue
-        after = expire(play.made, state)
+        after = expire(state)
         assert (after.turns, after.rows) == (state.turns, state.rows)
         if state.turns:
             assert isinstance(after.command, Score) and after.command.end is EpisodeEnd.TIMEOUT
