@@ -55,7 +55,9 @@ class ReplayBuffer:
     ) -> None:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
         self.greedy, self.reads = greedy, reads
-        self.fresh = max(config.usual_staleness, every - 1)  # the most that weights may lag behind at a start
+        holds = config.on_stale == "hold"  # and counts on every version within the bound
+        # The most that weights may lag behind when a turn starts.
+        self.fresh = config.max_staleness if holds else max(config.usual_staleness, every - 1)
         partial = config.group_policy == "partial" and not greedy
         self.deadlines = Deadlines(config.group_deadline if partial else math.inf)
         self.group_size = config.episodes_per_group + greedy

@@ -111,7 +111,7 @@ class WorkerHandler:
             self.state.outbox.to_control(worker.peer, self._clock())
 
     def _clock(self) -> Clock:
-        return Clock(max(0, self.state.batches.committed - self.state.config.buffer.max_staleness))
+        return Clock(max(0, self.state.batches.committed - self.state.buffer.fresh))
 
     # -- losing --------------------------------------------------------------------------------------
 

@@ -428,6 +428,8 @@ def test_a_bound_for_the_tail_lets_no_more_groups_be_live(
     groups; with on_stale=hold the bound itself decides."""
     buffer, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target)
     assert (buffer.config.usual_staleness, buffer.config.max_live_groups) == (usual, live)
+    held, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target, on_stale="hold")
+    assert (buffer.fresh, held.fresh) == (usual, bound)
     admit(buffer, 9)
     buffer.commit(20)
     oldest = [needed for needed, _ in pending(buffer)]
