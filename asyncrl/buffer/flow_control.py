@@ -50,7 +50,7 @@ class FlowControl:
 
     Args:
         groups: groups per batch, G: the limit is never less.
-        ahead: in batches: the limit is never more than (1 + ahead) * groups.
+        ahead: usual staleness, in batches: the limit is never more than (1 + ahead) * groups.
 
     Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of its tokens over the bound leads to
     16 · exp(0.015 · (1 − 0.2)) = 16.19, one with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07.
@@ -84,7 +84,7 @@ class KvCap:
 
     Args:
         groups: groups per batch, G: the cap is never less.
-        ahead: in batches: the cap is never more than (1 + ahead) * groups.
+        ahead: usual staleness, in batches: the cap is never more than (1 + ahead) * groups.
     """
 
     def __init__(self, groups: int, ahead: int) -> None:

@@ -9,7 +9,7 @@ from msgspec import Meta
 from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seconds, Section, Text
 
 START = 0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
-USUAL = 4  # target_staleness=auto is not more than this: a larger bound is for the tail, not for every token
+USUAL = 4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
 Packing = Literal["padded", "packed", "tree"]
 LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
     "trainer.activation_checkpointing=full, more trainer.ranks, trainer.sequence_parallel (with long rows), "
@@ -31,10 +31,11 @@ class BufferConfig(Section, frozen=True):
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
     `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins with
-    min(1/2, max_staleness), and does not exceed 4, or a quarter of max_staleness."""
+    min(1/2, max_staleness), and is at most 4, or max_staleness / 4 if that is more."""
     stale_budget: Annotated[float, Meta(gt=0, le=1)] = 0.01
     """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
-    with slow tools or long episodes faster, and more of their late tokens are not trained."""
+    with slow tools or long episodes faster, but the first tokens of more of these episodes are not trained:
+    a larger max_staleness costs less."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
     batch waits for groups that would cross the bound, `drop` drops the trajectory."""
@@ -71,8 +72,8 @@ class BufferConfig(Section, frozen=True):
 
     @property
     def usual_staleness(self) -> int:
-        """Bound on the lag of groups that are trained in the order of their issue. With auto it is less than
-        that of the tail: 2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
+        """Bound on the lag of groups that are trained in the order of their issue. With auto it is
+        2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
         if self.target_staleness != "auto":
             return self.max_staleness
         return min(self.max_staleness, max(USUAL, self.max_staleness // USUAL))

@@ -8,18 +8,19 @@
 The clock, the engines' speed and the delays of the tool are simulated. The buffer, the plans, flow control,
 the episode machine, the sampler, the learner and the calculator's questions are real. So a run takes the CPU
 seconds of its tokens, however long its tail is, and all arms of a seed have the same questions, random
-numbers and delays. A turn is sampled by one version, that of its begin. Delays are in units of g, the seconds
-in which the engines sample a batch. Every few steps the policy plays held-out questions, each sampled once.
+numbers and delays. A whole turn is sampled by the version with which it begins. Delays are in units of g,
+the seconds in which the engines sample a batch. Every few steps the policy plays held-out questions, each
+sampled once.
 
 An arm is a bound, buffer.max_staleness, and perhaps one of these, which the package does not have:
     weights       tokens that are in time count 1/P: P is the share that was in time, in earlier batches, of
                   the tokens with as many turns after them; at least 1/5
     instalments   what would expire is trained in the last batch that may take it, with the value V of its
                   episode in place of its reward: the mean reward of four continuations that the policy plays
-                  then. V has no bias, which no table and no critic can promise; only a group whose baseline
-                  is fixed gives instalments
+                  then. V has no bias, which no table and no critic can promise; only groups whose baseline
+                  is fixed are trained in instalments
     unbounded     nothing expires
-or the name of an algorithm.
+or the name of an algorithm, as in 16-icepop.
 """
 
 from __future__ import annotations
