@@ -65,8 +65,9 @@ def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:
     trainer = {"lr": 1e-2, "grad_clip": 0.0, "micro_batch_tokens": 2048, **sections.pop("trainer", {})}
     model = {"path": path, "dtype": "float32", **sections.pop("model", {})}
     rollout = {"max_tokens": 1024, "max_new_tokens": 128, **sections.pop("rollout", {})}
+    buffer = {"max_staleness": 4, **sections.pop("buffer", {})}
     run = {"name": "t", "model": model, "data": {"train": "x"}, "rollout": rollout, "trainer": trainer}
-    return parse(run | sections)
+    return parse({**run, "buffer": buffer, **sections})
 
 
 def make_learner(config: RunConfig, world: World, dtype: str = "float64") -> Learner:

@@ -24,9 +24,10 @@ def make(
     reads: ComparedParts = ComparedParts(),
     **keys: object,
 ) -> tuple[ReplayBuffer, Batches]:
-    """A buffer of 2 groups of 2 per batch unless given otherwise; one micro-batch fits everything."""
+    """A buffer of 2 groups of 2 per batch, a bound of 4, unless given otherwise; one micro-batch fits all."""
     config = BufferConfig(
-        **{"groups_per_batch": 2, "episodes_per_group": 2, "filter_zero_variance": False} | keys
+        **{"groups_per_batch": 2, "episodes_per_group": 2, "max_staleness": 4, "filter_zero_variance": False}
+        | keys
     )
     prompts = Prompts(rows, lambda epoch: shuffled(range(rows), f"0/{epoch}"), epochs)
     buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, reads=reads)
