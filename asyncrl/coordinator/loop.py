@@ -53,6 +53,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     """Run the coordinator of the launch `incarnation` until the run is over, and return the exit code."""
     coordinator = Coordinator(config, endpoints, incarnation)
     gc.freeze()  # a collection need not look at modules
+    gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
     try:
         coordinator.loop()
     except SupersededError as error:

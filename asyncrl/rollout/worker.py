@@ -68,6 +68,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
         engine = build()
     gc.collect()
     gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
+    gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
