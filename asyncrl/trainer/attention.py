@@ -55,7 +55,7 @@ class ForestAttention:
         return replace(self, device=device) if device != self.device else self
 
 
-Chunk = tuple[Tensor, int]
+Chunk = tuple[np.ndarray, int]
 """Successive tokens of a node: the indices of all keys, and how many of them, the last ones, are queries."""
 
 
@@ -92,27 +92,26 @@ def _batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tuple[li
     """Return the batches, and the place of each token in their results, one after another. Long nodes with
     ancestors are cut into chunks of QUERIES: few keys are computed that none may see."""
     alike: dict[tuple[int, ...], list[Chunk]] = {}
-    for path, size in zip(map(torch.from_numpy, forest.paths), forest.sizes, strict=True):
+    for path, size in zip(forest.paths, forest.sizes, strict=True):
         step = size if len(path) == size and window is None else QUERIES
         for start in range(len(path) - size, len(path), step):
             keys = path[: start + step]
             count = len(keys) - start
-            short = count.bit_length(), len(keys).bit_length()
+            short = count.bit_length(), len(keys).bit_length(), count == len(keys)
             alike.setdefault(short if len(keys) <= QUERIES else (len(alike),), []).append((keys, count))
-    places, batches, end = torch.empty(len(forest.ids), dtype=torch.int64), list[NodeBatch](), 0
+    places, end = np.empty(len(forest.ids), dtype=np.int64), 0
     for chunks in alike.values():
-        batches.append(batch := _batch(chunks, window, dtype))
-        counts = torch.tensor([count for _, count in chunks])
-        real = torch.arange(batch.queries.shape[1]) < counts[:, None]
-        places[batch.queries[real]] = end + real.flatten().nonzero()[:, 0]
-        end += real.numel()
-    return batches, places
+        longest = max(count for _, count in chunks)
+        for keys, count in chunks:
+            places[keys[-count:]] = np.arange(end, end + count)
+            end += longest
+    return [_batch(chunks, window, dtype) for chunks in alike.values()], torch.from_numpy(places)
 
 
 def _batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype) -> NodeBatch:
-    keys = pad_sequence([keys for keys, _ in chunks], batch_first=True)
-    queries = pad_sequence([keys[-count:] for keys, count in chunks], batch_first=True)
-    if queries.shape == keys.shape and keys.shape[1] > QUERIES and window is None:  # a whole node
+    keys = pad_sequence([torch.from_numpy(keys) for keys, _ in chunks], batch_first=True)
+    queries = pad_sequence([torch.from_numpy(keys[-count:]) for keys, count in chunks], batch_first=True)
+    if window is None and all(count == len(keys) for keys, count in chunks):  # padding comes last
         return NodeBatch(queries, keys, None)
     first = torch.tensor([[len(keys) - count] for keys, count in chunks])
     last = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
