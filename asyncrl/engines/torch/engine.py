@@ -77,7 +77,7 @@ class TorchEngine:
                 self._between_steps(lambda: self._leave(future))
 
     async def _so_far(self, turn: asyncio.Future[Generation]) -> Generation:
-        """What a turn has sampled; NOTHING if it ends meanwhile."""
+        """What a turn has sampled; NOTHING if it ends meanwhile, or the engine breaks."""
         found: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
         def read() -> None:
@@ -86,7 +86,8 @@ class TorchEngine:
                 found.set_result(NOTHING if run is None else self._batcher.so_far(run))
 
         self._between_steps(read)
-        return await found
+        await asyncio.wait([found, turn], return_when=asyncio.FIRST_COMPLETED)
+        return found.result() if found.done() else NOTHING
 
     def release(self, session: str) -> None:
         self._between_steps(lambda: self._release(session))

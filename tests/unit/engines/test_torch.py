@@ -255,6 +255,16 @@ async def test_a_turn_that_cannot_be_ended_breaks_the_engine_and_hangs_nobody(
     await engine.close()
 
 
+async def test_a_part_that_cannot_be_read_hangs_nobody(monkeypatch: pytest.MonkeyPatch):
+    engine = serve(slots=2, stepwise=True)
+    task = asyncio.create_task(engine.generate(replace(ask(prompt(4), 80), part_seconds=1e-6)))
+    await generated(engine, 8)
+    monkeypatch.setattr(engine._batcher, "so_far", lambda _: 1 / 0)
+    with pytest.raises((EngineError, ZeroDivisionError)):
+        await asyncio.wait_for(task, 60)
+    await engine.close()
+
+
 async def test_close_fails_what_is_pending():
     engine = serve()
     await engine.close()  # never started
