@@ -40,6 +40,7 @@ from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages import engine, shared, trainer, worker
 from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
+from asyncrl.wire.messages.worker import Failed, Finished, Generated, Replied, Sampled
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 TICK = 0.05
@@ -250,7 +251,7 @@ class Coordinator:
     def _on_bulk(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
         self._heard(peer, now)
         match message:
-            case _ if isinstance(message, worker.Record):
+            case Generated() | Sampled() | Replied() | Finished() | Failed():
                 self.records.record(peer, message, frames, now)
             case trainer.PlanRequest():
                 self.trainer.plan_requested(peer, message)

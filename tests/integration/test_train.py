@@ -56,7 +56,7 @@ def test_a_short_run_leaves_everything_it_promises(
     assert trained and all("<|im_start|>" in row["text"] for row in trained)
     assert overlap(run.path)
     replayed_to_the_last_bit(run)
-    regraded(run, tmp_path, capsys)
+    regraded(run, tmp_path, capsys, 6 * 16 - late)
     measured = Measurements.of(run.path, recompose(run.path, []))  # what `asyncrl plan` reads
     assert len(measured.rows) == 6 and measured.recorded and measured.load.sampling >= 1
     assert cli.main(["status", str(run.path)]) == 0
@@ -105,14 +105,14 @@ def length(given):
 """
 
 
-def regraded(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def regraded(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], trained: int) -> None:
     """Its own reward again gives the same; another one sees the whole conversation."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
     out = tmp_path / "regraded.jsonl"
     for reward, same in (("final_number", True), (f"{tmp_path}/lengths.py:length", False)):
         assert cli.main(["regrade", str(run.path), "--reward", reward, "--out", str(out)]) == 0
         rows = [json.loads(line) for line in out.read_text().splitlines()]
-        assert len(rows) == 6 * 16 and {row["step"] for row in rows} == set(range(1, 7))
+        assert len(rows) == trained and {row["step"] for row in rows} == set(range(1, 7))
         assert any(row["advantage"] for row in rows), "nothing is compared"
         for row in rows:
             assert (row["score"], row["advantage"]) == (row["score_new"], row["advantage_new"]) or not same
