@@ -111,6 +111,13 @@ class WeightsConfig(Section, frozen=True):
     """sglang, requests under way at an update: keep their KV cache, recompute it, or end and resume them."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops everywhere."""
+    adapters: Literal["auto"] | bool = "auto"
+    """With model.lora_rank: publish the adapters alone, which engines load beside the model. false: merged
+    into its weights. auto: alone, but for `collective`, `full_every`, and servers of `engine.urls`."""
+
+    @property
+    def whole_files(self) -> bool:
+        return self.transport == "disk" and self.full_every == 1
 
 
 Tracker = Literal[
@@ -209,6 +216,14 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return max(self.rollout.full_rows, budget // self.rollout.max_tokens)
 
     @property
+    def adapters_apart(self) -> bool:
+        """Versions are of adapters alone."""
+        known = self.weights.whole_files and self.engine.name == "torch"
+        return self.model.lora_rank > 0 and (
+            known if self.weights.adapters == "auto" else self.weights.adapters
+        )
+
+    @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""
         episode = self.rollout.rows * self.rollout.max_tokens * BYTES_PER_TOKEN
@@ -287,6 +302,11 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         f"weights.transport {config.weights.transport} needs servers; set engine=sglang, or "
         "weights.transport=disk": (config.weights.transport != "disk" and not config.engine.remote),
+        "weights.adapters needs whole files, and adapters: set model.lora_rank, weights.transport=disk and "
+        "full_every=1, or leave it out": config.weights.adapters is True
+        and not (
+            config.model.lora_rank and config.weights.transport == "disk" and config.weights.full_every == 1
+        ),
         "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
             config.trainer.router_replay and not config.engine.remote
         ),

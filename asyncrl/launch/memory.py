@@ -272,7 +272,7 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         f"{sized(out)} of main memory"
     )
     if config.model.lora_rank:
-        from asyncrl.trainer.layers import coverage
+        from asyncrl.weights.adapters import coverage
 
         model = ModelSizes(config.model.path)
         yield ok(f"adapters      {coverage(model.shapes, model.linear)}")

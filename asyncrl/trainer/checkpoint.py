@@ -35,9 +35,10 @@ from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError, one_line, reason
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.export import export_hf
-from asyncrl.trainer.layers import A, B
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
+from asyncrl.weights.adapters import A, B, peft_name
+from asyncrl.weights.manifest import AdapterSpec
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]
@@ -241,7 +242,6 @@ def reader(files: StepFiles) -> FileSystemReader:
 
 
 MODEL = "model."  # what the policy's tensors are under in a checkpoint
-ROLES = {A: "lora_A.weight", B: "lora_B.weight"}
 
 
 def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out: Path) -> None:
@@ -263,24 +263,11 @@ def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out:
     with warnings.catch_warnings():  # that there are no other processes is meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load_shards({"model": tensors}, storage_reader=source, no_dist=True)
-    layers = sorted({name.rpartition(".")[0] for name in tensors})
-    named = {}
-    for name, tensor in tensors.items():
-        layer, _, role = name.rpartition(".")
-        named[f"base_model.model.{layer}.{ROLES[role]}"] = tensor
+    named = {peft_name(name): tensor for name, tensor in tensors.items()}
     save_file(named, out / "adapter_model.safetensors", {"format": "pt"})
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.path,
-        "r": model.lora_rank,
-        "lora_alpha": model.lora_alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": layers,
-        "fan_in_fan_out": any(_transposed(layer, stored) for layer in layers),
-        "inference_mode": True,
-    }
+    layers = tuple(sorted({name.rpartition(".")[0] for name in tensors}))
+    transposed = any(_transposed(layer, stored) for layer in layers)
+    settings = AdapterSpec(model.lora_rank, model.lora_alpha, layers, transposed).peft(model.path)
     (out / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2))
 
 

@@ -30,9 +30,10 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.shrunk import own_attention
-from asyncrl.trainer.layers import initial, layers_of
+from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.world import World
+from asyncrl.weights.adapters import initial
 from asyncrl.weights.model_files import weight_files
 from asyncrl.weights.names import FilePiece, pieces
 

@@ -27,11 +27,12 @@ from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.shrunk import remembered
 from asyncrl.trainer.examine import examine
 from asyncrl.trainer.forced_routes import ForcedRoutes
-from asyncrl.trainer.layers import Adapters, prepare_layers
+from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.scores import Scores, Selected, SplitModel, in_parts, score_chunks
 from asyncrl.trainer.world import SequenceRanks, World
+from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.names import kept_buffers, pieces
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,13 @@ def shards(policy: Policy) -> Mapping[str, DTensor]:
     """Return the weights that others get, by the model's own names: the trained ones, or copies with an
     adapter merged in. One that two modules share has the first name only. Reading one is a collective."""
     return PublishedShards(policy)
+
+
+def adapter_shards(policy: Policy) -> Mapping[str, DTensor]:
+    """Return the policy's adapters, by the model's own names."""
+    assert policy.adapters is not None
+    named = dict(policy.lm.named_parameters())
+    return {piece.parameter: cast(DTensor, named[piece.parameter]) for piece in policy.adapters.published}
 
 
 class PublishedShards(Mapping[str, DTensor]):

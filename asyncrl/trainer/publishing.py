@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from asyncrl.config import RunConfig
-from asyncrl.trainer.model import Policy, copied_buffers, score, shards
+from asyncrl.trainer.model import Policy, adapter_shards, copied_buffers, score, shards
 from asyncrl.trainer.packing import unpacked
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
@@ -46,16 +50,19 @@ class Publishing:
         # The fixed text that trainer and engines score; any ids do.
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
         weights, collectors = config.weights, readers(config, mesh.size)
+        self._adapters = policy.adapters if config.adapters_apart else None  # all that is published
+        pieces = self._adapters.published if self._adapters else policy.published
         self._host = HostShards(
-            *(shards(policy), policy.published, policy.export_dtype, config.launch.stall_timeout),
-            *(collectors, copied_buffers(policy), weights.full_every > 1),
+            *(self._shards(), pieces, policy.export_dtype, config.launch.stall_timeout),
+            *(collectors, self._buffers(), weights.full_every > 1),
         )
         self._files: VersionWriter | None = None
         if weights.transport == "disk":
             size = sum(spec.nbytes for spec in self._host.layout)
             needed = disk.bytes_needed(size, weights.full_every > 1, config.engine.keepers)
             directory = disk.weights_directory(weights.directory, run_dir, config.name, needed)
-            self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every)
+            spec = self._adapters.spec if self._adapters else None
+            self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every, spec)
         self._sender = None if self._files else self._offering(collectors)
         self._link: Link | None = None  # of the publisher's thread, while that lives
         self._publisher = Publisher(self._write, self._announce) if mesh.rank == 0 else None
@@ -64,15 +71,21 @@ class Publishing:
         """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
         of an earlier publish."""
         start = time.monotonic()
-        kept = copied_buffers(self.policy)  # small, and not to wait for the copies behind them
+        kept = self._buffers()  # small, and not to wait for the copies behind them
         index = self._host.claim(lambda busy: self.mesh.gather(busy, list[int]))
-        self._host.copy(index, shards(self.policy), kept)
+        self._host.copy(index, self._shards(), kept)
         self.check()
         snapshot = self._host.snapshot(index, version, time.monotonic() - start)
         if self._publisher is not None:
             self._publisher.submit(snapshot)
         elif self._sender is not None:
             self._sender.offer(snapshot)
+
+    def _shards(self) -> Mapping[str, DTensor]:
+        return adapter_shards(self.policy) if self._adapters else shards(self.policy)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {} if self._adapters else copied_buffers(self.policy)
 
     def probe(self) -> Probe:
         """The probe, with the log-probs of the policy as it is now. A collective. It takes as long as many

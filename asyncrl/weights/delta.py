@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Delta, Manifest, WeightsError, WeightsRef, describe, split
+from asyncrl.weights.manifest import AdapterSpec, Delta, Manifest, WeightsError, WeightsRef, describe, split
 from asyncrl.weights.ranges import file_header, joined
 
 if TYPE_CHECKING:  # readers do not import torch
@@ -30,10 +30,14 @@ Version = tuple[WeightsRef, Manifest]
 
 class VersionWriter:
     """Publishes versions to a directory: a whole one, then up to `full_every` - 1 deltas, fewer when these
-    add up to a whole one. The copy that the last one was made of is kept until the next one is made."""
+    add up to a whole one. The copy that the last one was made of is kept until the next one is made.
+    `adapter`: versions are of such adapters."""
 
-    def __init__(self, directory: Path, bucket_bytes: int, full_every: int = 1) -> None:
+    def __init__(
+        self, directory: Path, bucket_bytes: int, full_every: int = 1, adapter: AdapterSpec | None = None
+    ) -> None:
         self.directory, self.bucket_bytes, self.full_every = directory, bucket_bytes, full_every
+        self._adapter = adapter
         self._base: tuple[Manifest, Pinned] | None = None  # of the last version
         self._reading = ExitStack()  # it
         self._deltas = self._bytes = 0  # since the last whole version
@@ -74,7 +78,7 @@ class VersionWriter:
                         file.writelines(one.data)
                         at += one.size if base else one.count
         delta = Delta(base[0].version, base[0].checksum, tuple(changed)) if base else None
-        return describe(snapshot.version, tuple(entries), delta)
+        return describe(snapshot.version, tuple(entries), delta, self._adapter)
 
 
 def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:

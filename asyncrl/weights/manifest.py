@@ -112,14 +112,40 @@ class Delta(msgspec.Struct, frozen=True):
         return sum(size for ranges in self.ranges for _, size in ranges)
 
 
+class AdapterSpec(msgspec.Struct, frozen=True):
+    """Says what the tensors of low-rank adapters are for: `layers` of the model, whose weights are kept
+    `transposed` in models like GPT-2; alpha / rank scales what they add."""
+
+    rank: int
+    alpha: float
+    layers: tuple[str, ...]
+    transposed: bool = False
+
+    def peft(self, base: str) -> dict[str, Any]:
+        """Return PEFT's adapter_config.json for adapters of the model `base`."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": self.layers,
+            "fan_in_fan_out": self.transposed,
+            "inference_mode": True,
+        }
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same for a version
-    that is published whole and one that is published as a `delta`."""
+    that is published whole and one that is published as a `delta`. `adapter`: they are those of adapters."""
 
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
     checksum: str
     delta: Delta | None = None
+    adapter: AdapterSpec | None = None
 
     @property
     def layout(self) -> Layout:
@@ -127,10 +153,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe(
-    version: PolicyVersion, tensors: tuple[TensorEntry, ...], delta: Delta | None = None
+    version: PolicyVersion,
+    tensors: tuple[TensorEntry, ...],
+    delta: Delta | None = None,
+    adapter: AdapterSpec | None = None,
 ) -> Manifest:
     """Return the manifest of a version, its checksum included."""
-    return Manifest(version, tensors, overall_checksum(tensors), delta)
+    return Manifest(version, tensors, overall_checksum(tensors), delta, adapter)
 
 
 def xxh3(data: Any) -> str:

@@ -26,7 +26,9 @@ EPOCH = 3
 class Trainer:
     """One rank that publishes and changes its weights in between."""
 
-    def __init__(self, world: World, folder: Path, patience: float = DEADLINE, **weights: Any) -> None:
+    def __init__(
+        self, world: World, folder: Path, patience: float = DEADLINE, lora_rank: int = 0, **weights: Any
+    ) -> None:
         if world.rank == 0:
             save_tiny_qwen(folder / "model")
             endpoints = choose_endpoints("127.0.0.1", 0)
@@ -37,7 +39,10 @@ class Trainer:
         weights = {"directory": "run", "bucket_bytes": 2048} | weights
         broadcast = weights.get("transport") == "collective"
         engine = {"name": "sglang", "servers": 2} if broadcast else {"name": "torch"}
-        config = tiny_config(path, weights=weights, engine=engine, launch={"stall_timeout": patience})
+        model = {"lora_rank": lora_rank}
+        config = tiny_config(
+            path, model=model, weights=weights, engine=engine, launch={"stall_timeout": patience}
+        )
         self.policy = load_policy(config.model, world)
         self.publishing = Publishing(config, endpoints, folder / "run", world, self.policy)
 

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from asyncrl.errors import ConfigError, EngineError, one_line
 from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
 from asyncrl.types import Generation, StopReason
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.names import pieces
 
 PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
@@ -51,6 +53,7 @@ class TorchEngine:
         self._wake = asyncio.Event()
         self._loading = asyncio.Lock()
         self._broken: EngineError | None = None
+        self._adapters: Adapters | None = None  # from the first version of some on
 
     @property
     def version(self) -> int:
@@ -96,7 +99,8 @@ class TorchEngine:
         async with self._loading:  # versions are applied in the order of the calls
             manifest, tensors = await asyncio.to_thread(disk.read, ref)
             swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._between_steps(lambda: self._swap(tensors, ref.version.step, swapped))
+            replace = partial(self._replace, manifest.adapter, tensors)
+            self._between_steps(lambda: self._swap(replace, ref.version.step, swapped))
             await swapped
         return manifest
 
@@ -150,11 +154,25 @@ class TorchEngine:
             self._end(run, StopReason.ABORT)
         self._batcher.slots.release(session)
 
-    def _swap(self, tensors: Mapping[str, torch.Tensor], version: int, swapped: asyncio.Future[None]) -> None:
+    def _replace(self, adapter: AdapterSpec | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises WeightsError, changing nothing."""
+        if adapter is None:
+            replace_weights(self._model, tensors)
+            return
+        if self._adapters is None:
+            self._adapters = Adapters(self._model, adapter.rank, adapter.alpha)
+        if self._adapters.spec != adapter:
+            raise WeightsError(f"adapters are of {adapter}, and not of {self._adapters.spec}")
+        parameters = {
+            piece.name: self._model.get_parameter(piece.parameter) for piece in self._adapters.published
+        }
+        copy_all(parameters, tensors)
+
+    def _swap(self, replace: Callable[[], None], version: int, swapped: asyncio.Future[None]) -> None:
         if swapped.done():  # its caller did not wait
             return
         try:
-            replace_weights(self._model, tensors)
+            replace()
         except WeightsError as error:  # nothing was changed
             swapped.set_exception(error)
         except Exception as error:
@@ -256,6 +274,11 @@ def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor])
     missing = sorted(n for n, tensor in own.items() if tensor.data_ptr() not in given and n not in unsaved)
     if unknown or missing:
         raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
+    copy_all(own, tensors)
+
+
+def copy_all(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into those of the same names. Raises WeightsError, changing nothing, if shapes differ."""
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(own[name].shape)}"

@@ -19,10 +19,10 @@ from asyncrl import cli
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.layers import Adapters
 from asyncrl.trainer.model import Policy, load_policy, score, shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
+from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.shards import HostShards
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (

@@ -16,8 +16,10 @@ import torch
 
 from asyncrl.engines.sglang.http import OLD
 from asyncrl.engines.sglang.receiver import Receiver
+from asyncrl.engines.torch.engine import TorchEngine, build
 from asyncrl.trainer.model import Policy, score
 from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
 from tests.fakes.group_server import FakeServer, ServerRank, described
 from tests.fakes.publishing import DEADLINE, EPOCH, Trainer
@@ -156,3 +158,43 @@ def fail_to_write(world: World, folder: Path) -> Any:
 
 def test_a_write_that_failed_ends_the_trainers_loop(tmp_path: Path) -> None:
     assert "run" in run_ranks(1, fail_to_write, tmp_path)
+
+
+def publish_adapters(world: World, folder: Path) -> Any:
+    """Two versions of adapters that do something, loaded by an engine: how far it is from the trainer."""
+    trainer, gaps = Trainer(world, folder, lora_rank=4), []
+    with asyncio.Runner() as loop:
+        engine = loop.run(_engine(folder / "model")) if not world.rank else None
+        for step in range(2):
+            for parameter in trainer.policy.parameters():
+                if parameter.requires_grad:
+                    torch.nn.init.normal_(parameter.detach(), std=0.3)
+            probe = trainer.publishing.probe()
+            trainer.publishing.publish(PolicyVersion(EPOCH, step))
+            if engine is not None:
+                before = loop.run(engine.score(probe.ids))
+                manifest = loop.run(engine.load(trainer.told().ref))
+                assert manifest.adapter is not None and manifest.adapter.rank == 4
+                roles = {entry.name.rpartition(".lora_")[2] for entry in manifest.tensors}
+                assert roles == {"A.weight", "B.weight"}, "nothing else is published"
+                own = loop.run(engine.score(probe.ids))
+                gaps.append([_gap(own, probe.logprobs), _gap(before, probe.logprobs)])
+            world.gather(0, int)
+        if engine is not None:
+            loop.run(engine.close())
+    trainer.publishing.drain()
+    return gaps
+
+
+def _gap(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+async def _engine(path: Path) -> TorchEngine:
+    return build(str(path), "float32", slots=1, max_len=128)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_adapts_its_model_as_the_trainer_does(tmp_path: Path, ranks: int) -> None:
+    gaps = run_ranks(ranks, publish_adapters, tmp_path)
+    assert [own < 1e-5 < 1e-3 < before for own, before in gaps] == [True, True], gaps

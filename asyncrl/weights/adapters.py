@@ -1,0 +1,139 @@
+"""Low-rank adapters of a model, and how a version of them is written down.
+
+    layer: q_proj.weight, frozen │ q_proj.lora_a [rank, in], q_proj.lora_b [out, rank]
+    files: base_model.model.…q_proj.lora_A.weight and lora_B.weight, as PEFT and servers read them
+
+The trainer computes with them, engines that know them load A and B alone, others the merged weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from asyncrl.errors import ConfigError
+from asyncrl.weights.manifest import AdapterSpec
+from asyncrl.weights.names import FilePiece
+
+A, B = "lora_a", "lora_b"
+ROLES = {A: "lora_A.weight", B: "lora_B.weight"}
+
+
+class Adapters:
+    """Adapts all linear layers of a model but the output layer; its own parameters do not train:
+    y = W·x + (alpha/rank)·B·A·x with W frozen (LoRA, arXiv 2106.09685).
+
+    A and B are parameters of the adapted layer itself (`q_proj.lora_a` beside `q_proj.weight`), added to its
+    output by a hook. So the weights keep their names, and merging is arithmetic on shards.
+    `published`: A and B of all layers, as files name them; `spec`: what files say of them. `coverage`: what
+    is adapted and what is not, for people. `leaves_experts`: experts are stacked, so not."""
+
+    def __init__(self, model: PreTrainedModel, rank: int, alpha: float) -> None:
+        self._on = True
+        self._scale = alpha / rank
+        self._layers = {  # by the name of the weight
+            f"{name}.weight": layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Linear | Conv1D) and layer is not model.get_output_embeddings()
+        }
+        if not self._layers:
+            raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.coverage = coverage(shapes, self._layers.keys())
+        stacks = (name for name, parameter in model.named_parameters() if parameter.dim() > 2)
+        self.leaves_experts = any(".experts." in name for name in stacks)
+        model.requires_grad_(False)
+        for layer in self._layers.values():
+            _add(layer, rank)
+            layer.register_forward_hook(self._adapt)
+        transposed = any(isinstance(layer, Conv1D) for layer in self._layers.values())
+        layers = tuple(name.removesuffix(".weight") for name in self._layers)
+        self.spec = AdapterSpec(rank, alpha, layers, transposed)
+        self.published = tuple(
+            FilePiece(peft_name(parameter), parameter, tuple(model.get_parameter(parameter).shape))
+            for layer in layers
+            for parameter in (f"{layer}.{A}", f"{layer}.{B}")
+        )
+
+    def _adapt(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not self._on:
+            return output
+        inner = self._scale * linear(args[0], getattr(layer, A))  # scaled where it is small
+        return output + linear(inner, getattr(layer, B))
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model without them: the base."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def merged(self, name: str, weight: DTensor) -> DTensor:
+        """W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not adapted. A
+        collective: A is gathered."""
+        layer = self._layers.get(name)
+        if layer is None:
+            return weight
+        change = cast(DTensor, self.change(name, getattr(layer, A), getattr(layer, B)))
+        return cast(DTensor, weight + change.redistribute(weight.device_mesh, weight.placements))
+
+    def change(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """Returns what adapters A, B add to the weight called `name`."""
+        change = self._scale * (b @ a)
+        return change.t() if isinstance(self._layers[name], Conv1D) else change  # which keeps it transposed
+
+    def names(self, name: str) -> tuple[str, str] | None:
+        """Returns the names of a weight's adapters; None if it has none."""
+        stem = name.removesuffix("weight")
+        return (stem + A, stem + B) if name in self._layers else None
+
+
+def peft_name(parameter: str) -> str:
+    """Names an adapter's parameter as PEFT's files do."""
+    layer, _, role = parameter.rpartition(".")
+    return f"base_model.model.{layer}.{ROLES[role]}"
+
+
+def coverage(shapes: Mapping[str, Sequence[int]], adapted: Container[str]) -> str:
+    """The matrices that adapters adapt and those they leave, by kind, with their number and their share of
+    all parameters. (Stacked experts are no linear layers.)"""
+    sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
+    for name, shape in shapes.items():
+        parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+        if len(shape) > 1:
+            sizes[name in adapted][".".join(parts[-2:])].append(math.prod(shape))
+    total = sum(map(math.prod, shapes.values()))
+    yes, no = (
+        ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())
+        for which in (True, False)
+    )
+    return f"{yes}; not adapted: {no or 'nothing'} (shares of all parameters)"
+
+
+def _add(layer: nn.Linear | Conv1D, rank: int) -> None:
+    """Shapes [rank, in] and [out, rank]."""
+    weight = layer.weight
+    out_size, in_size = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
+    layer.register_parameter(A, nn.Parameter(weight.new_empty(rank, in_size)))
+    layer.register_parameter(B, nn.Parameter(weight.new_empty(out_size, rank)))
+
+
+def initial(name: str, parameter: Tensor) -> Tensor:
+    """First values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So an adapted
+    model starts as its base does, and a value head at 0."""
+    values = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    if name.endswith(A):
+        values.uniform_(-1, 1).div_(math.sqrt(parameter.shape[1]))
+    return values
