@@ -214,6 +214,17 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
         return Routes(self.start, tokens, self.data[: tokens * each]) if tokens > 0 else None
 
 
+class TokenScores(msgspec.Struct, frozen=True):
+    """Holds what a frozen model (`scorers`, by the name there) makes of a turn's model tokens: log-probs,
+    at the temperature of the rollout. `ids`: its k likeliest tokens at each of these places, `top`: their
+    log-probs; empty: not asked for. Little-endian float32 [T], int32 [T, k], float32 [T, k]."""
+
+    scorer: str
+    logprobs: bytes
+    ids: bytes = b""
+    top: bytes = b""
+
+
 class Generation(msgspec.Struct, frozen=True):
     """An engine returns it for one request. Spans are relative to `ids`. `routes`: where asked for."""
 
@@ -233,7 +244,8 @@ class Turn(msgspec.Struct, frozen=True):
     turn that begins a row has the whole prompt as its context. Spans are relative to `ids`. `agent`: who
     asked for it, by the `model` of the request, where an agent program leads the episode. `routes`: of the
     tokens of its row up to here that no turn before it has routes of. `untrained`: it answers a side request
-    of the agent (`rollout.untrained_agents`), and no loss, baseline or normaliser knows it.
+    of the agent (`rollout.untrained_agents`), and no loss, baseline or normaliser knows it. `scores`: by the
+    scorers that read it; none in validation.
     """
 
     index: int
@@ -249,6 +261,7 @@ class Turn(msgspec.Struct, frozen=True):
     agent: str = ""
     routes: Routes | None = None
     untrained: bool = False
+    scores: tuple[TokenScores, ...] = ()
 
 
 class TurnPart(msgspec.Struct, frozen=True, array_like=True):

@@ -85,6 +85,8 @@ def render() -> str:
     for field in msgspec.structs.fields(RunConfig):
         if _is_section(field.type):
             sections.append((f"`{field.name}`", field.type, f"{field.name}."))
+        for kind in filter(_is_section, typing.get_args(field.type)):  # of a mapping
+            sections.append((f"`{field.name}.NAME`", kind, f"{field.name}.NAME."))
     count = sum(len(_plain_fields(kind)) for _, kind, _ in sections)
     parts = [HEAD, f"{count} keys.\n", *(_section(*section) for section in sections)]
     return "\n".join(parts)
@@ -129,7 +131,7 @@ def type_text(hint: Any) -> str:
     if origin is tuple:
         return f"[{', '.join(map(type_text, arguments))}]"
     if origin is dict:
-        return f"mapping of {type_text(arguments[1])}"
+        return f"mapping of {'sections' if _is_section(arguments[1]) else type_text(arguments[1])}"
     return hint.__name__
 
 

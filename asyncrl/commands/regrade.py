@@ -100,7 +100,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
 
     recipe = compose(config)
     # No environment or agent: they need not be there any more.
-    parts = EpisodeParts(config).load("rules", "toolbox", "scorer")
+    parts = EpisodeParts(config).load("rules", "toolbox", "reward")
     samples, reader = Samples.open(samples_path(run_dir, "train")), RunReader.open(run_dir)
     room, rows, problems = asyncio.Semaphore(AT_ONCE), list[Row](), list[str]()
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text, divisors
-from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.episodes import EngineConfig, RolloutConfig, ScorerConfig, ValidationConfig
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -145,12 +145,12 @@ class LaunchConfig(Section, frozen=True):
     """Local subprocesses, or Ray actors."""
     ray_address: str = ""
     """Ray cluster; empty: a local one is started."""
-    pools: dict[Literal["engine", "rollout", "trainer"], Text] = {}
+    pools: dict[Literal["engine", "rollout", "scorer", "trainer"], Text] = {}
     """Ray: the resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
-    gpus: dict[Literal["engine", "rollout", "trainer"], Annotated[float, Meta(ge=0)]] = {}
+    gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
     """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two on one. Others: one for a rank,
-    `engine.tp` for a server, one for a worker with an embedded engine if `model.device` is cuda."""
+    `tp` for a server, one for a worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
     """Address of this machine that the coordinator binds to, and all others dial. `0.0.0.0`: it binds to all,
     and they dial the one of the default route."""
@@ -173,6 +173,9 @@ class LaunchConfig(Section, frozen=True):
     processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
 
 
+ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
+
+
 class RunConfig(Section, frozen=True, kw_only=True):
     """One run."""
 
@@ -190,6 +193,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    scorers: dict[ScorerName, ScorerConfig] = {}
+    """Frozen models that score turns or episodes, by name, e.g. `{reference: {path: MODEL, servers: 2}}`."""
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     kl: KLConfig = KLConfig()
@@ -214,6 +219,14 @@ class RunConfig(Section, frozen=True, kw_only=True):
         """Rows of `rollout.max_tokens` tokens in the largest micro-batch: as many as `budget` tokens hold, or
         as one episode may have."""
         return max(self.rollout.full_rows, budget // self.rollout.max_tokens)
+
+    def readers(self, source: str) -> tuple[str, ...]:
+        """Return the scorers that read each turn of an episode of this data source: the reference, and a
+        teacher."""
+        teachers = {name: one.sources for name, one in self.scorers.items() if name.startswith("teacher")}
+        own = [name for name, sources in teachers.items() if source in sources]
+        others = [name for name, sources in teachers.items() if not sources]
+        return (*(["reference"] if "reference" in self.scorers else []), *(own or others))
 
     @property
     def adapters_apart(self) -> bool:
@@ -342,6 +355,28 @@ def _check_combinations(config: RunConfig) -> None:
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
     }
-    for message, refused in refusals.items():
+    for message, refused in (refusals | _scorer_refusals(config)).items():
         if refused:
             raise ConfigError(message)
+
+
+def _scorer_refusals(config: RunConfig) -> dict[str, bool]:
+    """Scorers that would read nothing, or the same as others, or at another temperature."""
+    teachers = [name for name in config.scorers if name.startswith("teacher")]
+    named = [source for name in teachers for source in config.scorers[name].sources or [""]]
+    lacking = [name for name, one in config.scorers.items() if not (one.path or one.urls)]
+    return {
+        f"scorers.{', '.join(lacking)}: neither a model nor servers; set path, or urls": bool(lacking),
+        "scorers: sources are for teachers; the reference scores all turns, and rollout.reward asks the "
+        "reward model": any(one.sources for name, one in config.scorers.items() if name not in teachers),
+        f"scorers: {' and '.join(teachers)} score the same data source; give each its own in sources": (
+            len({*named}) < len(named)
+        ),
+        f"rollout.temperature ({config.rollout.temperature:g}): servers give log-probs of what they read at "
+        "temperature 1 only; set 1, or leave out scorers.reference and teachers": (
+            config.rollout.temperature != 1 and bool({*config.scorers} - {"reward"})
+        ),
+        "kl.reference and scorers.reference are two references; leave one out": (
+            bool(config.kl.reference) and "reference" in config.scorers
+        ),
+    }

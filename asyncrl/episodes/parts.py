@@ -20,7 +20,7 @@ from asyncrl.conversation.parsers import Parser, load_parser, parse_turn
 from asyncrl.conversation.requests import Untrained
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.environments import Environment, load_environment
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Agent, Command, load_agent, load_untrained
 from asyncrl.observe.files import first_day
@@ -38,7 +38,7 @@ class EpisodeParts:
     the file.
 
     `config` must name a model directory. Shapings may be registered by the files of other keys of
-    `algorithm`: compose the recipe before `scorer` is asked for.
+    `algorithm`: compose the recipe before `reward` is asked for.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -50,11 +50,11 @@ class EpisodeParts:
         return Toolbox(load_tools(rollout.tools, rollout.tool_args), rollout.tool_timeout)
 
     @cached_property
-    def scorer(self) -> Scorer:
+    def reward(self) -> EpisodeReward:
         """Return the reward function with the shapings of `algorithm.shaping`."""
         rollout = self.config.rollout
         shapings = select_shapings(self.config.algorithm.shaping, "algorithm.shaping")
-        return Scorer(load_rewards(rollout.reward), rollout.reward_timeout, shapings)
+        return EpisodeReward(load_rewards(rollout.reward), rollout.reward_timeout, shapings)
 
     @cached_property
     def environment(self) -> Callable[[], Environment] | None:
@@ -112,13 +112,13 @@ class EpisodeParts:
 
     def load(self, *names: str) -> EpisodeParts:
         """Make these, or all of them: what is wrong with a name or a file is found here."""
-        for name in names or ("rules", "toolbox", "scorer", "environment", "agent", "untrained"):
+        for name in names or ("rules", "toolbox", "reward", "environment", "agent", "untrained"):
             getattr(self, name)
         return self
 
     async def close(self) -> None:
         """Close the tools and the reward processes that were made. Later uses make them again."""
-        made = [self.__dict__.pop(name, None) for name in ("toolbox", "scorer")]
+        made = [self.__dict__.pop(name, None) for name in ("toolbox", "reward")]
         await asyncio.gather(*(part.close() for part in made if part is not None))
 
 

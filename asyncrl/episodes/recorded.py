@@ -25,7 +25,7 @@ from asyncrl.conversation.commands import Done, Opened
 from asyncrl.conversation.episode import Episode, begin, conversation
 from asyncrl.conversation.turns import read_turn, scored, trained
 from asyncrl.data import Samples, samples_path
-from asyncrl.episodes.scoring import shaped, transcript
+from asyncrl.episodes.reward import shaped, transcript
 from asyncrl.errors import AsyncrlError
 from asyncrl.observe.held_out import HeldOut, Judged, answer_of, uid_prefix
 from asyncrl.rewards import RewardError, RewardInput
@@ -105,8 +105,8 @@ async def regrade(
 ) -> EpisodeResult:
     """Score the trained turns among these, as `reward_input` has them. Raises RewardError."""
     turns = trained(turns)
-    earned = await parts.scorer.score(reward_input(parts, sample, turns, end, calls, result))
-    ended = scored(turns, end, shaped(parts.rules, parts.scorer, earned, turns, end))
+    earned = await parts.reward.score(reward_input(parts, sample, turns, end, calls, result))
+    ended = scored(turns, end, shaped(parts.rules, parts.reward, earned, turns, end))
     if not isinstance(ended, Done):
         raise RewardError(ended.detail)
     return ended.result

@@ -85,7 +85,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     from asyncrl.algorithms.recipe import imitates  # here: it takes a second
 
     config = parts.config
-    needing = [reward.name for reward in parts.scorer.rewards if reward.needs_truth]
+    needing = [reward.name for reward in parts.reward.rewards if reward.needs_truth]
     truth = f"rollout.reward {needing[0]}" if needing else ""
     demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
@@ -133,7 +133,7 @@ def prepare(
 
 def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
     """ConfigError unless samples are tasks where the reward judges them, and the other way round."""
-    rewards, rollout = parts.scorer.rewards, parts.config.rollout
+    rewards, rollout = parts.reward.rewards, parts.config.rollout
     judged = any(reward.source.spec == TESTS for reward in rewards)
     if not (judged or any(map(task_of, samples))):  # 4 µs each
         return
@@ -152,7 +152,7 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
 
 def _no_numbers(parts: EpisodeParts, samples: Samples) -> str:
     """A warning where the reward compares numbers, as the default does, and ground truths are texts."""
-    named = [reward.name for reward in parts.scorer.rewards if reward.numbers]
+    named = [reward.name for reward in parts.reward.rewards if reward.numbers]
     looked_at = [sample for sample in samples[:LOOKED_AT] if not sample.demonstration]
     words = [s.ground_truth for s in looked_at if not is_number(json.loads(s.ground_truth))]
     if not named or not words:

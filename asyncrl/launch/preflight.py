@@ -102,7 +102,7 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
 
     config, parts = inputs.config, inputs.parts
     compose(config)  # first: its files may register a shaping
-    for part in ("toolbox", "environment", "agent", "scorer", "parser"):
+    for part in ("toolbox", "environment", "agent", "reward", "parser"):
         getattr(parts, part)
     if not config.engine.remote and config.engine.name not in engines:
         engines.load(config.engine.name)
@@ -158,7 +158,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
         line = f"{name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
         found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
-    truth, scorer = json.loads(sample.ground_truth), parts.scorer
+    truth, reward = json.loads(sample.ground_truth), parts.reward
     right = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
     answers = [right] * (truth is not None) + [("no text", "")]
     if task_of(sample):  # what changed is judged, and no answer
@@ -169,7 +169,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
             said = (*sample.prompt, Message("assistant", answer))
             with recorded() as failure:
                 score = (
-                    f"{(await scorer.score(RewardInput(sample, answer, said, transcript=answer))).score:g}"
+                    f"{(await reward.score(RewardInput(sample, answer, said, transcript=answer))).score:g}"
                 )
                 score += " (it may look for a format around it)" * (score == "0" and bool(answer))
             why = f"rollout.reward fails for {what} as the answer to the first sample: {failure.line}"

@@ -24,7 +24,7 @@ from asyncrl.buffer.payloads import decode_part
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
 from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, extended, rest, together, unheard
-from asyncrl.episodes.scoring import Scorer, shaped, transcript
+from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.runtime.activity import Waits
@@ -79,7 +79,7 @@ class EpisodeContext:
     """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least."""
 
     rules: Rules
-    scorer: Scorer
+    reward: EpisodeReward
     outbox: Outbox
     waits: Waits
     oldest: Callable[[], int]
@@ -251,13 +251,13 @@ class EpisodeRun:
             result=result,
         )
         began = time.monotonic()
-        with self.context.waits.named("the reward function", self.context.scorer.deadline):
-            earned = await self.context.scorer.score(reward_input)
+        with self.context.waits.named("the reward function", self.context.reward.deadline):
+            earned = await self.context.reward.score(reward_input)
         self._reward_s = time.monotonic() - began
         self._notes = earned.notes
         if self.assign.lane == "eval":  # validation reports scores as they are
             return earned
-        return shaped(self.context.rules, self.context.scorer, earned, turns, end)
+        return shaped(self.context.rules, self.context.reward, earned, turns, end)
 
     def final_record(self, outcome: Outcome) -> Finished | Failed:
         """The last record."""

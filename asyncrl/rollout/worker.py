@@ -127,7 +127,7 @@ class RolloutWorker:
         self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
             parts.rules,
-            parts.scorer,
+            parts.reward,
             self.outbox,
             self.waits,
             oldest=lambda: self._oldest,

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards.loading import in_loop
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
@@ -62,8 +62,8 @@ class Bench:
         self.auto_ack, self.oldest, self.sample = True, 0, sample()
         self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
         made = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
-        scorer = Scorer([in_loop(reward)], made.config.reward_timeout)
-        self.context = EpisodeContext(made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
+        judge = EpisodeReward([in_loop(reward)], made.config.reward_timeout)
+        self.context = EpisodeContext(made, judge, self.outbox, self.waits, oldest=lambda: self.oldest)
 
     def player(self, run: EpisodeRun) -> Player:
         raise NotImplementedError

@@ -256,7 +256,7 @@ def test_a_test_finds_nothing_of_the_one_before() -> None:
 
 async def test_answers_wait_for_a_sandbox() -> None:
     (found,) = load_rewards({"code": {"require": ""}})
-    assert found.own_deadline  # the Scorer's is later
+    assert found.own_deadline  # the EpisodeReward's is later
     code = Code(require="", at_once=1)
     async with code._places:
         waits = asyncio.ensure_future(code("test", ADD, PAIRS))

@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Request
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards import RewardError, in_loop
 from asyncrl.rollout.worker import run
 from asyncrl.tools import load_tools, snapshots, toolbox
@@ -123,7 +123,7 @@ def test_snapshots_stay_for_a_next_attempt_that_goes_on(parent: Path, reason: Fa
         raise RewardError("no", reason)
 
     bench = SandboxBench(shell(RANDOM), "done")
-    bench.context.scorer = Scorer([in_loop(reward)], 60.0)
+    bench.context.reward = EpisodeReward([in_loop(reward)], 60.0)
     asyncio.run(bench.run())
     assert isinstance(last := bench.sent[-1], Failed) and last.reason is reason
     assert bool([path for path in parent.rglob("*") if path.is_file()]) is kept

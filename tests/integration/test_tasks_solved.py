@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.data.harbor import read_tasks
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards.loading import load_rewards
 from asyncrl.rollout.context import EpisodeRun
 from asyncrl.rollout.episode_runner import Player
@@ -104,7 +104,7 @@ class ShellBench(Bench):
 def scores(benches: list[Bench]) -> list[float]:
     """Play them one after the other, judged by the tests of their tasks."""
     for bench in benches:
-        bench.context.scorer = Scorer(load_rewards("tests"), 60.0)
+        bench.context.reward = EpisodeReward(load_rewards("tests"), 60.0)
     return [bench.finished().result.score for bench in benches]
 
 

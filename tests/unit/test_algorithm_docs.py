@@ -16,7 +16,7 @@ from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, ToolsReplied, TurnGenerated
 from asyncrl.conversation.episode import advance
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.registry import Registry
 from asyncrl.rewards import RewardInput, in_loop
 from asyncrl.rewards.shaping import shapings
@@ -83,7 +83,7 @@ def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType)
     reply = asyncio.run(call_tool(namespace["search"], asked.command.calls[0], 60.0))
     answered = advance(made, advance(made, asked, ToolsReplied((reply,))), TurnGenerated(generation("Oslo")))
     given = RewardInput(CAPITAL, "Oslo", turns=2)
-    verdict = asyncio.run(Scorer([in_loop(namespace["compute_score"])], 60.0).score(given))
+    verdict = asyncio.run(EpisodeReward([in_loop(namespace["compute_score"])], 60.0).score(given))
     done = advance(made, answered, EpisodeScored(verdict)).command
     assert isinstance(done, Done) and done.result.components == {"correct": 1.0, "brief": 1.0}
     assert done.result.turn_rewards == pytest.approx((0.05, 1.15)) and done.result.reward == pytest.approx(

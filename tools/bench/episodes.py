@@ -34,7 +34,7 @@ from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import hermes
 from asyncrl.engines.base import Request
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
@@ -211,7 +211,7 @@ async def run(load: Load) -> Figures:
     )
     context = EpisodeContext(
         Rules(chat, hermes, config),
-        Scorer([in_loop(lambda **_: 1.0)], 60.0),
+        EpisodeReward([in_loop(lambda **_: 1.0)], 60.0),
         outbox,
         Waits(),
         lambda: 0,

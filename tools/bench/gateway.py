@@ -35,7 +35,7 @@ from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import hermes
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.engines.base import Request
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.gateway import Endpoint, Gateway
 from asyncrl.isolation.child import raise_file_limit
 from asyncrl.rewards import in_loop
@@ -104,8 +104,8 @@ class Worker:
         self._turns = dict.fromkeys(PATHS, (*call, chat.stop_ids[0])) | {"text": text}
         self._outbox = Outbox(self._send)
         config = RolloutConfig(max_turns=64, max_tokens=1 << 15, agent="bench", episode_timeout=3600.0)
-        rules, scorer = Rules(chat, hermes, config), Scorer([in_loop(lambda **_: 1.0)], 60.0)
-        self._context = EpisodeContext(rules, scorer, self._outbox, Waits(), lambda: 0)
+        rules, episode_reward = Rules(chat, hermes, config), EpisodeReward([in_loop(lambda **_: 1.0)], 60.0)
+        self._context = EpisodeContext(rules, episode_reward, self._outbox, Waits(), lambda: 0)
         self.gateway = Gateway()
         self._service = asyncio.create_task(self._outbox.run())
         self._episodes = 0

@@ -133,7 +133,7 @@ class Player:
                 return commands.ToolsReplied(tuple([await tools.call(call) for call in calls]))
             case commands.Score(answer=answer, end=end):
                 return commands.EpisodeScored(
-                    await self.parts.scorer.score(RewardInput(ask.sample, answer, end=end))
+                    await self.parts.reward.score(RewardInput(ask.sample, answer, end=end))
                 )
             case command:
                 raise AssertionError(f"nothing answers {type(command).__name__}")

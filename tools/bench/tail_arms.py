@@ -221,7 +221,7 @@ class Learning(Simulation):
                     event: commands.Event = commands.ToolsReplied(replies)
                 case commands.Score(answer=answer, end=end):
                     asked = RewardInput(state.sample, answer, end=end)
-                    event = commands.EpisodeScored(self._do(self.parts.scorer.score(asked)))
+                    event = commands.EpisodeScored(self._do(self.parts.reward.score(asked)))
                 case command:
                     raise AssertionError(type(command).__name__)
             state = machine.advance(self.parts.rules, state, event)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.types import Message, Sample
@@ -33,13 +33,13 @@ def judged(said: str, status: int = 200, **options: Any) -> tuple[float | str, l
         async with scripted() as script:
             answer(script, said, status)
             plugin = {"llm_judge": {"url": f"{script.url}/v1", "model": "judge", "retries": 0, **options}}
-            scorer = Scorer(load_rewards(plugin), 30.0)
+            episode_reward = EpisodeReward(load_rewards(plugin), 30.0)
             try:
-                score: float | str = (await scorer.score(GIVEN)).score
+                score: float | str = (await episode_reward.score(GIVEN)).score
             except RewardError as error:
                 score = str(error)
             finally:
-                await scorer.close()
+                await episode_reward.close()
             return score, [body["messages"] for _, body, _ in script.asked]
 
     return asyncio.run(main())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.rewards.models import normalised_output
@@ -83,21 +83,21 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
     async with scripted() as script:
         script.says("/classify", 200, json.dumps({"embedding": [0.25], "meta_info": {}}).encode())
         options = {"url": script.url, "tokenizer": str(DEMO), "of": "messages", "retries": 0}
-        scorer = Scorer(load_rewards({"reward_model": options}), 60.0)
+        episode_reward = EpisodeReward(load_rewards({"reward_model": options}), 60.0)
         try:
-            results = await asyncio.gather(*(scorer.score(GIVEN) for _ in range(3)))
+            results = await asyncio.gather(*(episode_reward.score(GIVEN) for _ in range(3)))
             assert [result.score for result in results] == [0.25] * 3
             said = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
             ids = tokenizer.apply_chat_template(said, return_dict=False)
             assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
             script.says("/classify", 200, b'{"embedding": "none"}')
             with pytest.raises(RewardError, match="no answer of a reward model"):
-                await scorer.score(GIVEN)
+                await episode_reward.score(GIVEN)
             script.says("/classify", 400, b'{"error": "no reward model"}')
             with pytest.raises(RewardError, match="status 400"):
-                await scorer.score(GIVEN)
+                await episode_reward.score(GIVEN)
         finally:
-            await scorer.close()
+            await episode_reward.close()
 
 
 def test_directories_are_looked_for_at_the_start(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.records import EpisodeRecord
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards import in_loop, select_shapings
 from asyncrl.tools import Rewarded, Tool, tool
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
@@ -34,8 +34,8 @@ def bench(
 ) -> TurnBench:
     made = TurnBench(turns, lambda **_: result, **options)
     made.tools["look"] = paying()
-    scorer = Scorer([in_loop(lambda **_: result)], 60.0, select_shapings(shaping or {}, "x"))
-    made.context = replace(made.context, scorer=scorer)
+    episode_reward = EpisodeReward([in_loop(lambda **_: result)], 60.0, select_shapings(shaping or {}, "x"))
+    made.context = replace(made.context, reward=episode_reward)
     return made
 
 
@@ -106,8 +106,8 @@ def test_validation_is_not_shaped() -> None:
 
 def test_a_shaping_that_fails_is_a_reward_error() -> None:
     made = bench(["42"], 1.0)
-    scorer = Scorer([in_loop(lambda **_: 1.0)], 60.0, [lambda given: 1 / 0])
-    made.context = replace(made.context, scorer=scorer)
+    episode_reward = EpisodeReward([in_loop(lambda **_: 1.0)], 60.0, [lambda given: 1 / 0])
+    made.context = replace(made.context, reward=episode_reward)
     end = made.failed()
     assert end.reason is FailReason.REWARD_ERROR and "algorithm.shaping" in end.detail
 

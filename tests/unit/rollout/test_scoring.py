@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.episodes.scoring import Scorer
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards import Reward, RewardError, RewardInput, in_loop, load_rewards
 from asyncrl.types import EpisodeEnd, FailReason, RewardResult
 from tests.fakes.chat import sample
@@ -21,11 +21,11 @@ GIVEN = RewardInput(sample(), "42", turns=2, end=EpisodeEnd.ANSWERED)
 
 def verdict(rewards: list[Reward], timeout: float = 60.0) -> RewardResult:
     async def main() -> RewardResult:
-        scorer = Scorer(rewards, timeout)
+        episode_reward = EpisodeReward(rewards, timeout)
         try:
-            return await scorer.score(GIVEN)
+            return await episode_reward.score(GIVEN)
         finally:
-            await scorer.close()
+            await episode_reward.close()
 
     return asyncio.run(main())
 
@@ -127,7 +127,7 @@ def test_a_reward_whose_steps_all_have_limits_has_no_other_one(tmp_path: Path) -
     file.write_text("import math\n" + PATIENT.format(arguments="given", error="ValueError('late')"))
     file.write_text(file.read_text().replace("True", "math.inf"))
     rewards = load_rewards(f"{file}:Patient")
-    assert Scorer(rewards, 60.0).deadline == math.inf
+    assert EpisodeReward(rewards, 60.0).deadline == math.inf
     with pytest.raises(RewardError, match=r"^ValueError: late"):
         verdict(rewards, timeout=0.001)
 

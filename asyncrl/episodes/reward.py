@@ -25,7 +25,7 @@ from asyncrl.rewards.shaping import Shaping
 from asyncrl.types import EpisodeEnd, RewardResult, Turn
 
 
-class Scorer:
+class EpisodeReward:
     """Calls rewards, each within `timeout` s; `shapings` are for episodes that train. For one event loop."""
 
     def __init__(self, rewards: Sequence[Reward], timeout: float, shapings: Sequence[Shaping] = ()) -> None:
@@ -108,7 +108,7 @@ def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
 
 
 def shaped(
-    rules: Rules, scorer: Scorer, earned: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
+    rules: Rules, reward: EpisodeReward, earned: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
 ) -> RewardResult:
     """The reward of an episode that trains. Raises RewardError."""
     limits = rules.config
@@ -119,4 +119,4 @@ def shaped(
         end=end,
         limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
     )
-    return msgspec.structs.replace(earned, shaping=scorer.shape(given))
+    return msgspec.structs.replace(earned, shaping=reward.shape(given))
