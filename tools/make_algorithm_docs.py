@@ -25,7 +25,7 @@ from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.credit import Advantage
-from asyncrl.algorithms.kl import ESTIMATORS
+from asyncrl.algorithms.kl import DIVERGENCES, ESTIMATORS
 from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.config import RunConfig, parse
 from asyncrl.registry import Registry
@@ -200,6 +200,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "losses": lambda: table(components(losses), "L per token"),
     "corrections": lambda: table(components(corrections), "rule"),
     "kl": lambda: table(ESTIMATORS, "k per token"),
+    "divergences": lambda: table(DIVERGENCES, "D per state"),
     "aggregations": lambda: table(components(aggregations), "w, D"),
     "shapings": lambda: table(components(shapings), "added to R"),
     "presets": presets,

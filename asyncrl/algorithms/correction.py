@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -124,15 +125,40 @@ def correct(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
     return Correction(weight.masked_fill(masked, 0.0), ratio, masked, cut & ~masked)
 
 
+def correct_states(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
+    """As `correct`, for a loss of the state in front of each token, whatever is sampled there.
+
+    Its ratio is that of the tokens of the turn or episode that led to it, where the weight is over turns or
+    episodes, and 1 at level token or geometric. Masks of single tokens do not apply.
+    """
+    named = [(rule, getattr(rule.of, "keywords", {}).get("level")) for rule in rules]
+    level: Any = next((level for rule, level in named if rule.kind == "weight"), "token")
+    led = torch.zeros_like(given.log_ratio)
+    if level in ("turn", "sequence") and len(led):
+        values = torch.where(given.fresh, given.log_ratio, 0.0).double()
+        before, place = values.cumsum(0) - values, places(given, level)
+        first = torch.cat([torch.ones_like(place[:1]), place.diff()]) != 0
+        start = torch.arange(len(place), device=place.device).where(first, 0).cummax(0).values
+        led = (before - before[start]).to(led.dtype)
+    masked = correct([rule for rule, at in named if rule.kind == "mask" and at != "token"], given).masked
+    weights = [replace(r, of=partial(r.of, level="token")) for r, at in named if r.kind == "weight" and at]
+    found = correct(weights, replace(given, log_ratio=led, advantage=torch.zeros_like(led)))
+    return replace(found, weight=found.weight.masked_fill(masked, 0.0), masked=masked)
+
+
+def places(given: CorrectionInput, level: Level) -> Tensor:
+    """Return the episode of each token or, at level `turn`, the turn of its episode, as numbers."""
+    if level != "turn":
+        return given.row
+    return given.row * (int(given.turn.max()) + 1) + given.turn
+
+
 def pooled(values: Tensor, given: CorrectionInput, level: Level) -> tuple[Tensor, Tensor]:
     """Σ of `values` over the fresh tokens of each token's turn or episode, and their number (at least 1), [N]
     both. At level `token` the values themselves."""
     if level == "token" or not len(values):
         return values, torch.ones_like(values)
-    place = given.row
-    if level == "turn":
-        place = given.row * (int(given.turn.max()) + 1) + given.turn
-    return summed(values, place, given.fresh)
+    return summed(values, places(given, level), given.fresh)
 
 
 def summed(values: Tensor, place: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Distance to a reference policy, estimated per sampled token, and the coefficient that keeps it in reach.
+"""Distance to a reference policy, or a teacher, and the coefficient that keeps it in reach.
 
 With d = log pi - log ref at a token sampled from pi, k1, k2 and k3 estimate KL(pi, ref) from one sample
-(Schulman, joschu.net/blog/kl-approx.html).
+(Schulman, joschu.net/blog/kl-approx.html). A divergence sums over all tokens that could have been sampled in
+a state, or over classes of them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from asyncrl.algorithms.correction import ratio_of
 
 VALUE_LIMIT = 10.0  # k3 grows like ref/pi: one token must not dominate the sum
 LARGEST_CHANGE = 0.2
+FLOOR = -50.0  # of log-probs in a divergence: what is excluded (-inf) must not make it infinite
+LEAST_REST = 1e-7  # what rounding leaves of 1 minus float32 probabilities that sum to 1
 
 
 def kl_tokens(logp: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -76,6 +80,66 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": k3,
     "straight_through": straight_through,
 }
+
+
+def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
+    """A divergence [N] between teacher and policy, from log pi, which carries the gradient, and log T of all
+    classes [N, C]. Only one matrix is kept for the backward.
+
+    The slope by log pi leaves out what is constant times pi, since Σ pi·∇log pi = 0.
+    """
+    own = logp.clamp(min=FLOOR)
+    with torch.no_grad():
+        value, slope = DIVERGENCES[name](own, teacher.clamp(min=FLOOR))
+    moved = (slope * own).sum(-1)
+    return value + moved - moved.detach()
+
+
+def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (plain).
+
+    Use: in the loss, at any staleness, where the student shall cover all that the teacher would do.
+    """
+    share = t.exp()
+    return (share * (t - p)).sum(-1), -share
+
+
+def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """D = Σ_v pi(v)·(log pi(v) - log T(v)): KL(pi, T), of which k2 has the gradient in expectation (plain).
+
+    Use: in the loss, at any staleness, where the student is too small to cover all, and shall do nothing that
+    the teacher would not.
+    """
+    parts = p.exp() * (p - t)
+    return parts.sum(-1), parts
+
+
+def js(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """D = (KL(T, M) + KL(pi, M)) / 2, M = (T + pi) / 2: Jensen-Shannon (GKD, arXiv 2306.13649, beta = 1/2).
+
+    Use: in the loss, at any staleness: between the two, at most log 2, so that no state rules a batch.
+    """
+    middle = torch.logaddexp(p, t) - math.log(2)
+    own = p.exp() * (p - middle) / 2
+    return own.sum(-1) + (t.exp() * (t - middle)).sum(-1) / 2, own
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "forward": forward,
+    "reverse": reverse,
+    "js": js,
+}
+
+
+def lumped(top: Tensor, sampled: Tensor, twice: Tensor) -> Tensor:
+    """Log-probs [N, k + 2] of k tokens, the sampled token and all others as one class, float64.
+
+    `twice` [N, k]: where the sampled token is among the k, so that it counts once. A divergence between
+    classes is at most that between their tokens, whatever the classes are.
+    """
+    named = torch.cat([top.masked_fill(twice, -math.inf), sampled[:, None]], 1).double()
+    others = torch.log1p(-named.exp().sum(-1, keepdim=True).clamp(max=1 - LEAST_REST))
+    return torch.cat([named, others], 1)
 
 
 def adapted(coef: float, kl: float, target: float, episodes: int, horizon: int) -> float:

@@ -15,12 +15,14 @@ from asyncrl.algorithms.advantages import credit_of, load_named_files
 from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
+from asyncrl.algorithms.kl import DIVERGENCES
 from asyncrl.algorithms.losses import Loss, losses
 from asyncrl.config import CriticConfig, KLConfig, Options, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.registry import single
 
 END_SCALARS = ("batch_std", "nonzero")
+TEACHES = 0.1  # kl.coef from which a model named as reference is a teacher; published penalties are below
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,16 @@ class Recipe:
     reference: bool
     kl_estimator: str
     skips_inert: bool
+
+    @property
+    def divergence(self) -> str:
+        """A divergence of the loss, of whole distributions; empty: the estimator reads sampled tokens."""
+        return self.kl_estimator if self.kl_estimator in DIVERGENCES else ""
+
+    @property
+    def scores_reference(self) -> bool:
+        """The reference's log-probs are wanted before the policy's forward."""
+        return self.reference and (not self.divergence or self.loss.reference)
 
     @property
     def shared_critic(self) -> bool:
@@ -198,6 +210,8 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
             kl.in_loss and recipe.kl_estimator == "k1"
         ),
+        f"kl.estimator {kl.estimator} compares distributions, and kl.where=reward has one number per token; "
+        "use kl.where=loss, or k1": kl.where == "reward" and bool(recipe.divergence),
     }
 
 
@@ -246,7 +260,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Groups that the zero-variance filter removes although a component learns from them."""
-    credit = recipe.advantage
+    credit, kl = recipe.advantage, config.kl
     key, on = "buffer.filter_zero_variance", config.buffer.filter_zero_variance
     return {
         f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it false": (
@@ -260,8 +274,15 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
         "would bias; set one of them off": on and recipe.scale in ("whiten", "whiten_running"),
         f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
-        "kl.where=loss": on and config.kl.where == "reward",
+        "kl.where=loss": on and kl.where == "reward",
+        f"{key} discards groups of equal rewards, and the teacher (kl.reference, scorers) teaches there, "
+        "too; set it false": on and kl.in_loss and kl.coef >= TEACHES and _has_teacher(config),
     }
+
+
+def _has_teacher(config: RunConfig) -> bool:
+    """A model other than the policy, or its start, is named that a KL may lead to."""
+    return bool(config.kl.reference or {*config.scorers} - {"reward"})
 
 
 def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
@@ -290,6 +311,13 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
+        "rollout.reward none and no teacher: there is nothing to learn from; set kl.reference or "
+        "scorers.teacher": single(config.rollout.reward)[0] == "none"
+        and config.kl.in_loss
+        and config.kl.coef >= 1
+        and not _has_teacher(config),
+        f"kl.top_k is of divergences, and kl.estimator is {recipe.kl_estimator}; use "
+        f"{', '.join(DIVERGENCES)}, or leave it out": config.kl.top_k > 0 and not recipe.divergence,
         "kl has settings, but where=none: they have no effect; set kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
         f"critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "

@@ -128,9 +128,15 @@ class KLConfig(Section, frozen=True):
     where: Literal["none", "reward", "loss", "loss_unweighted"] = "none"
     """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens come
     from mu, or, as verl and TRL do, unweighted."""
-    estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through"] = "auto"
+    estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"] = (
+        "auto"
+    )
     """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward,
-    k2 in the loss, whose gradients are those of the KL."""
+    k2 in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js`: KL(ref, pi), KL(pi, ref)
+    and Jensen-Shannon over the whole vocabulary, in the loss."""
+    top_k: Annotated[int, Meta(ge=0, le=256)] = 0
+    """forward, reverse, js: over the reference's k most likely tokens, the sampled one and all others as one;
+    0: over all tokens."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
@@ -146,6 +152,11 @@ class KLConfig(Section, frozen=True):
     @property
     def in_loss(self) -> bool:
         return self.where in ("loss", "loss_unweighted")
+
+    @property
+    def diverges(self) -> bool:
+        """The loss compares whole distributions."""
+        return self.in_loss and self.estimator in ("forward", "reverse", "js")
 
 
 class CriticConfig(Section, frozen=True):

@@ -33,6 +33,7 @@ MASTER = 4  # bytes of a weight, a gradient, and a number of the optimizer's sta
 CHUNK = 512  # tokens whose logits exist at once (trainer/scores.py)
 LAYER_MIN_PARAMETERS = 10_000_000  # a smaller model is gathered as a whole (trainer/loading.py)
 LOGITS = 16  # bytes: logits, their softmax, and the gradients of both, in float32
+DIVERGED = 36  # bytes: these, and what a divergence from a teacher makes of both models'
 FEATURES = 11  # bytes for each number of the hidden states that the output layer reads
 SCORES = {2: 8, 4: 12}  # bytes for each attention score that is kept, by those of a number
 _IN_LAYER = re.compile(r"(.*?)\.(\d+)\.(.*)")
@@ -163,9 +164,11 @@ def _work(config: RunConfig, model: ModelSizes, frozen: bool) -> Work:
         root, group, gathered = total, total, 0
     gradients = 0 if frozen else group * (size + MASTER) + vocabulary * hidden * MASTER
     again = max(each[::every]) if every else 0  # a layer that is computed once more
+    logit = DIVERGED if config.kl.diverges and not config.kl.top_k else LOGITS
+    taught = root * size + inputs if config.kl.diverges else 0  # the teacher's output layer, what it reads
     return Work(
         kept=sum(inputs if every and index % every == 0 else one for index, one in enumerate(each)),
-        logits=min(CHUNK, tokens) * vocabulary * LOGITS + tokens * hidden * FEATURES + root * size,
+        logits=min(CHUNK, tokens) * vocabulary * logit + tokens * hidden * FEATURES + root * size + taught,
         layer=again + root * size + gathered + gradients,
         after=0 if frozen else root * (3 * size + MASTER),
     )

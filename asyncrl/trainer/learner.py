@@ -196,7 +196,7 @@ class Learner:
                 if self.critic is not None:
                     with self.watch.phase("values"):
                         found["value"] = self.critic(tokens)
-            if self.reference is not None:
+            if self.reference is not None and recipe.scores_reference:
                 with self.watch.phase("ref"):
                     found["reference"] = self.reference.logp(tokens)
             for name, values in found.items():
@@ -254,13 +254,16 @@ class Learner:
     def _backward(self, examples: Sequence[Example], tally: report.MetricSums, progress: float) -> None:
         """Runs one micro-batch."""
         if not self.behind_barrier and self.reference is not None:
-            with self.watch.phase("ref"):
-                tokens = self._collate(examples).selected
-                examples = with_values(examples, "reference", self.reference.logp(tokens))
+            if self.recipe.scores_reference:
+                with self.watch.phase("ref"):
+                    tokens = self._collate(examples).selected
+                    examples = with_values(examples, "reference", self.reference.logp(tokens))
             if not self.recipe.critic:
                 examples = self._credited(examples, tally)
         loss = self._evaluate(examples, tally, progress)
         (loss * (self.averaging / self._expected)).backward()
+        if self.reference is not None:
+            self.reference.release()
         self.pulse()
 
     def _evaluate(self, examples: Sequence[Example], tally: report.MetricSums, progress: float) -> Tensor:
@@ -269,7 +272,11 @@ class Learner:
         computed, scored = micro.selected.ids.numel(), len(micro.selected.labels)
         self._computed += computed
         self._flops += computed * self._flop_count.body + scored * self._flop_count.head
-        scores = self.policy(micro.selected, entropy_grad=self.config.algorithm.entropy_coef > 0)
+        entropy_grad, teacher = self.config.algorithm.entropy_coef > 0, None
+        if self.reference is not None and self.recipe.divergence:
+            with self.watch.phase("ref"):
+                teacher = self.reference.teacher(micro.selected, self.recipe.divergence, self.config.kl.top_k)
+        scores = self.policy(micro.selected, entropy_grad=entropy_grad, teacher=teacher)
         value = scores.value
         if self.critic is not None:
             with self.watch.phase("values"):
@@ -335,7 +342,7 @@ class Learner:
                 if not name.startswith("value_head."):
                     parameter.grad = None
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
-        kl = config.kl.in_loss and recipe.loss.ratio == "mu"
+        kl = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
         beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
         learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
         lr = self._rate() * self._ess_factor(whole)

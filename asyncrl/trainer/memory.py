@@ -40,17 +40,29 @@ def smallest(packing: Packing) -> Selected:
 
 
 def forward_backward(
-    policy: Policy, critic: Critic | None, reference: Reference | None, tokens: Selected, entropy_grad: bool
+    policy: Policy,
+    critic: Critic | None,
+    reference: Reference | None,
+    tokens: Selected,
+    entropy_grad: bool,
+    divergence: str = "",
 ) -> None:
     """Runs of the models what a micro-batch does. Gradients are kept. A collective."""
-    if reference is not None:
+    teacher = None
+    if reference is not None and divergence:
+        teacher = reference.teacher(tokens, divergence, 0)
+    elif reference is not None:
         reference.logp(tokens)
-    scores = policy(tokens, entropy_grad=entropy_grad)
+    scores = policy(tokens, entropy_grad=entropy_grad, teacher=teacher)
     total = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
     value = critic(tokens) if critic is not None else scores.value
     if value is not None:
         total = total + value.sum()
+    if scores.divergence is not None:
+        total = total + scores.divergence.sum()
     total.backward()
+    if reference is not None:
+        reference.release()
 
 
 def try_largest(learner: Learner) -> None:
@@ -68,7 +80,8 @@ def try_largest(learner: Learner) -> None:
     learner.size = rows * length, rows // config.rollout.full_rows
     for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
         micro = tried.to(learner.world.device)
-        forward_backward(learner.policy, learner.critic, learner.reference, micro, entropy_grad)
+        models = learner.policy, learner.critic, learner.reference
+        forward_backward(*models, micro, entropy_grad, learner.recipe.divergence)
     learner.size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:

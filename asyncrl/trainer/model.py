@@ -19,18 +19,28 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
+from asyncrl.errors import ConfigError
 from asyncrl.shrunk import remembered
 from asyncrl.trainer.examine import examine
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.optimizer import make_optimizer
-from asyncrl.trainer.scores import Scores, Selected, SplitModel, in_parts, score_chunks
+from asyncrl.trainer.scores import (
+    HeadInput,
+    Logits,
+    Scores,
+    Selected,
+    SplitModel,
+    Teacher,
+    in_parts,
+    score_chunks,
+)
 from asyncrl.trainer.world import SequenceRanks, World
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.names import kept_buffers, pieces
@@ -74,17 +84,40 @@ class Policy(nn.Module):
         self.cut = SplitModel(lm, fp32_head=config.fp32_head)
         self.whole = not self.cut.possible
 
-    def forward(self, tokens: Selected, entropy_grad: bool = False, collision: bool = False) -> Scores:
+    def forward(
+        self,
+        tokens: Selected,
+        entropy_grad: bool = False,
+        collision: bool = False,
+        teacher: Teacher | None = None,
+    ) -> Scores:
         def run(part: Selected) -> Scores:
-            if self.replay is not None:
-                self.replay.give(part.routes)
-            hidden, features, logits_of = (self.cut.whole if self.whole else self.cut.split)(part)
-            scores = score_chunks(logits_of, features, part, entropy_grad=entropy_grad, collision=collision)
+            hidden, features, logits_of = self._head_input(part)
+            scores = score_chunks(
+                logits_of, features, part, entropy_grad=entropy_grad, collision=collision, teacher=teacher
+            )
             value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
             return scores._replace(value=value)
 
         columns: Any = in_parts(run, tokens, self.ranks)
         return Scores(*columns)
+
+    def head(self, tokens: Selected) -> tuple[Tensor, Logits]:
+        """What the output layer reads of the tokens that this rank scores, and how it makes logits of them.
+        Like a forward it leaves the root's parameters whole."""
+        found = []
+
+        def run(part: Selected) -> tuple[()]:
+            found.append(self._head_input(part)[1:])
+            return ()
+
+        in_parts(run, tokens, self.ranks)
+        return found[0]
+
+    def _head_input(self, part: Selected) -> HeadInput:
+        if self.replay is not None:
+            self.replay.give(part.routes)
+        return (self.cut.whole if self.whole else self.cut.split)(part)
 
     def base(self) -> AbstractContextManager[None]:
         """Inside, the policy scores as if it had no adapters."""
@@ -200,7 +233,7 @@ def copied_buffers(policy: Policy, own: Mapping[str, Tensor] | None = None) -> d
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen policy that a KL term measures the distance to, scored batch by batch.
+    """The frozen policy, or teacher, that a KL term measures the distance to, batch by batch.
 
     It is the policy as it was before the first step, whatever checkpoint a run goes on from. `policy`: a copy
     of its own read from the model directory or, with adapters, the policy in training, whose base is scored.
@@ -208,15 +241,36 @@ class Reference:
 
     policy: Policy
 
+    def __post_init__(self) -> None:
+        register_fsdp_forward_method(cast(nn.Module, self.policy), "head")
+
     @torch.no_grad()
     def logp(self, tokens: Selected) -> Tensor:
         """Log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights are
         freed."""
         with self.policy.base():  # it goes its own way, as it has its own weights
             found = self.policy(replace(tokens, routes=None)).logp
-        if self.policy.adapters is None:  # those of the policy in training are about to be used
-            cast(FSDPModule, self.policy).reshard()
+        self.release()
         return found
+
+    @torch.no_grad()
+    def teacher(self, tokens: Selected, name: str, top_k: int) -> Teacher:
+        """What the policy in training is compared with. Its output layer is used until the backward is done:
+        then `release`. A collective."""
+
+        @torch.no_grad()
+        def logits_of(part: Tensor) -> Tensor:
+            with self.policy.base():
+                return head(part)
+
+        with self.policy.base():
+            features, head = self.policy.head(replace(tokens, routes=None))
+        return Teacher(name, top_k, features, logits_of)
+
+    def release(self) -> None:
+        """Free gathered weights, unless they are those of the policy in training."""
+        if self.policy.adapters is None:
+            cast(FSDPModule, self.policy).reshard()
 
 
 def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
@@ -229,6 +283,12 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     )
     model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
     frozen = load_policy(model, world, offload=config.kl.offload, key=key)
+    sizes = frozen.vocabulary, policy.vocabulary
+    if config.kl.diverges and not config.kl.top_k and sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"kl.reference: {path} has a vocabulary of {sizes[0]}, the policy of {sizes[1]}; set kl.top_k "
+            "if one is only filled up further, else use a teacher with the policy's tokenizer"
+        )
     return Reference(frozen.requires_grad_(False))
 
 

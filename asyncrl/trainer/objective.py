@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.correction import Correction, CorrectionInput, correct
+from asyncrl.algorithms.correction import Correction, CorrectionInput, correct, correct_states
 from asyncrl.algorithms.diagnostics import TokenState
 from asyncrl.algorithms.kl import kl_tokens
 from asyncrl.algorithms.losses import LossInput, TokenLoss, value_loss
@@ -60,9 +60,12 @@ def evaluate(
         distance = torch.where(fresh, kl_tokens(logp.detach(), reference, "k3"), 0.0)
         terms["actor/ref_kl"] = (distance.sum(), fresh.sum())
     if config.kl.in_loss and reference is not None:
-        divergence = torch.where(fresh, kl_tokens(logp, reference, recipe.kl_estimator), 0.0)
-        weighted = config.kl.where == "loss"
-        total = add("actor/kl_loss", kl_weight(correction, recipe, weighted) * divergence, kl_coef)
+        if scores.divergence is None:
+            divergence, counts = kl_tokens(logp, reference, recipe.kl_estimator), correction
+        else:
+            divergence, counts = scores.divergence, of_states(given, recipe)
+        by = kl_weight(counts, recipe, config.kl.where == "loss")
+        total = add("actor/kl_loss", by * torch.where(fresh, divergence, 0.0), kl_coef)
     entropy = torch.where(fresh, scores.entropy, 0.0)
     if config.algorithm.entropy_coef:
         total = add("actor/entropy_loss", entropy, -config.algorithm.entropy_coef)
@@ -102,19 +105,28 @@ def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: floa
     """Return the inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
     pi = scores.logp.detach()
     prox, fresh = proximal(micro, pi, recipe, progress), micro.fresh
-    for numbers in (micro.mu, pi, prox, micro.reference):
+    reference = micro.reference if scores.reference is None else scores.reference
+    for numbers in (micro.mu, pi, prox, reference, scores.divergence):
         fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
     # It must be gone before exp: weight zero times infinity is not zero.
     prox = torch.where(fresh, prox, 0.0)
     sampled = fresh & (not recipe.loss.demonstrations)
     mu, logp = torch.where(sampled, micro.mu, prox), torch.where(fresh, scores.logp, prox)
-    reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
+    reference = None if reference is None else torch.where(fresh, reference, logp.detach())
     assert micro.advantage is not None
     advantage, of, current = micro.advantage, (micro.episode, micro.turn), logp.detach() - mu
     log_ratio = prox - mu if recipe.loss.ratio == "prox" else current
     correction = correct(recipe.rules, CorrectionInput(log_ratio, current, advantage, *of, fresh))
     models = (reference, micro.prepared)
     return LossInput(logp, prox, mu, advantage, *of, micro.lag, fresh, correction, *models)
+
+
+def of_states(given: LossInput, recipe: Recipe) -> Correction:
+    """What a loss of whole distributions is corrected with: it does not depend on the sampled token."""
+    logp = given.logp.detach()
+    rho = (logp if recipe.loss.ratio == "mu" else given.prox) - given.mu
+    of = given.row, given.turn, given.fresh
+    return correct_states(recipe.rules, CorrectionInput(rho, logp - given.mu, given.advantage, *of))
 
 
 def with_own_ratio(correction: Correction, token: TokenLoss) -> Correction:

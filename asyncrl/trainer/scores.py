@@ -18,6 +18,7 @@ from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from asyncrl.algorithms.kl import divergence, lumped
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import ForestAttention
@@ -34,13 +35,27 @@ class Scores(NamedTuple):
     """Holds per selected token [N], at its temperature, natural logs, float32 at least.
 
     `logp` and `value` carry gradient; `entropy`, over the whole vocabulary, if it was asked to;
-    `collision`, Σ π² over the vocabulary, never. None: not asked for, or no value head.
+    `collision`, Σ π² over the vocabulary, never. `divergence` from a teacher carries gradient, `reference`,
+    the teacher's log-probs, none. None: not asked for, or no value head.
     """
 
     logp: Tensor
     entropy: Tensor
     collision: Tensor | None = None
     value: Tensor | None = None
+    divergence: Tensor | None = None
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the policy is compared with, and how: a name of DIVERGENCES, over the whole vocabulary or classes
+    (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and their logits, without gradient."""
+
+    name: str
+    top_k: int
+    features: Tensor
+    logits_of: Logits
 
 
 @dataclass(frozen=True)
@@ -129,26 +144,60 @@ def _laid(routes: Sequence[np.ndarray], rows: Sequence[np.ndarray], size: int) -
 
 
 def score_chunks(
-    logits_of: Logits, features: Tensor, tokens: Selected, *, entropy_grad: bool, collision: bool
+    logits_of: Logits,
+    features: Tensor,
+    tokens: Selected,
+    *,
+    entropy_grad: bool,
+    collision: bool,
+    teacher: Teacher | None = None,
 ) -> Scores:
     """Scores from what the output layer reads of each selected token, [N, ·]."""
 
-    def chunk(part: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-        logits = widened(logits_of(part))
-        table = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
-        del logits  # it is as large as the table
-        logp = table.gather(1, labels[:, None])[:, 0]
-        entropy = entropy_of(table if entropy_grad else table.detach())
-        return (logp, entropy, collision_of(table)) if collision else (logp, entropy)
+    def chunk(
+        part: Tensor, labels: Tensor, temperature: Tensor, taught: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        table = log_probs(logits_of, part, temperature)
+        found = {
+            "logp": table.gather(1, labels[:, None])[:, 0],
+            "entropy": entropy_of(table if entropy_grad else table.detach()),
+        }
+        if collision:
+            found["collision"] = collision_of(table)
+        if teacher is not None:
+            with torch.no_grad():
+                other = log_probs(teacher.logits_of, taught[0], temperature)
+            found |= distances(table, other, labels, teacher)
+        return found
 
-    parts = zip(
-        features.split(CHUNK), tokens.labels.split(CHUNK), tokens.temperature.split(CHUNK), strict=True
-    )
-    columns = zip(
-        *(checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts),
-        strict=True,
-    )
-    return Scores(*(torch.cat(column) for column in columns))
+    taught = () if teacher is None else (teacher.features,)
+    columns = (features, tokens.labels, tokens.temperature)
+    parts = zip(*(column.split(CHUNK) for column in (*columns, *taught)), strict=True)
+    found = [
+        checkpoint(chunk, *part[:3], part[3:], use_reentrant=False, preserve_rng_state=False)
+        for part in parts
+    ]
+    return Scores(**{name: torch.cat([one[name] for one in found]) for name in found[0]})
+
+
+def log_probs(logits_of: Logits, features: Tensor, temperature: Tensor) -> Tensor:
+    """Log-probs [N, V] at each token's temperature."""
+    logits = widened(logits_of(features))
+    return (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
+
+
+def distances(table: Tensor, other: Tensor, labels: Tensor, teacher: Teacher) -> dict[str, Tensor]:
+    """The divergence between a teacher's table `other` and one's own, [N, V], and its log-probs of labels."""
+    sampled = labels[:, None]
+    reference = other.gather(1, sampled)[:, 0]
+    if teacher.top_k:
+        known = other[:, : table.shape[1]]  # vocabularies may be filled up to different sizes
+        ids = known.topk(min(teacher.top_k, known.shape[1])).indices
+        table, other = (
+            lumped(one.gather(1, ids), one.gather(1, sampled)[:, 0], ids == sampled) for one in (table, other)
+        )
+    found = divergence(table, other, teacher.name).to(reference.dtype)
+    return {"divergence": found, "reference": reference}
 
 
 def entropy_of(logp: Tensor) -> Tensor:

@@ -156,7 +156,14 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
         before = live.now
         for tokens in micros:
             live.peak = live.now
-            forward_backward(policy, critic, reference, tokens, config.algorithm.entropy_coef > 0)
+            forward_backward(
+                policy,
+                critic,
+                reference,
+                tokens,
+                config.algorithm.entropy_coef > 0,
+                compose(config).divergence,
+            )
         gradients = live.now - before
         return Footprint(weights, gradients, held - weights, live.peak - live.now, rows, length)
 

@@ -32,8 +32,14 @@ OTHERS = tuple(name for name in RECIPES if name not in COMPARING)
 Weights = dict[str, dict[str, Tensor]]
 Layout = tuple[int, int, str]  # replicas of the weights, ranks that share a micro-batch, and a recipe
 LAYOUTS: dict[int, list[Layout]] = {
-    1: [(1, 1, "gae"), (1, 1, "gae, shared"), (1, 1, "gspo"), (1, 1, "kl in loss, entropy, batch_std")],
-    2: [(2, 1, "gspo"), (1, 2, "gae"), (1, 2, "kl in loss, entropy, batch_std")],
+    1: [
+        (1, 1, "gae"),
+        (1, 1, "gae, shared"),
+        (1, 1, "gspo"),
+        (1, 1, "kl in loss, entropy, batch_std"),
+        (1, 1, "js"),
+    ],
+    2: [(2, 1, "gspo"), (1, 2, "gae"), (1, 2, "kl in loss, entropy, batch_std"), (1, 2, "js")],
     4: [(2, 1, "gae"), (1, 4, "gae, shared"), (2, 2, "gspo")],
 }
 

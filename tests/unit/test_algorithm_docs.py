@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.correction import corrections
-from asyncrl.algorithms.kl import ESTIMATORS
+from asyncrl.algorithms.kl import DIVERGENCES, ESTIMATORS
 from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, ToolsReplied, TurnGenerated
 from asyncrl.conversation.episode import advance
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REGISTRIES: list[Registry[Any]] = [advantages, losses, corrections, aggregations, shapings]
 PARTS = [
     *((registry.kind, name, registry.get(name)) for registry in REGISTRIES for name in registry),
-    *(("estimator", name, function) for name, function in ESTIMATORS.items()),
+    *(("estimator", name, function) for name, function in (ESTIMATORS | DIVERGENCES).items()),
 ]
 CAPITAL = Sample(0, "facts", (), ground_truth='"Oslo"', extra_info='{"num_turns": 2}')
 SOURCE = re.compile(r"\([^()]*(arXiv \d{4}\.\d{5}|(ICML|ICLR|NeurIPS) \d{4}|https?://|\.net/|plain)[^()]*\)")

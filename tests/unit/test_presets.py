@@ -37,7 +37,9 @@ EXPECTED = {
     "cispo_scalerl": Parts("dr_grpo", "cispo_scalerl", (), "prompt_mean", 1, "batch_std"),
     "dapo": Parts("grpo", "ppo", optimizer_steps=2),
     "decoupled_ppo": Parts("dr_grpo", "ppo", optimizer_steps=2),
+    "distill": Parts("dr_grpo", "reinforce"),
     "dr_grpo": Parts("dr_grpo", "reinforce"),
+    "gkd": Parts("dr_grpo", "reinforce"),
     "gpg": Parts("gpg", "reinforce", scale="nonzero"),
     "grpo": Parts("grpo", "reinforce", aggregation="seq_mean_token_mean"),
     "gspo": Parts("grpo", "gspo", ("truncate",), "seq_mean_token_mean", 4),
@@ -59,6 +61,16 @@ OUTSIDE: dict[str, dict[str, object]] = {
         "buffer.retire_pass_rate": 0.9,
     },
     "dapo": {"buffer.filter_zero_variance": True},
+    **{
+        name: {
+            "kl.where": "loss",
+            "kl.estimator": estimator,
+            "kl.coef": 1.0,
+            "rollout.reward": "none",
+            **UNFILTERED,
+        }
+        for name, estimator in (("distill", "k2"), ("gkd", "js"))
+    },
     "ppo_critic": {"critic.warmup_steps": 5, **UNFILTERED},
     "sft": {"buffer.episodes_per_group": 1, "buffer.max_staleness": 1000, "rollout.retries": 0, **UNFILTERED},
 }
@@ -68,7 +80,8 @@ OUTSIDE: dict[str, dict[str, object]] = {
 @cache
 def configured(preset: str, model: str = "m", *overrides: str) -> RunConfig:
     base = ["name=p", f"model.path={model}", "model.dtype=float32", "data.train=t"]
-    return composition.compose([*base, f"algorithm={preset}", *overrides])
+    taught = [f"kl.reference={model}"] if preset in ("distill", "gkd") else []
+    return composition.compose([*base, *taught, f"algorithm={preset}", *overrides])
 
 
 def test_every_preset_is_expected_here() -> None:
@@ -168,6 +181,9 @@ def weights(learner: Learner) -> Tensor:
         ("rloo", ("kl.where=reward",)),
         ("reinforce_pp", ("kl.where=reward",)),
         ("m2po", ("buffer.max_staleness=64",)),
+        ("distill", ("kl.where=reward", "kl.estimator=k1", "buffer.group_policy=complete")),
+        ("distill", ("rollout.reward=final_number", "kl.coef=0.3")),
+        ("gkd", ("kl.estimator=forward", "kl.top_k=32")),
         ("dapo", ("algorithm.advantage=dr_grpo", "algorithm.normalise=batch_std")),
         ("gspo", ("algorithm.advantage=dr_grpo", "algorithm.normalise=batch_std")),
         ("dapo", ("~algorithm.shaping", "algorithm.mask_truncated=true")),

@@ -147,12 +147,29 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ),
         ({"algorithm": GAE}, "discards groups that the advantage 'gae' learns from"),
         ({"kl": {"where": "reward"}}, "looks at rewards without the KL"),
+        (
+            {"kl": {"where": "loss", "reference": "t", "coef": 1.0}},
+            r"the teacher \(kl.reference, scorers\) teaches there,",
+        ),
+        (
+            {"kl": {"where": "loss", "coef": 1.0}, "rollout": {"reward": "none"}},
+            "no teacher: there is nothing to learn from",
+        ),
+        ({"kl": {"where": "reward", "estimator": "js"}, "buffer": UNFILTERED}, "use kl.where=loss, or k1"),
+        ({"kl": {"where": "loss", "top_k": 8}}, "kl.top_k is of divergences, and kl.estimator is k2"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(sections: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         recipe(**sections)
     assert "\n" not in str(caught.value)
+
+
+def test_a_penalty_leaves_the_filter_on_and_a_teacher_learns_from_ties() -> None:
+    assert recipe(kl={"where": "loss", "reference": "t", "coef": 0.01}).reference
+    assert recipe(kl={"where": "loss", "estimator": "reverse", "coef": 0.01}).divergence == "reverse"
+    taught = recipe(kl={"where": "loss", "reference": "t", "coef": 1.0}, buffer=UNFILTERED)
+    assert not taught.skips_inert and not taught.divergence and taught.scores_reference
 
 
 def test_without_staleness_no_correction_is_needed() -> None:

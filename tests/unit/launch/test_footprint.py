@@ -42,11 +42,12 @@ def config_of(
     length: int = LENGTH,
     lora_rank: int = 0,
     critic: bool = False,
-    reference: bool = False,
+    reference: bool | str = False,
     **trainer: Any,
 ) -> RunConfig:
     """Micro-batches of four rows."""
-    sections: dict[str, Any] = {"kl": {"where": "loss"}} if reference else {}
+    estimator = reference if isinstance(reference, str) else "auto"
+    sections: dict[str, Any] = {"kl": {"where": "loss", "estimator": estimator}} if reference else {}
     if critic:
         sections |= {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
     return tiny_config(
@@ -123,6 +124,7 @@ WAYS: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "lora_rank": 8},
     {"dtype": "bfloat16", "critic": True},
     {"dtype": "bfloat16", "reference": True},
+    {"dtype": "bfloat16", "reference": "js"},
 ]
 
 

@@ -24,6 +24,7 @@ from tests.fakes.training import (
     Made,
     Recorder,
     difference,
+    final_gradients,
     full_state,
     gradient_gap,
     random_cut,
@@ -91,18 +92,56 @@ def test_kl_in_the_loss(made: Made, model: Any, episodes: list[Episode], estimat
     assert gradient_gap(learner, episodes, wanted) < TOLERANCE
 
 
-def entropy(model: Any, episode: Episode) -> Tensor:
-    """Of the whole vocabulary at the temperature of sampling, summed over the model tokens."""
+def tables(model: Any, episode: Episode) -> Tensor:
+    """Log-probs of the whole vocabulary at the temperature of sampling, of each model token."""
     row, turns = episode
     ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
     table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, -1)
-    total, position = torch.zeros((), dtype=torch.float64), 0
+    found, position = [], 0
     for turn in turns:
         start = position + len(turn.context)
         position = start + len(turn.ids)
-        rows = table[start - 1 : position - 1]
-        total = total - (rows.exp() * rows).sum()
-    return total
+        found.append(table[start - 1 : position - 1])
+    return torch.cat(found)
+
+
+def entropy(model: Any, episode: Episode) -> Tensor:
+    """Summed over the model tokens."""
+    table = tables(model, episode)
+    return -(table.exp() * table).sum()
+
+
+@pytest.mark.parametrize("steps", [{}, {"loss": "cispo_scalerl", "prox": "recompute"}])
+@pytest.mark.parametrize("estimator", ["forward", "reverse", "js"])
+def test_a_divergence_in_the_loss(
+    made: Made, model: Any, episodes: list[Episode], estimator: str, steps: dict[str, Any]
+) -> None:
+    """Every model token counts, however far its own ratio is off: streamed and behind a barrier."""
+    kl = {"where": "loss", "coef": 0.3, "estimator": estimator}
+    learner, without = made(kl=kl, algorithm=steps), made(algorithm=steps)
+    run_batch(learner, [[episodes]])
+    learner.step, initial = 0, copy.deepcopy(model)
+    moved = full_state(learner.policy)
+    model.load_state_dict({**model.state_dict(), **moved})
+    for name, parameter in without.policy.lm.named_parameters():
+        parameter.data.copy_(next(p for n, p in learner.policy.lm.named_parameters() if n == name).data)
+    total = torch.zeros((), dtype=torch.float64)
+    for episode in episodes:
+        p, t = tables(model, episode), tables(initial, episode).detach()
+        m = ((p.exp() + t.exp()) / 2).log()
+        total = (
+            total
+            + {
+                "forward": t.exp() * (t - p),
+                "reverse": p.exp() * (p - t),
+                "js": (t.exp() * (t - m) + p.exp() * (p - m)) / 2,
+            }[estimator].sum()
+        )
+    wanted = gradients(model, 0.3 * total / tokens_of(episodes))
+    policy = final_gradients(without, [[episodes]])
+    assert all(wanted[name].norm() > 1e-4 for name in wanted)
+    together = {name: gradient + policy[name] for name, gradient in wanted.items()}
+    assert gradient_gap(learner, episodes, together) < TOLERANCE
 
 
 def std_of(episodes: list[Episode]) -> float:

@@ -81,6 +81,7 @@ def evaluated(
     prox: list[float] | None = None,
     reference: Tensor | None = None,
     progress: float = 0.0,
+    divergence: Tensor | None = None,
     **sections: dict[str, Any],
 ) -> tuple[Evaluated, list[float]]:
     """Of tokens with pi/mu of RATIO and k2 = 1/2 to the reference, and the gradient by log pi. `prox`:
@@ -101,9 +102,9 @@ def evaluated(
         reference=mu + torch.tensor(RATIO, dtype=torch.float64).log() - 1 if reference is None else reference,
     )
     logp = (mu + torch.tensor(RATIO, dtype=torch.float64).log()).requires_grad_()
-    scores = Scores(logp, torch.zeros_like(mu))
+    scores = Scores(logp, torch.zeros_like(mu), divergence=divergence)
     found = evaluate(micro, scores, None, config, compose(config), 1.0, progress)
-    return found, torch.autograd.grad(found.loss, logp)[0].tolist()
+    return found, torch.autograd.grad(found.loss, logp, retain_graph=True)[0].tolist()
 
 
 def test_a_loss_sees_which_turn_wrote_a_token_and_how_old_its_version_is() -> None:
@@ -138,6 +139,22 @@ def test_what_a_kl_in_the_loss_is_weighed_with(
     total, _ = found.terms["actor/kl_loss"]
     assert total.item() == pytest.approx(sum(weights) / 2, rel=1e-12)
     assert [a - b for a, b in zip(gradient, plain, strict=True)] == pytest.approx(weights, rel=1e-9)
+
+
+@pytest.mark.parametrize("where", ["loss", "loss_unweighted"])
+def test_a_divergence_needs_no_weight_of_the_sampled_token(where: str) -> None:
+    """But masks of episodes hold, and a token with a bad number takes no part."""
+    kl = {"where": where, "estimator": "js"}
+    for correction, weights in (
+        ({"mask": {}, "truncate": {}}, [1.0, 1, 1, 1]),
+        ({"veto": {"least": 0.4}, "truncate": {}}, [1.0, 1, 0, 1]),
+    ):
+        divergence = torch.tensor([1.0, 2, 4, 8, math.nan], dtype=torch.float64, requires_grad=True)
+        found, _ = evaluated(kl=kl, algorithm={"correction": correction}, divergence=divergence)
+        total, _ = found.terms["actor/kl_loss"]
+        assert total.item() == sum(w * d for w, d in zip(weights, [1, 2, 4, 8], strict=True))
+        (slope,) = torch.autograd.grad(found.loss, divergence)
+        assert slope.tolist() == [*weights, 0.0]
 
 
 def test_wrong_answers_are_dropped_by_how_far_the_current_policy_left_them() -> None:

@@ -11,9 +11,12 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import Policy, load_policy, load_reference
+from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from tests.fakes.training import (
+    VOCABULARY,
     few_tokens,
+    full_state,
     plain_logp,
     plain_model,
     save_tiny_model,
@@ -102,3 +105,75 @@ def test_a_model_of_its_own(world: World, path: str, tmp_path: Path) -> None:
     missing = exact(path, reference=str(tmp_path))
     with pytest.raises(ConfigError, match=r"kl\.reference"):
         load_reference(missing, world, policy)
+
+
+# -- as a teacher, over the whole vocabulary ---------------------------------------------------------------
+
+
+def plain_table(model: Any, tokens: Selected) -> torch.Tensor:
+    logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor] / tokens.temperature[:, None]
+    return logits.log_softmax(-1)
+
+
+def textbook(model: Any, teacher: torch.Tensor, tokens: Selected) -> torch.Tensor:
+    """KL(T, pi), by nothing of the trainer."""
+    return (teacher.exp() * (teacher - plain_table(model, tokens))).sum(-1)
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize(("rank", "named"), [(0, True), (0, False), (2, False), (2, True)])
+def test_gradients_of_a_divergence_are_those_of_two_plain_models(
+    world: World,
+    path: str,
+    tmp_path: Path,
+    rank: int,
+    named: bool,
+    layered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A policy that has moved away, or its adapters, against a model of its own, the initial policy, or the
+    base; twice, as micro-batches follow each other."""
+    if layered:
+        monkeypatch.setattr("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0)
+    monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", 3)
+    teacher = save_tiny_qwen(tmp_path / "other") if named else path
+    config, t = exact(path, rank, reference=teacher if named else ""), few_tokens()
+    policy = load_policy(config.model, world)
+    change(policy)
+    reference = load_reference(config, world, policy)
+    student = plain_model(path)
+    with torch.no_grad():
+        table = plain_table(plain_model(teacher), t)
+        for name, weight in full_state(policy).items():
+            student.get_parameter(name).copy_(weight)
+    wanted = textbook(student, table, t)
+    for _ in range(2):
+        found = policy(t, teacher=reference.teacher(t, "forward", 0))
+        found.divergence.sum().backward()
+        reference.release()
+    assert found.divergence is not None and torch.allclose(found.divergence, wanted, atol=1e-12)
+    assert torch.allclose(found.reference, plain_logp(plain_model(teacher), t), atol=1e-12)
+    assert wanted.max() > 1e-3 and torch.allclose(found.logp, plain_logp(student, t), atol=1e-12)
+    if not rank:
+        assert all(isinstance(p, DTensor) for p in reference.policy.parameters())
+        (2 * wanted.sum()).backward()
+        for name, p in policy.lm.named_parameters():
+            assert p.grad is not None
+            assert torch.allclose(p.grad.full_tensor(), student.get_parameter(name).grad, atol=1e-10), name
+
+
+def test_two_vocabularies_are_compared_by_classes_only(world: World, path: str, tmp_path: Path) -> None:
+    other = tmp_path / "wider"
+    wide = plain_model(path)
+    wide.resize_token_embeddings(VOCABULARY + 8)
+    wide.save_pretrained(other)
+    for top_k in (0, 4):
+        config = exact(path, reference=str(other), where="loss", estimator="js", top_k=top_k)
+        policy = load_policy(config.model, world)
+        if not top_k:
+            with pytest.raises(ConfigError, match=r"kl\.reference.*kl\.top_k"):
+                load_reference(config, world, policy)
+            continue
+        reference = load_reference(config, world, policy)
+        found = policy(few_tokens(), teacher=reference.teacher(few_tokens(), "js", top_k)).divergence
+        assert found is not None and (found > 0).all() and found.isfinite().all()
