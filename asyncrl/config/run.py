@@ -113,7 +113,8 @@ class WeightsConfig(Section, frozen=True):
     """Update servers one after another, so that generation never stops everywhere."""
     adapters: Literal["auto"] | bool = "auto"
     """With model.lora_rank: publish the adapters alone, which engines load beside the model. false: merged
-    into its weights. auto: alone, but for `collective`, `full_every`, and servers of `engine.urls`."""
+    into its weights. auto: alone, but for `collective`, `full_every`, servers of `engine.urls`, and models
+    with layers or experts that SGLang knows no adapters of."""
 
     @property
     def whole_files(self) -> bool:
@@ -231,7 +232,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def adapters_apart(self) -> bool:
         """Versions are of adapters alone."""
-        known = self.weights.whole_files and self.engine.name == "torch"
+        known = self.weights.whole_files and not self.engine.urls
         return self.model.lora_rank > 0 and (
             known if self.weights.adapters == "auto" else self.weights.adapters
         )

@@ -167,13 +167,14 @@ class EngineHandler:
 
     def _due(self, now: float) -> list[bytes]:
         """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
-        while one is paused, the others generate."""
+        while one is paused, the others generate. None is for adapters."""
         held = self.state.versions.engines
         free = {
             peer for peer, engine in held.items() if engine.up and (engine.quarantined or not engine.pinned)
         }
         due = [peer for peer in held if peer in free and self.state.versions.behind(held[peer], now)]
-        if not self.remote or not self.state.config.weights.rolling:
+        config = self.state.config
+        if not self.remote or not config.weights.rolling or config.adapters_apart:
             return due
         served = {peer for peer in held if held[peer].acked != NO_VERSION}  # whether healthy now or not
         idle = [peer for peer in due if peer not in served]

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, assert_never
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.process import ServerProcess, keys
-from asyncrl.engines.sglang.server import connect
+from asyncrl.engines.sglang.server import Loader, connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.activity import Activity, Waits
@@ -74,7 +73,7 @@ class Keeper:
         self._activity = Activity(self._timeline)
         self._waits = Waits(activity=self._activity)
         self._mirror = Mirror(config, endpoints, "engine", index, self._timeline)
-        self._server: ServerLoader | None = None
+        self._server: Loader | None = None
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
         self._kv_use: float | None = None  # read since the last beat
@@ -99,7 +98,7 @@ class Keeper:
         finally:
             await self._leave(services)
 
-    async def _ready(self) -> ServerLoader:
+    async def _ready(self) -> Loader:
         if self._server is None:
             raise EngineError("the server is not ready")
         return self._server
@@ -144,7 +143,7 @@ class Keeper:
         await first(self._load(), self._look_after(server), *watch)
         return 1
 
-    async def _start(self) -> ServerLoader:
+    async def _start(self) -> Loader:
         """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
         settings = self.config.engine
         seconds = settings.start_timeout
@@ -158,30 +157,31 @@ class Keeper:
             late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"
             raise EngineError(f"engine {self.index}: {late}") from None
 
-    async def _spawn(self) -> ServerLoader:
+    async def _spawn(self) -> Loader:
         host = local_address(self._endpoints.control)
         process = self._process = await ServerProcess.start(self.config, self.index, host, self._run_dir)
         server = await first(self._connect(process.url), self._fail_at_end(process))
         process.ready()
         return server
 
-    async def _connect(self, url: str) -> ServerLoader:
+    async def _connect(self, url: str) -> Loader:
         """Waits for it: a server that is attached to may be restarting."""
-        return await connect(self.config, self.index, url, *keys(self.config.engine), patient=True)
+        secrets, attachment = keys(self.config.engine), self.incarnation
+        return await connect(self.config, self.index, url, *secrets, patient=True, attachment=attachment)
 
     async def _fail_at_end(self, process: ServerProcess) -> NoReturn:
         """Raises EngineError when the process ends."""
         code = await process.ended()
         raise EngineError(f"engine {self.index}: its server ended with code {code}; its output is above")
 
-    async def _look_after(self, server: ServerLoader) -> None:
+    async def _look_after(self, server: Loader) -> None:
         """Is it there, and does it hold what it confirmed? Raises EngineError when not."""
         silent = 0
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             loaded = self._loaded
             try:
-                label = await server.api.weight_label()
+                label = await server.label()
             except EngineError as error:
                 silent, self._healthy = silent + 1, False
                 if silent >= MAX_UNANSWERED:

@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.estimates import EXPORTED, own_critic, sized
 from asyncrl.runtime.process import main_memory
-from asyncrl.weights.model_files import read_json, weight_shapes
+from asyncrl.weights.model_files import linear_shapes, read_json, weight_shapes
 
 MASTER = 4  # bytes of a weight, a gradient, and a number of the optimizer's state
 CHUNK = 512  # tokens whose logits exist at once (trainer/scores.py)
@@ -41,7 +41,6 @@ _EXPERT = re.compile(r"experts\.(\d+)\.")
 _MLP = re.compile(r"mlp|moe|ffn|feed_forward|expert")
 _OUT = re.compile(r"o_proj|out_proj|dense\b|attn\.c_proj")
 _DOWN = re.compile(r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj")  # reads an activation
-_NO_LINEAR = re.compile(r"embed|wte|wpe|experts?\.|router|\bgate\.|norm|lm_head")
 
 _OUTPUT = re.compile(r"lm_head|embed_out|output\.")
 
@@ -90,8 +89,8 @@ class ModelSizes:
 
     @cached_property
     def linear(self) -> Shapes:
-        """The matrices that adapters adapt (trainer/layers.py): stacked experts are no linear layers."""
-        return {n: s for n, s in self.shapes.items() if len(s) == 2 and not _NO_LINEAR.search(n)}
+        """The matrices that adapters adapt."""
+        return linear_shapes(self.path)
 
     @cached_property
     def _numbers(self) -> dict[str, Any]:

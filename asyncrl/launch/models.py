@@ -21,7 +21,7 @@ from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
-from asyncrl.weights.model_files import read_json, weight_files, weight_shapes
+from asyncrl.weights.model_files import read_json, served_modules, weight_files, weight_shapes
 
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 UNWANTED = ("*/*", "consolidated*")  # exports to other formats; a second copy of the weights (Mistral)
@@ -52,9 +52,13 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}) -> RunConf
         template=read_template(config.model.template, "model.template"),
         dtype=_dtype(config, (before.get("model") or {}).get("dtype")),
     )
+    weights = config.weights
+    if config.adapters_apart and weights.adapters == "auto" and config.engine.remote:
+        weights = replace(weights, adapters=bool(served_modules(model.path)))
     return replace(
         config,
         model=model,
+        weights=weights,
         kl=replace(config.kl, reference=local("kl.reference")),
         critic=replace(config.critic, path=local("critic.path")),
     )

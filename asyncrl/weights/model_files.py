@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from math import prod
@@ -20,6 +21,8 @@ FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
 )
+_NO_LINEAR = re.compile(r"embed|wte|wpe|experts?\.|router|\bgate\.|norm|lm_head")
+SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 NOTES = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
 MANY = 64  # keys, or characters of JSON
 
@@ -49,6 +52,18 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
     headers = (_header(file) for file in weight_files(path))
     entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
     return {name: tuple(tensor["shape"]) for name, tensor in entries}
+
+
+def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices that adapters adapt: stacked experts are no linear layers."""
+    return {n: s for n, s in weight_shapes(path).items() if len(s) == 2 and not _NO_LINEAR.search(n)}
+
+
+def served_modules(path: str) -> set[str]:
+    """Return the kinds of layers that a model's adapters adapt, as servers name them. Empty where they know
+    others, or none for a part of the model: experts."""
+    modules = {name.split(".")[-2] for name in linear_shapes(path)}
+    return modules if modules <= SERVED and not any(".experts." in n for n in weight_shapes(path)) else set()
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -20,10 +20,15 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def sglang_config(
-    max_tokens: int, mode: str = "in_place", silence: float = 30.0, replay: bool = False
+    max_tokens: int,
+    mode: str = "in_place",
+    silence: float = 30.0,
+    replay: bool = False,
+    lora_rank: int = 0,
+    model: str = "m",
 ) -> RunConfig:
     """What a client reads of a run's configuration."""
-    required = {"name": "x", "model": {"path": "m"}, "data": {"train": "d"}}
+    required = {"name": "x", "model": {"path": model, "lora_rank": lora_rank}, "data": {"train": "d"}}
     rollout = {"max_tokens": max_tokens, "max_new_tokens": max_tokens}
     engine = {"name": "sglang", "request_timeout": silence}
     sections = {"rollout": rollout, "engine": engine, "trainer": {"router_replay": replay}}

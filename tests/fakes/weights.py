@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
 from asyncrl.weights.delta import VersionWriter
-from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorSpec, WeightsRef, split
+from asyncrl.weights.manifest import ITEM_BYTES, AdapterSpec, Layout, TensorSpec, WeightsRef, split
 from asyncrl.weights.ranges import RangeShare, share
 from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, whole
 
@@ -75,6 +75,8 @@ def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
             yield spec, whole(pinned.shares(slice(index, index + 1))[0])
 
 
-def publish(tensors: Mapping[str, Tensor], directory: Path, version: PolicyVersion) -> WeightsRef:
+def publish(
+    tensors: Mapping[str, Tensor], directory: Path, version: PolicyVersion, adapter: AdapterSpec | None = None
+) -> WeightsRef:
     """Write a version to files."""
-    return VersionWriter(directory, BUCKET_BYTES).write(snapshot_of(tensors, version))
+    return VersionWriter(directory, BUCKET_BYTES, adapter=adapter).write(snapshot_of(tensors, version))

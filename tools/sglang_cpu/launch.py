@@ -3,7 +3,7 @@ SGLang supports.
 
     .venv-sglang/bin/python tools/sglang_cpu/launch.py --model-path DIR --port 30000 [any argument of SGLang]
 
-The server is the stock wheel, computing with its own torch-native paths. Three things keep it from running:
+The server is the stock wheel, computing with its own torch-native paths. Four things keep it from running:
 
 - On a CPU it imports names from `sgl_kernel`, whose wheel needs CUDA. They are called for speculative
   decoding and for moving KV between pools, neither of which runs here: functions that raise are enough.
@@ -11,6 +11,7 @@ The server is the stock wheel, computing with its own torch-native paths. Three 
   two of them were never declared.
 - For `--enable-return-routed-experts` it registers main memory with CUDA, to copy to it from a GPU: there is
   none, and nothing to register.
+- For `--enable-lora` it pins memory, which needs a GPU, too: here memory stays as it is.
 
 SGLang's other processes import this file again when they start, so that it serves all of them.
 """
@@ -18,6 +19,7 @@ SGLang's other processes import this file again when they start, so that it serv
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib.machinery
 import os
@@ -25,7 +27,8 @@ import runpy
 import signal
 import sys
 import types
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 if __name__ != "__main__":
     # SGLang's own processes ask for this too, but ten seconds of imports later: a server that is killed while
@@ -53,6 +56,7 @@ ARGUMENTS = [
     "--max-total-tokens=8192",
     "--max-running-requests=64",
     "--skip-server-warmup",
+    "--lora-backend=torch_native",
     "--sleep-on-idle",  # or each server keeps a core busy with waiting
 ]
 
@@ -70,6 +74,16 @@ class _NoKernels(types.ModuleType):
         return missing
 
 
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same function, which pins nothing."""
+
+    @functools.wraps(make)
+    def unpinned(*args: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return make(*args, **settings)
+
+    return unpinned
+
+
 kernels = _NoKernels("sgl_kernel")
 kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
 sys.modules.setdefault("sgl_kernel", kernels)
@@ -79,6 +93,10 @@ for operator in ("nms", "qnms"):
     torchvision_operators.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
+
+torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+for maker in ("tensor", "empty", "zeros", "ones", "arange", "full"):
+    setattr(torch, maker, _unpinned(getattr(torch, maker)))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.base import NOTHING, EngineLost, Request, check_request
+from asyncrl.engines.base import NOTHING, EngineLost, EngineRefused, Request, check_request
+from asyncrl.engines.sglang.adapters import adapter_name, outdated
 from asyncrl.engines.sglang.http import ServerApi, ServerGone
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode
 from asyncrl.errors import EngineError
@@ -25,6 +27,7 @@ from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
+UNLOADED = "LoRA adapter"  # in the refusal of a request whose adapter the server does not have
 MAX_REQUESTS = 256  # that one worker has open at one server at once; more wait in the worker
 
 
@@ -40,15 +43,23 @@ class SGLangClient:
     ) -> None:
         self.api, self.use = api, use or EngineUse(api.url)
         self._config, self._vocabulary, self._salt = config, vocabulary, salt
-        self._in_place = config.weights.mode == "in_place"
-        self._by_update = config.weights.mode == "retract"  # retractions are not for want of memory
+        self._adapters = config.adapters_apart
+        self._in_place = config.weights.mode == "in_place" and not self._adapters
+        # Then retractions are not for want of memory.
+        self._by_update = config.weights.mode == "retract" and not self._adapters
         self._acked = NO_VERSION
         self._room = asyncio.Semaphore(MAX_REQUESTS)
-        self._calls: set[asyncio.Timeout] = set()  # without a deadline until `close`
+        # Without a deadline until `close`, or until the version of their adapter is outdated.
+        self._calls: dict[asyncio.Timeout, PolicyVersion | None] = {}  # None: waits for room
+        self._closed = False
 
     def mark(self, version: PolicyVersion) -> None:
-        """The server has confirmed this version: requests from now on see nothing older."""
+        """The server has confirmed this version: requests from now on see nothing older. Those whose
+        adapter is outdated end, as far as they are."""
         self._acked = version
+        if self._adapters:
+            begun = ((call, old) for call, old in self._calls.items() if old is not None)
+            self._cut([call for call, old in begun if outdated(old, version, self._config)])
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
@@ -57,17 +68,24 @@ class SGLangClient:
         request, stream = self._clipped(request), None
         try:
             async with asyncio.timeout(None) as call:
-                self._calls.add(call)
+                self._calls[call] = None
                 async with self._room:
-                    stream = StreamedTurn(request, self._acked, self._in_place)
+                    self._calls[call] = self._acked
+                    stream = StreamedTurn(request, self._acked, self._in_place, self._adapters)
                     await self._read(request, stream)
                 sampled = stream.generation()
         except (ServerGone, ForeignWeights) as error:
             raise self._lost(error, stream) from error
+        except EngineRefused as error:
+            if self._adapters and UNLOADED in str(error):
+                raise self._lost(error, stream) from error
+            raise
         except TimeoutError as error:
-            raise self._lost("it is no longer used", stream) from error
+            if self._closed or stream is None:
+                raise self._lost("it is no longer used", stream) from error
+            return _part(stream)
         finally:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
         if sampled.stop is StopReason.ABORT:
             self._explain(stream, sampled)
         return sampled
@@ -77,16 +95,25 @@ class SGLangClient:
         may have an answer."""
         try:
             async with self._room:
-                return await self.api.score(ids, self._config.engine.request_timeout)
+                return await self.api.score(ids, self._config.engine.request_timeout, self._adapter)
         except ServerGone as error:
             raise self._lost(error, None) from error
 
     async def close(self) -> None:
         """Cut all requests: they are lost, with what was streamed."""
-        now = asyncio.get_running_loop().time()
-        for call in self._calls:
-            call.reschedule(now)
+        self._closed = True
+        self._cut(self._calls)
         await self.api.close()
+
+    def _cut(self, calls: Iterable[asyncio.Timeout]) -> None:
+        now = asyncio.get_running_loop().time()
+        for call in calls:
+            call.reschedule(now)
+
+    @property
+    def _adapter(self) -> str:
+        """The name of the newest one; "": versions are whole."""
+        return adapter_name(self._acked, self._salt) if self._adapters else ""
 
     def _clipped(self, request: Request) -> Request:
         """Asks for no more than fits within `rollout.max_tokens`."""
@@ -134,7 +161,9 @@ class SGLangClient:
         }
         if self._config.trainer.router_replay and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
-        if self._in_place:
+        if self._adapters:
+            body["lora_path"] = self._adapter  # which is part of what the cache goes by
+        elif self._in_place:
             # The cache outlives updates. What a request finds under its salt is no older than the salt says.
             body["cache_salt"] = f"{self._salt}/{self._acked.label}"
         return body
@@ -155,8 +184,11 @@ class SGLangClient:
             raise self._lost("the server ended the request before its first token", stream)
 
     def _lost(self, why: object, stream: StreamedTurn | None) -> EngineLost:
-        partial = NOTHING
-        if stream is not None:
-            with suppress(ForeignWeights):
-                partial = stream.generation()
-        return EngineLost(f"server {self.api.url}: {why}", partial)
+        return EngineLost(f"server {self.api.url}: {why}", NOTHING if stream is None else _part(stream))
+
+
+def _part(stream: StreamedTurn) -> Generation:
+    """What is known to be good of a request that was cut."""
+    with suppress(ForeignWeights):
+        return stream.generation()
+    return NOTHING

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.engines.sglang.stream import decode
+from asyncrl.engines.sglang.stream import BASE_LABEL, decode
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
@@ -54,13 +54,17 @@ class ServerInfo(msgspec.Struct, frozen=True):
     dp_size: int = 1
     max_req_input_len: int | None = None
     enable_return_routed_experts: bool = False
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+    max_loras_per_batch: int = 8
+    max_loaded_loras: int | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """The part of `/model_info` about the weights in use, which follows updates."""
 
     model_path: str
-    weight_version: str = "default"
+    weight_version: str = BASE_LABEL
     model_type: str | None = None
     architectures: tuple[str, ...] | None = None
 
@@ -74,6 +78,17 @@ class Load(msgspec.Struct, frozen=True):
 
 class Loads(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...]
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """An entry of `/v1/models`. `parent`: of an adapter, the model that it is for."""
+
+    id: str
+    parent: str | None = None
+
+
+class ServedModels(msgspec.Struct, frozen=True):
+    data: tuple[ServedModel, ...]
 
 
 class ServerApi:
@@ -121,6 +136,11 @@ class ServerApi:
             return None
         return max((min(1.0, max(0.0, load.token_usage)) for load in answer.loads), default=None)
 
+    async def adapters(self) -> set[str]:
+        """The names of those that are loaded."""
+        models = await self._get("/v1/models", ServedModels, GET_SECONDS)
+        return {model.id for model in models.data if model.parent is not None}
+
     async def try_admin_key(self) -> None:
         """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""
         await self._command("/abort_request", {}, GET_SECONDS)
@@ -139,9 +159,11 @@ class ServerApi:
         """The JSON answer to a request that is not streamed."""
         return await self._http.call("POST", "/generate", seconds, body)
 
-    async def score(self, ids: tuple[int, ...], seconds: float) -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
+    async def score(self, ids: tuple[int, ...], seconds: float, adapter: str = "") -> tuple[float, ...]:
+        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none.
+        `adapter`: the name of the one to use."""
         body = {
+            **({"lora_path": adapter} if adapter else {}),
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
@@ -182,6 +204,15 @@ class ServerApi:
         ends the server (0.5.20)."""
         body = {"model_path": path, "weight_version": label, "flush_cache": False}
         await self._weights("/update_weights_from_disk", body, seconds)
+
+    async def load_adapter(self, name: str, path: str, seconds: float = ADMIN_SECONDS) -> None:
+        """Load a directory in PEFT's layout, beside what runs."""
+        await self._weights("/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds)
+
+    async def unload_adapter(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
+        """Waits for the requests that use it, and until then the server loads no other. It remembers the
+        path: a request that names the adapter later loads it again, if there is still something there."""
+        await self._weights("/unload_lora_adapter", {"lora_name": name}, seconds)
 
     async def begin_update(self) -> None:
         await self._weights("/begin_weight_update", {}, ADMIN_SECONDS)

@@ -74,6 +74,10 @@ class ServerLoader:
         """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
         return await self.api.score(ids, self._deadline)
 
+    async def label(self) -> str:
+        """What the server says that its weights are."""
+        return await self.api.weight_label()
+
     async def close(self) -> None:
         """Leave the sender, if versions come from one, delete the cache, if there is one, and disconnect."""
         await self._pause_over()

@@ -17,8 +17,10 @@ import msgspec
 import torch
 
 from asyncrl.config import EngineConfig, RunConfig
+from asyncrl.engines.sglang.adapters import most_in_use
 from asyncrl.errors import EngineError
 from asyncrl.isolation.child import wrapped
+from asyncrl.weights.model_files import served_modules
 
 # From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
 STOP_SECONDS = 0.8
@@ -26,11 +28,14 @@ MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
 
 
+Arguments = dict[str, str | int | float | bool | list[str]]
+
+
 def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) -> list[str]:
     """The command line of server `index` on a machine where `gpus` GPUs are visible, keys left out.
     `engine.server_args` come last and win."""
     engine = config.engine
-    own: dict[str, str | int | float | bool] = {
+    own: Arguments = {
         "model-path": str(Path(config.model.path).resolve()),
         "host": host,
         "port": port,
@@ -44,8 +49,15 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) ->
         "skip-server-warmup": True,  # the first load is checked anyway
         "log-level-http": "warning",  # a line per request is a line per turn
     }
+    if config.adapters_apart:
+        own |= {
+            "enable-lora": True,
+            "max-lora-rank": config.model.lora_rank,
+            "lora-target-modules": sorted(served_modules(config.model.path)) or ["all"],
+            "max-loras-per-batch": most_in_use(config),
+        }
     command = engine.server_command or [sys.executable, "-m", "sglang.launch_server"]
-    return [*command, *_flags(own | engine.server_args)]
+    return [*command, *_flags({**own, **engine.server_args})]
 
 
 def base_gpu(config: RunConfig, index: int, gpus: int) -> int:
@@ -56,12 +68,13 @@ def base_gpu(config: RunConfig, index: int, gpus: int) -> int:
     return first if first + tp <= gpus else index * tp % max(1, gpus - tp + 1)
 
 
-def _flags(values: dict[str, str | int | float | bool]) -> list[str]:
-    """`{"tp-size": 2, "flag": True}` as `--tp-size 2 --flag`; what is False is left out."""
+def _flags(values: Arguments) -> list[str]:
+    """`{"tp-size": 2, "flag": True, "of": ["a", "b"]}`: `--tp-size 2 --flag --of a b`; no False."""
     found: list[str] = []
     for name, value in values.items():
         if value is not False:
-            found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            several = value if isinstance(value, list) else [str(value)]
+            found += [f"--{name}", *(several if value is not True else ())]
     return found
 
 

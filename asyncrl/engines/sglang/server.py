@@ -10,9 +10,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
+from asyncrl.engines.sglang.adapters import AdapterLoader, most_in_use
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo, protocol_of
 from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
+from asyncrl.engines.sglang.stream import BASE_LABEL
 from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
 from asyncrl.weights.model_files import weight_bytes
@@ -46,12 +48,21 @@ async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = 
         await server.close()
 
 
+Loader = ServerLoader | AdapterLoader
+
+
 async def connect(
-    config: RunConfig, index: int, url: str, api_key: str = "", admin_key: str = "", patient: bool = False
-) -> ServerLoader:
+    config: RunConfig,
+    index: int,
+    url: str,
+    api_key: str = "",
+    admin_key: str = "",
+    patient: bool = False,
+    attachment: str = "",
+) -> Loader:
     """For the keeper of server `index`: the server is ready, of a version that is known, and serves the run's
-    model. `patient`: it is being started, and need not listen yet. Waits without a deadline. ConfigError: it
-    can never serve this run; other EngineErrors may pass."""
+    model. `patient`: it is being started, and need not listen yet. `attachment`: see `AdapterLoader`. Waits
+    without a deadline. ConfigError: it can never serve this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         while patient and not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
@@ -59,19 +70,32 @@ async def connect(
         info, model = await _seen(config, server)
         await _until_ready(server, fresh=patient)
         what = f"SGLang {info.version}, {model.model_type}, tp {info.tp_size}"
+        if config.adapters_apart:
+            based = _holds(model, config.model.path)
+            return AdapterLoader(server, config, _cache(config, index), attachment, based, what)
         return await asyncio.to_thread(_loader, config, index, server, info, what)
     except BaseException:
         await server.close()
         raise
 
 
+def _holds(model: ModelInfo, path: str) -> bool:
+    """The server has the weights of this directory, as far as it says."""
+    return model.weight_version == BASE_LABEL and Path(model.model_path).resolve() == Path(path).resolve()
+
+
+def _cache(config: RunConfig, index: int) -> Path:
+    run_dir, size = Path(config.run_dir) / config.name, weight_bytes(config.model.path)
+    return cache_directory(config.weights.directory, run_dir, config.name, size, index)
+
+
 def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo, what: str) -> ServerLoader:
-    path, run_dir, where = config.model.path, Path(config.run_dir) / config.name, config.weights.directory
+    path = config.model.path
     tied = bool(_shape_of(path).get_text_config().tie_word_embeddings)
     return ServerLoader(
         server,
         config.weights,
-        cache=cache_directory(where, run_dir, config.name, weight_bytes(path), index),
+        cache=_cache(config, index),
         receiver=Receiver(server, index, info.tp_size, protocol_of(info.version, server.url)),
         model=shapes_of(path, tied),
         description=what,
@@ -112,6 +136,8 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
             f"server {url} does not return routed experts: start it with "
             "--enable-return-routed-experts, or set trainer.router_replay=false"
         )
+    if config.adapters_apart:
+        _check_adapters(config, url, info)
     room, needed = info.max_req_input_len, config.rollout.max_tokens
     if room is not None and room < needed:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
@@ -121,6 +147,23 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
     differences = _differences(_shape_of(config.model.path), url, info, model)
     if differences:
         raise ConfigError(f"server {url} serves another model than model.path: {'; '.join(differences)}")
+
+
+def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
+    rank, used = config.model.lora_rank, most_in_use(config)
+    loaded = used + 1  # one that is being loaded
+    lacks = {
+        "--enable-lora": not info.enable_lora,
+        "--dp-size 1": info.dp_size != 1,
+        f"--max-lora-rank {rank}": info.max_lora_rank is not None and info.max_lora_rank < rank,
+        f"--max-loras-per-batch {used}": info.max_loras_per_batch < used,
+        f"--max-loaded-loras {loaded}": info.max_loaded_loras is not None and info.max_loaded_loras < loaded,
+    }
+    if missing := [argument for argument, lacking in lacks.items() if lacking]:
+        raise ConfigError(
+            f"server {url} cannot take this run's adapters: start it with {' '.join(missing)}, or set "
+            "weights.adapters=false"
+        )
 
 
 def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list[str]:

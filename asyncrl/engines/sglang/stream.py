@@ -25,6 +25,7 @@ Stamp = tuple[int, PolicyVersion, bool]
 ABORTED = "Aborted by AbortReq."  # with status 400 where the request waited for its grammar
 _ERRORS: dict[int | None, type[EngineError]] = {400: EngineRefused, 503: EngineBusy}  # by status
 _MOST = 1 << 16  # experts: they are kept as uint16
+BASE_LABEL = "default"  # of the weights that a server was started with
 UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version is known
 
 
@@ -105,14 +106,15 @@ class StreamedTurn:
     `acked`: the version that the server was known to hold when the request was sent: nothing older can have
     sampled it. `in_place`: updates leave the KV cache as it is, and a batch that is under way meanwhile is
     stamped with the new version; in the other modes an update empties the cache, and stamps are exact.
+    `adapter`: the request names that of `acked`, and labels are of the weights below it.
     """
 
-    def __init__(self, request: Request, acked: PolicyVersion, in_place: bool) -> None:
+    def __init__(self, request: Request, acked: PolicyVersion, in_place: bool, adapter: bool = False) -> None:
         self.request = request
         self.tokens: list[OutputToken] = []
         self.finish: FinishReason | None = None
         self.prompt_tokens = self.cached_tokens = self.retracted = 0
-        self._acked, self._in_place = acked, in_place
+        self._acked, self._in_place, self._adapter = acked, in_place, adapter
         self._started = time.perf_counter()
         self._labels: set[str] = set()
         self._spans: tuple[LabelSpan, ...] | None = None
@@ -186,7 +188,10 @@ class StreamedTurn:
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Returns the version that sampled each token, as spans. Raises ForeignWeights."""
-        stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
+        if self._adapter:
+            stamps = self._named()
+        else:
+            stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
         # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
         kv = [min(version, self._acked) if self._in_place else version for _, version, _ in stamps]
         count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
@@ -196,6 +201,12 @@ class StreamedTurn:
             for (start, version, certain), oldest, end in zip(stamps, kv, ends, strict=True)
             if start < end
         )
+
+    def _named(self) -> list[Stamp]:
+        for label in self._labels:
+            if label != BASE_LABEL:
+                raise _foreign(label)
+        return [(0, self._acked, True)]
 
     def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
         """From the scheduler's own record. In place, a token that was being computed at an update is counted
@@ -230,7 +241,9 @@ def _failure(status: int | None, text: str) -> EngineError:
 def _version(label: str) -> PolicyVersion:
     version = version_of(label)
     if version is None:
-        raise ForeignWeights(
-            f"the server's weights are {label!r}, which this run never gave it; load them anew"
-        )
+        raise _foreign(label)
     return version
+
+
+def _foreign(label: str) -> ForeignWeights:
+    return ForeignWeights(f"the server's weights are {label!r}, which this run never gave it; load them anew")

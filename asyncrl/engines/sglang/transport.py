@@ -151,12 +151,12 @@ class Events:
 
 def error_text(content: bytes) -> str:
     """The server's own error message, on one line: of `{"error": {"message"}}`, `{"error": text}`,
-    `{"message"}`, `{"detail"}` or plain text."""
+    `{"message"}`, `{"detail"}`, `{"error_message"}` or plain text."""
     try:
         answer = msgspec.json.decode(content)
     except UNDECODABLE:
         return " ".join(content.decode(errors="replace").split())[:300]
-    for key in ("error", "message", "detail"):
+    for key in ("error", "message", "detail", "error_message"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
     return " ".join(str(answer).split())[:300]

@@ -45,7 +45,7 @@ class Server:
     def __init__(self, *labels: str | Exception) -> None:
         self.labels, self.api = list(labels), self
 
-    async def weight_label(self) -> str:
+    async def label(self) -> str:
         found = self.labels.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -182,13 +182,13 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
 
     async def act(keeper: Keeper) -> None:
         keeper._loads.offer(REF)
-        real = server.weight_label
+        real = server.label
 
         async def label() -> str:
             healthy.append(keeper._healthy)
             return await real()
 
-        server.weight_label = label  # type: ignore[method-assign]
+        server.label = label  # type: ignore[method-assign]
         await keeper._look_after(server)  # type: ignore[arg-type]
 
     with pytest.raises(EngineError, match="no answer"):

@@ -12,9 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from asyncrl.config import KLConfig, RunConfig, parse
+from asyncrl.engines.sglang.process import arguments
 from asyncrl.errors import ConfigError
 from asyncrl.launch import estimates
 from asyncrl.launch.models import resolve_models
@@ -239,3 +242,35 @@ def test_a_resumed_run_keeps_its_template(tmp_path: Path) -> None:
     for other in ("", "{{ messages[0] }}"):
         with pytest.raises(ConfigError, match=r"model\.template: .* begun with another chat template"):
             check_resumed(config(tmp_path, "m", other, resume="auto"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "apart"),
+    [
+        (["layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight", "embed_tokens.weight"], True),
+        (["h.0.attn.c_attn.weight"], False),  # GPT-2
+        (["layers.0.self_attn.q_proj.weight", "layers.0.mlp.experts.0.up_proj.weight"], False),
+    ],
+    ids=["known", "unknown", "experts"],
+)
+def test_started_servers_get_adapters_where_they_know_all_layers(
+    tmp_path: Path, weights: list[str], apart: bool
+) -> None:
+    save_file({name: torch.ones(2, 2) for name in weights}, tmp_path / "model.safetensors")
+
+    def resolved(adapters: object = "auto", **engine: object) -> RunConfig:
+        model = {"path": str(tmp_path), "lora_rank": 2, "dtype": "float32"}
+        sections = {"model": model, "engine": engine, "weights": {"adapters": adapters}}
+        return resolve_models(parse({"name": "x", "data": {"train": "d"}} | sections))
+
+    assert resolved(name="sglang").weights.adapters is apart
+    assert resolved(True, name="sglang").weights.adapters is True, "whoever says so knows better"
+    attached = resolved(name="sglang", urls=["http://s"])
+    assert not attached.adapters_apart, "they were started for something else"
+    assert resolved(name="torch").adapters_apart
+    command = arguments(resolved(name="sglang"), 0, "h", 1, gpus=0)
+    assert ("--enable-lora" in command) is apart
+    if apart:
+        assert " ".join(command).endswith(
+            "--enable-lora --max-lora-rank 2 --lora-target-modules down_proj q_proj --max-loras-per-batch 6"
+        )

@@ -1,0 +1,147 @@
+"""Loads published adapters into one server, each under a name of its own, beside what the server does.
+
+    version: verified, in PEFT's layout ──► loaded as `label@attachment` ──► old ones unloaded
+
+Nothing is paused: a request names its adapter, and keeps it to its end. A load that fails changes nothing.
+Files are the server's only while it reads them: of an unloaded adapter it remembers the path, and would load
+it again for whoever names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.stream import BASE_LABEL
+from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.types import PolicyVersion
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef, version_of
+
+log = logging.getLogger("asyncrl.keeper")
+
+_NAME = re.compile(r"(e\d+-v\d+)@(.+)")
+
+
+def adapter_name(version: PolicyVersion, attachment: str) -> str:
+    """Names a version's adapter on a server, which outlives runs: they give the same labels to others."""
+    return f"{version.label}@{attachment}"
+
+
+def outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
+    """No request may go on with this version at a server that has the newest."""
+    lag = newest.step - version.step
+    return version.epoch != newest.epoch or lag > config.buffer.usual_staleness
+
+
+def most_in_use(config: RunConfig) -> int:
+    """Versions that requests at one server use at once: those that are not outdated, and the one before them,
+    whose requests are about to end."""
+    return config.buffer.usual_staleness + 2
+
+
+class AdapterLoader:
+    """The server at `api.url`, as its keeper sees it; compare `ServerLoader`. `cache`: a directory of this
+    loader's own, on a disk that the server reads. `attachment`: names this one of all keepers that the server
+    may have had. `based`: the server has the weights of model.path already."""
+
+    broken = ""  # a load that fails leaves the versions before it as they are
+
+    def __init__(
+        self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, based: bool, description: str
+    ) -> None:
+        self.api, self.description = api, description
+        self.loaded: WeightsRef | None = None  # last
+        self._config, self._cache, self._attachment, self._based = config, cache, attachment, based
+        self._deadline = config.weights.deadline
+        self._loading = asyncio.Lock()
+        self._unloading: asyncio.Task[None] | None = None
+
+    async def load(self, ref: WeightsRef) -> Manifest:
+        """WeightsError: the version is missing, damaged or another model's; those before it stay."""
+        async with self._loading:
+            if not self._based:
+                await self._load_base()
+            name, files = self._name(ref), self._cache / uuid.uuid4().hex
+            with disk.lock_version(ref):
+                manifest = await asyncio.to_thread(self._lay_out, ref, files)
+            try:
+                if name not in await self.api.adapters():  # whose load this one's caller gave up
+                    await self.api.load_adapter(name, str(files.absolute()), self._deadline)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
+            self.loaded = ref
+            if self._unloading is None or self._unloading.done():
+                self._unloading = asyncio.create_task(self._unload_old())
+            return manifest
+
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probs of ids[1:] with the version that was loaded last, at temperature 1; NaN where the server
+        has none."""
+        adapter = self._name(self.loaded) if self.loaded is not None else ""
+        return await self.api.score(ids, self._deadline, adapter)
+
+    async def label(self) -> str:
+        """What the server holds: the label of the version that was loaded last, if it is there."""
+        base, ref = await self.api.weight_label(), self.loaded
+        if base != BASE_LABEL or ref is None or self._name(ref) in await self.api.adapters():
+            return base if base != BASE_LABEL or ref is None else ref.label
+        return "no adapter of this run"
+
+    async def close(self) -> None:
+        if self._unloading is not None:
+            self._unloading.cancel()
+            await asyncio.wait([self._unloading])
+        await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
+        await self.api.close()
+
+    def _name(self, ref: WeightsRef) -> str:
+        return adapter_name(ref.version, self._attachment)
+
+    async def _load_base(self) -> None:
+        """The server has the weights of another directory, or of another run."""
+        path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
+        await self.api.update_from_disk(path, BASE_LABEL, self._deadline)
+        await self.api.flush_cache(wait=self._deadline)
+        self._based = True
+
+    def _lay_out(self, ref: WeightsRef, files: Path) -> Manifest:
+        """Write PEFT's directory. The server may map its files for as long as it has the adapter: no links to
+        those of the version, which other machines may delete."""
+        manifest = disk.verify(ref)
+        if manifest.adapter is None:
+            raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
+        settings = manifest.adapter.peft(self._config.model.path)
+        try:
+            files.mkdir(parents=True)
+            (files / "adapter_config.json").write_bytes(msgspec.json.encode(settings))
+            shutil.copyfile(disk.payload(Path(ref.path)), files / "adapter_model.safetensors")
+        except OSError as error:
+            raise WeightsError(f"weights {ref.path}: cannot be copied to {files} ({error})") from error
+        return manifest
+
+    async def _unload_old(self) -> None:
+        """Unload what is outdated, and what earlier keepers have left. Their requests end soon."""
+        try:
+            for name in sorted(await self.api.adapters()):
+                found = _NAME.fullmatch(name)
+                if found and (found[2] != self._attachment or self._old(found[1])):
+                    await self.api.unload_adapter(name, self._deadline)
+        except AsyncrlError as error:  # the next load tries again
+            log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
+
+    def _old(self, label: str) -> bool:
+        """Outdated for one version already: requests have been told."""
+        version = version_of(label)
+        assert version is not None and self.loaded is not None
+        before = PolicyVersion(version.epoch, version.step + 1)
+        return outdated(before, self.loaded.version, self._config)

@@ -1,0 +1,226 @@
+"""Adapters on servers: their names, what a load leaves, when old ones go, and who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang.adapters import AdapterLoader, most_in_use
+from asyncrl.engines.sglang.client import SGLangClient
+from asyncrl.engines.sglang.http import ServerApi, ServerInfo
+from asyncrl.engines.sglang.server import _check_adapters
+from asyncrl.errors import ConfigError
+from asyncrl.types import PolicyVersion, StopReason, VersionSpan
+from asyncrl.weights.manifest import AdapterSpec, WeightsError, WeightsRef
+from tests.fakes.sglang import DONE, Script, event, scripted, sglang_config
+from tests.fakes.weights import publish
+
+from .tiny import ask
+
+LENGTH = {"type": "length", "length": 0}
+LAYER = "model.layers.0.q_proj"
+SPEC = AdapterSpec(2, 4.0, (LAYER,))
+CONFIG = sglang_config(32, lora_rank=2)
+OLDEST = CONFIG.buffer.usual_staleness
+
+
+class Server:
+    """Keeps adapters by name, with what was in their directories."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.adapters, self.path = script, dict[str, dict[str, torch.Tensor]](), Path()
+        self.label, self.unloaded = "default", asyncio.Event()
+        script.answers |= {
+            "/v1/models": self._models,
+            "/model_info": self._info,
+            "/load_lora_adapter": self._load,
+            "/unload_lora_adapter": self._unload,
+            "/update_weights_from_disk": self._update,
+        }
+        script.says("/flush_cache", 200)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        names = [{"id": "base", "parent": None}, *({"id": one, "parent": "base"} for one in self.adapters)]
+        return web.json_response({"data": names})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "m", "weight_version": self.label})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.path = Path(body["lora_path"])
+        assert json.loads((self.path / "adapter_config.json").read_text())["target_modules"] == [LAYER]
+        self.adapters[body["lora_name"]] = load_file(self.path / "adapter_model.safetensors")
+        return web.json_response({"success": True})
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        del self.adapters[(await request.json())["lora_name"]]
+        self.unloaded.set()
+        return web.json_response({"success": True})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        self.label = (await request.json())["weight_version"]
+        return web.json_response({"success": True})
+
+
+@asynccontextmanager
+async def loading(tmp_path: Path, based: bool = True) -> AsyncIterator[tuple[Server, AdapterLoader]]:
+    async with asyncio.timeout(60), scripted() as script:
+        server = Server(script)
+        loader = AdapterLoader(ServerApi(script.url), CONFIG, tmp_path / "cache", "mine", based, "a server")
+        try:
+            yield server, loader
+        finally:
+            await loader.close()
+
+
+def version(directory: Path, step: int, epoch: int = 1) -> WeightsRef:
+    names = [f"base_model.model.{LAYER}.lora_{role}.weight" for role in "AB"]
+    tensors = {name: torch.full((2, 2), float(step)) for name in names}
+    return publish(tensors, directory, PolicyVersion(epoch, step), SPEC)
+
+
+async def test_a_version_is_loaded_under_a_name_of_its_own_and_its_files_go(tmp_path: Path) -> None:
+    async with loading(tmp_path) as (server, loader):
+        ref = version(tmp_path, 3)
+        manifest = await loader.load(ref)
+        assert manifest.adapter == SPEC and loader.loaded == ref
+        assert [float(one.mean()) for one in server.adapters["e1-v3@mine"].values()] == [3.0, 3.0]
+        assert not server.path.exists(), "the server would load it again for whoever names it"
+        assert await loader.label() == "e1-v3"
+        await loader.load(ref)  # whose answer was lost
+        del server.adapters["e1-v3@mine"]
+        assert await loader.label() == "no adapter of this run"
+        server.label = "e9-v9"
+        assert await loader.label() == "e9-v9"
+
+
+async def test_what_is_no_version_of_adapters_or_is_refused_changes_nothing(tmp_path: Path) -> None:
+    async with loading(tmp_path) as (server, loader):
+        first = version(tmp_path, 0)
+        await loader.load(first)
+        whole = publish({"w": torch.ones(2)}, tmp_path / "whole", PolicyVersion(1, 1))
+        with pytest.raises(WeightsError, match="e1-v1 is not of adapters"):
+            await loader.load(whole)
+        refusal = b'{"success": false, "error_message": "rank 64 is incompatible"}'
+        server.script.says("/load_lora_adapter", 400, refusal)
+        with pytest.raises(WeightsError, match="rank 64 is incompatible"):
+            await loader.load(version(tmp_path, 1))
+        assert loader.loaded == first and not loader.broken and list(server.adapters) == ["e1-v0@mine"]
+        assert not list((tmp_path / "cache").iterdir())
+
+
+async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_path: Path) -> None:
+    async with loading(tmp_path) as (server, loader):
+        server.adapters |= {"e1-v0@another": {}, "of somebody else": {}}
+        for step in range(OLDEST + 3):
+            await loader.load(version(tmp_path, step))
+        assert loader._unloading is not None
+        await loader._unloading
+        kept = {f"e1-v{step}@mine" for step in range(1, OLDEST + 3)}
+        assert server.adapters.keys() == kept | {"of somebody else"} and len(kept) == most_in_use(CONFIG)
+        await loader.load(version(tmp_path, 1, epoch=2))  # of another epoch nothing is in use
+        await loader._unloading
+        assert server.adapters.keys() == {"e2-v1@mine", "of somebody else"}
+
+
+async def test_a_server_with_other_weights_loads_those_of_the_model_first(tmp_path: Path) -> None:
+    async with loading(tmp_path, based=False) as (server, loader):
+        server.label = "e1-v7"  # of merged weights
+        for step in range(2):
+            await loader.load(version(tmp_path, step))
+        paths = [path for path, _, _ in server.script.asked if "/update" in path or "load_lora" in path]
+        assert paths == ["/update_weights_from_disk", *["/load_lora_adapter"] * 2]
+        assert server.label == "default" and await loader.label() == "e1-v1"
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Script, SGLangClient]]:
+    async with asyncio.timeout(60), scripted() as script:
+        client = SGLangClient(ServerApi(script.url), CONFIG, vocabulary=64, salt="mine")
+        client.mark(PolicyVersion(1, 7))
+        try:
+            yield script, client
+        finally:
+            await client.close()
+
+
+async def test_a_request_names_its_adapter_and_is_of_exactly_that_version() -> None:
+    async with connected() as (script, client):
+        script.streams(event([5], 1, "default"), event([6], 2, "default", LENGTH), DONE)
+        generation = await client.generate(ask((1, 2), 2))
+        assert generation.spans == (VersionSpan(0, 2, 7, 7),)
+        [(_, body, _)] = script.asked
+        assert body["lora_path"] == "e1-v7@mine" and "cache_salt" not in body
+
+
+REFUSED = b'data: {"error": {"message": "Got LoRA adapter that has never been loaded: x", "code": 400}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [(event([5], 1, "e1-v7"), "which this run never gave it"), (REFUSED, "never been loaded")],
+    ids=["another program loaded weights", "the server was restarted"],
+)
+async def test_a_server_without_the_adapter_has_lost_the_turn(part: bytes, why: str) -> None:
+    async with connected() as (script, client):
+        script.streams(part, DONE)
+        with pytest.raises(EngineLost, match=why) as lost:
+            await client.generate(ask((1, 2), 2))
+        assert lost.value.partial.ids == ()
+
+
+async def test_a_turn_with_an_outdated_adapter_ends_where_it_is() -> None:
+    async with connected() as (script, client):
+        heard, never = asyncio.Event(), asyncio.Event()
+
+        async def on_part(sampled: object) -> None:
+            heard.set()
+
+        script.streams(event([5], 1, "default"), then=never)
+        request = msgspec.structs.replace(ask((1, 2), 9), part_seconds=0.0, on_part=on_part)
+        turn = asyncio.create_task(client.generate(request))
+        await heard.wait()
+        client.mark(PolicyVersion(1, 7 + OLDEST))
+        [call] = client._calls
+        assert call.when() is None
+        client.mark(PolicyVersion(1, 8 + OLDEST))
+        generation = await turn
+        assert generation.ids == (5,) and generation.stop is StopReason.ABORT
+        assert generation.spans == (VersionSpan(0, 1, 7, 7),)
+
+
+def server_info(**changes: object) -> dict[str, object]:
+    room = {"max_loras_per_batch": 6, "max_loaded_loras": 7, "max_lora_rank": 2}
+    return {"version": "0.5.23", "model_path": "m", "enable_lora": True} | room | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"enable_lora": None}, "--enable-lora"),
+        ({"dp_size": 2}, "--dp-size 1"),
+        ({"max_lora_rank": 1}, "--max-lora-rank 2"),
+        ({"max_loras_per_batch": 5}, "--max-loras-per-batch 6"),
+        ({"max_loaded_loras": 6}, "--max-loaded-loras 7"),
+    ],
+)
+def test_a_server_that_cannot_take_adapters_is_refused(changes: dict[str, object], needed: str) -> None:
+    def checked(config: RunConfig, **changes: object) -> None:
+        _check_adapters(config, "http://s", msgspec.convert(server_info(**changes), ServerInfo))
+
+    checked(CONFIG)
+    checked(CONFIG, max_loaded_loras=None, max_lora_rank=None)
+    with pytest.raises(ConfigError, match=f"start it with {needed}, or set weights.adapters=false"):
+        checked(CONFIG, **changes)
