@@ -226,7 +226,8 @@ class TokenScores(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """An engine returns it for one request. Spans are relative to `ids`. `routes`: where asked for."""
+    """An engine returns it for one request. Spans are relative to `ids`. `routes`: where asked for. `scores`:
+    added by scorers."""
 
     ids: tuple[Token, ...]
     logprobs: tuple[float, ...]
@@ -234,6 +235,7 @@ class Generation(msgspec.Struct, frozen=True):
     stop: StopReason
     seconds: float = 0.0
     routes: Routes | None = None
+    scores: tuple[TokenScores, ...] = ()
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -320,6 +320,12 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"{', '.join(DIVERGENCES)}, or leave it out": config.kl.top_k > 0 and not recipe.divergence,
         "kl has settings, but where=none: they have no effect; set kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
+        f"kl.estimator {recipe.kl_estimator} compares distributions, and scorers give log-probs of sampled "
+        "tokens; use k2 or straight_through, or kl.reference": bool(recipe.divergence)
+        and config.scored_reference,
+        "scorers.reference has no effect: kl.where is none; set kl.where": (
+            "reference" in config.scorers and not recipe.reference
+        ),
         f"critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "
         "leave them out": not recipe.critic and config.critic != CriticConfig(),
     }

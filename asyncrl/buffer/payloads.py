@@ -28,6 +28,7 @@ from asyncrl.types import (
 _turn = msgspec.msgpack.Decoder(Turn)
 _part = msgspec.msgpack.Decoder(TurnPart)
 _reply = msgspec.msgpack.Decoder(TurnReply)
+MOST_TOP = 256  # likeliest tokens that a scorer names at a place
 MOST_LOGPROB = 0.01  # of one token: an engine may round
 
 
@@ -77,6 +78,11 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
             f"{len(told.data)} bytes, which is no multiple of 2 for each token"
         )
+    for scores in turn.scores:
+        sizes, each = (len(scores.logprobs), len(scores.ids), len(scores.top)), 4 * len(turn.ids)
+        whole = sizes[0] == each and sizes[1] == sizes[2] and not (each and sizes[1] % each)
+        if not whole or sizes[1] > MOST_TOP * each:
+            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {sizes} bytes, {each} expected")
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:

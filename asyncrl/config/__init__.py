@@ -6,7 +6,7 @@ the string under a field is its documentation.
 """
 
 from asyncrl.config.base import Options, Plugin, Section, divisors, leaves, texts, without_defaults
-from asyncrl.config.episodes import EngineConfig, RolloutConfig, ScorerConfig, ValidationConfig
+from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.run import (
     DataConfig,
     LaunchConfig,
@@ -17,6 +17,7 @@ from asyncrl.config.run import (
     parse,
     read_config,
 )
+from asyncrl.config.scorers import ScorerConfig
 from asyncrl.config.training import (
     LESS_MEMORY,
     BufferConfig,

@@ -131,27 +131,6 @@ class EngineConfig(Section, frozen=True):
         return (len(self.urls) or self.servers) if self.remote else 0
 
 
-class ScorerConfig(Section, frozen=True):
-    """Names a frozen model on SGLang servers of its own: `reference` for the KL, `teacher` (or several,
-    `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for `rollout.reward`.
-    Started servers take the settings of `engine`, too."""
-
-    path: str = ""
-    """Model directory or hub repository. The run starts servers with it; with `urls` it is only compared."""
-    urls: list[str] = []
-    """Attach to these servers instead of starting any."""
-    servers: Positive = 1
-    """Servers to start."""
-    tp: Positive = 1
-    """Tensor-parallel size of a server (GPUs per server)."""
-    sources: list[str] = []
-    """Teachers: data sources whose episodes it scores; empty: all that no other teacher names."""
-
-    @property
-    def keepers(self) -> int:
-        return len(self.urls) or self.servers
-
-
 class ValidationConfig(Section, frozen=True):
     """Held-out episodes at one fixed version, through the same workers, before and after training."""
 

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text, divisors
-from asyncrl.config.episodes import EngineConfig, RolloutConfig, ScorerConfig, ValidationConfig
+from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.scorers import ScorerConfig, ScorerName, scorer_refusals
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -174,9 +175,6 @@ class LaunchConfig(Section, frozen=True):
     processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
 
 
-ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
-
-
 class RunConfig(Section, frozen=True, kw_only=True):
     """One run."""
 
@@ -228,6 +226,25 @@ class RunConfig(Section, frozen=True, kw_only=True):
         own = [name for name, sources in teachers.items() if source in sources]
         others = [name for name, sources in teachers.items() if not sources]
         return (*(["reference"] if "reference" in self.scorers else []), *(own or others))
+
+    @property
+    def scorer_places(self) -> list[tuple[str, int]]:
+        """Return the name of each scorer's server, and its number among those of that name."""
+        return [(name, number) for name, one in self.scorers.items() for number in range(one.keepers)]
+
+    def serving(self, name: str) -> RunConfig:
+        """The configuration of the servers of a scorer: its model and how many there are, in place of the
+        policy's and the engines'. `model.path` is empty where it is not known."""
+        one, replaced = self.scorers[name], msgspec.structs.replace
+        engine = replaced(self.engine, name="sglang", servers=one.servers, urls=one.urls, tp=one.tp)
+        trainer, weights = replaced(self.trainer, router_replay=False), WeightsConfig()
+        model = replaced(self.model, path=one.path, lora_rank=0)
+        return replaced(self, model=model, engine=engine, trainer=trainer, weights=weights)
+
+    @property
+    def scored_reference(self) -> bool:
+        """The log-probs of the reference come with the turns."""
+        return any(name != "reward" for name in self.scorers)
 
     @property
     def adapters_apart(self) -> bool:
@@ -355,29 +372,7 @@ def _check_combinations(config: RunConfig) -> None:
             config.checkpoint.best
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
-    }
-    for message, refused in (refusals | _scorer_refusals(config)).items():
+    } | scorer_refusals(config.scorers, config.rollout.temperature, config.kl.reference)
+    for message, refused in refusals.items():
         if refused:
             raise ConfigError(message)
-
-
-def _scorer_refusals(config: RunConfig) -> dict[str, bool]:
-    """Scorers that would read nothing, or the same as others, or at another temperature."""
-    teachers = [name for name in config.scorers if name.startswith("teacher")]
-    named = [source for name in teachers for source in config.scorers[name].sources or [""]]
-    lacking = [name for name, one in config.scorers.items() if not (one.path or one.urls)]
-    return {
-        f"scorers.{', '.join(lacking)}: neither a model nor servers; set path, or urls": bool(lacking),
-        "scorers: sources are for teachers; the reference scores all turns, and rollout.reward asks the "
-        "reward model": any(one.sources for name, one in config.scorers.items() if name not in teachers),
-        f"scorers: {' and '.join(teachers)} score the same data source; give each its own in sources": (
-            len({*named}) < len(named)
-        ),
-        f"rollout.temperature ({config.rollout.temperature:g}): servers give log-probs of what they read at "
-        "temperature 1 only; set 1, or leave out scorers.reference and teachers": (
-            config.rollout.temperature != 1 and bool({*config.scorers} - {"reward"})
-        ),
-        "kl.reference and scorers.reference are two references; leave one out": (
-            bool(config.kl.reference) and "reference" in config.scorers
-        ),
-    }

@@ -129,7 +129,8 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             or asked.ids != _row(episode, asked) + turn.context
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
-        generation = Generation(turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes)
+        sampled = turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
+        generation = Generation(*sampled)
         episode = advance(rules, episode, TurnGenerated(generation))
         if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")

@@ -57,8 +57,7 @@ def make_turn(
     """The turn of a generation; nothing answers it yet."""
     sampled = (generation.ids, generation.logprobs, generation.spans, generation.stop)
     made = Turn(index, context, *sampled, seconds=generation.seconds, row=row)
-    turn = replace(made, agent=agent, untrained=untrained)
-    return replace(turn, routes=generation.routes) if generation.routes else turn
+    return replace(made, agent=agent, untrained=untrained, routes=generation.routes, scores=generation.scores)
 
 
 def opening(rules: Rules, context: tuple[int, ...]) -> str:

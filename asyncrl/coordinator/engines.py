@@ -13,34 +13,23 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, repeat
 
 from asyncrl.coordinator.peers import Peers
+from asyncrl.coordinator.scorers import SCORER, KeeperRecord, ScorerHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, Prefetch
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
+from asyncrl.wire.sockets import role_of
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
 REFUSALS = 5  # of the newest version by one engine, while none holds it: then its files count as damaged
 TABLES_PER_SECOND = 2000  # messages to all workers together, at most: four a second to each of 512
 COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
 NO_USE = EngineUse("")
-
-
-@dataclass
-class KeeperRecord:
-    """A connected keeper and what is known of its server."""
-
-    peer: bytes
-    name: str
-    hello: KeeperHello
-    seen: float
-    beat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
-    kv_use: float | None = None  # newest known share of its KV memory in use
 
 
 class EngineHandler:
@@ -53,6 +42,8 @@ class EngineHandler:
         self.keepers = Peers[KeeperRecord](
             state, "engine", state.config.engine.keepers, lambda keeper, *_: self.leave(keeper.peer)
         )
+        self.scorers = ScorerHandler(state)  # in the same table
+        self.peers = self.keepers, self.scorers.keepers
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.refused: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version
         self.refusal = ""  # why the last was
@@ -149,7 +140,8 @@ class EngineHandler:
 
     def tick(self, now: float) -> None:
         """Remove silent keepers, push versions."""
-        self.keepers.tick(now)
+        for peers in self.peers:
+            peers.tick(now)
         versions = self.state.versions
         if versions.ref is not None:
             if versions.newest > self._told:
@@ -186,6 +178,9 @@ class EngineHandler:
 
     def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
         """A keeper reports in, for the first time or again. Both are handled alike: its state is absolute."""
+        if role_of(peer) == SCORER:
+            self.scorers.hello(peer, message, now)
+            return
         keeper = self.keepers.hello(peer, message, now, lambda: self._join_keeper(peer, message, now))
         if keeper is None:
             return
@@ -203,6 +198,9 @@ class EngineHandler:
         return keeper
 
     def beat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
+        if role_of(peer) == SCORER:
+            self.scorers.beat(peer, message, now)
+            return
         keeper = self.keepers.get(peer)
         if keeper is None:
             return  # it will say hello
@@ -224,9 +222,10 @@ class EngineHandler:
         """Send each worker what it does not have yet of the table: all of it, or what changed. Changes are
         collected, so that TABLES_PER_SECOND is kept. A restarted coordinator first gives the keepers a
         lease's time to report: workers take back turns from servers that a table leaves out."""
-        planned = self.state.config.engine.keepers
+        config, planned = self.state.config, self.state.config.engine.keepers
         complete = sum(keeper.hello.index < planned for keeper in self.keepers) >= planned
-        if not self.remote or not (complete or now > self._began + self.state.config.launch.lease):
+        complete = complete and len(self.scorers.keepers) == len(config.scorer_places)
+        if not (self.remote or config.scorers) or not (complete or now > self._began + config.launch.lease):
             return
         self._informed -= self.state.outbox.unreachable  # a change did not reach them
         self._informed &= set(workers)
@@ -246,7 +245,8 @@ class EngineHandler:
 
     def table(self) -> tuple[EngineEntry, ...]:
         serving = {keeper.peer for keeper in self._serving(None)}
-        return tuple(self._entry(keeper, keeper.peer in serving) for keeper in self.keepers)
+        engines = (self._entry(keeper, keeper.peer in serving) for keeper in self.keepers)
+        return (*engines, *self.scorers.table())
 
     def _entry(self, keeper: KeeperRecord, healthy: bool) -> EngineEntry:
         engine = self.state.versions.engines[keeper.peer]
@@ -289,7 +289,7 @@ class EngineHandler:
             found["async/engines"] = float(len(self._serving(None)))
         if prompt:
             found["rollout/prefix_cache_hit"] = cached / prompt
-        return found
+        return found | self.scorers.gauges(self._uses)
 
     def _serving(self, lane: str | None) -> list[KeeperRecord]:
         """Keepers of servers that may sample, in all lanes or in one."""

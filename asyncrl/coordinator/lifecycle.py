@@ -105,7 +105,8 @@ class Lifecycle:
             return
         log.info("stopping: %s", reason)
         self.workers.peers.stop(reason)
-        self.engines.keepers.stop(reason)
+        for keepers in self.engines.peers:
+            keepers.stop(reason)
         self.trainer.finish()
         self._enter(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - FOLLOW))
 

@@ -80,7 +80,7 @@ class Coordinator:
         self.engines = EngineHandler(self.state, now)
         self.workers = WorkerHandler(self.state, self.engines)
         self.trainer = TrainerHandler(self.state, self._committed)
-        self.peers = self.engines.keepers, self.workers.peers, self.trainer.ranks.peers
+        self.peers = *self.engines.peers, self.workers.peers, self.trainer.ranks.peers
         test = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
         self.validation = Validation(self.state, self.workers, self.engines, test)
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
@@ -185,7 +185,7 @@ class Coordinator:
         status = self.reporter.write_status(self.lifecycle.phase)
         for peer in self.observers:
             self.control.send(peer, status)
-        for known in (*self.workers.peers, *self.engines.keepers):
+        for known in (*self.workers.peers, *self.engines.keepers, *self.engines.scorers.keepers):
             self.control.send(known.peer, self.state.welcome_message)
 
     def _drain(self, hub: Hub, handle: Callable[..., None], now: float) -> None:
@@ -269,7 +269,7 @@ class Coordinator:
         if gap > self.config.launch.lease / 4:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now, gap)
-            for peers in (self.engines.keepers, self.trainer.ranks.peers):
+            for peers in (*self.engines.peers, self.trainer.ranks.peers):
                 peers.extend(now, gap)
 
     def _tick(self, now: float) -> None:

@@ -202,7 +202,8 @@ class Reporter:
     def waits(self) -> tuple[str, ...]:
         """Says who waits for what, and for how long, as far as asked: each wait since it was first found
         here. Who waits for the same is named together."""
-        peers = (*self.workers.peers, *self.engines.keepers, *self.trainer.ranks.peers)
+        keepers = *self.engines.keepers, *self.engines.scorers.keepers
+        peers = (*self.workers.peers, *keepers, *self.trainer.ranks.peers)
         named = [(one.name, one.beat.waiting) for one in peers if one.beat]
         own, now = dict.fromkeys(self.state.waits), time.monotonic()
         who: dict[str, list[str]] = {}

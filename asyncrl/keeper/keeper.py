@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar, assert_never
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.process import ServerProcess, keys
-from asyncrl.engines.sglang.server import Loader, connect
+from asyncrl.engines.sglang.server import FrozenServer, Loader, attach, connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.activity import Activity, Waits
@@ -39,6 +39,7 @@ from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 T = TypeVar("T")
+Served = Loader | FrozenServer
 log = logging.getLogger("asyncrl.keeper")
 
 CHECK_SECONDS = 1.0  # seconds between two looks at a server
@@ -51,29 +52,49 @@ MAX_PROBE_GAP, MAX_PROBE_NOISES = 1.0, 5.0
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
     """Run a keeper until `Stop`, or a signal. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
-    keeper = Keeper(config, endpoints, index, incarnation)
+    return _run(Keeper(config, endpoints, index, incarnation))
+
+
+def run_scorer(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    """Run the keeper of a scorer's server, in the same way."""
+    return _run(Keeper(config, endpoints, index, incarnation, *config.scorer_places[index]))
+
+
+def _run(keeper: Keeper) -> int:
     try:
         return asyncio.run(keeper.serve())
     except ConfigError:
         raise
     except AsyncrlError as error:
-        log.error("engine %d leaves: %s", index, one_line(error, 2000))
+        log.error("%s leaves: %s", keeper.name, one_line(error, 2000))
         return 1
 
 
 class Keeper:
-    """Owns one server and the contact with the coordinator."""
+    """Owns one server and the contact with the coordinator. `scorer`: the name of that whose server it is,
+    `number` among these; '' for an engine's. A scorer's keeper is never sent versions."""
 
-    def __init__(self, config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        endpoints: Endpoints,
+        index: int,
+        incarnation: str,
+        scorer: str = "",
+        number: int = 0,
+    ) -> None:
         self.config, self.index, self.incarnation = config, index, incarnation
+        self._scorer, self._number = scorer, number if scorer else index
+        self._role = "scorer" if scorer else "engine"
+        self.name = f"scorer {scorer} {number}" if scorer else f"engine {index}"
         self._endpoints = endpoints
         self._run_dir = Path(config.run_dir) / config.name
-        self._timeline = Timeline(self._run_dir / "timeline" / f"engine-{index}.jsonl")
+        self._timeline = Timeline(self._run_dir / "timeline" / f"{self._role}-{index}.jsonl")
         self._timeline.past(START, 0.0)
         self._activity = Activity(self._timeline)
         self._waits = Waits(activity=self._activity)
-        self._mirror = Mirror(config, endpoints, "engine", index, self._timeline)
-        self._server: Loader | None = None
+        self._mirror = Mirror(config, endpoints, self._role, index, self._timeline)
+        self._server: Served | None = None
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
         self._kv_use: float | None = None  # read since the last beat
@@ -83,7 +104,7 @@ class Keeper:
     async def serve(self) -> int:
         """Until `Stop`."""
         loop = asyncio.get_running_loop()
-        name = identity("engine", self.index, self.incarnation)
+        name = identity(self._role, self.index, self.incarnation)
         self._control = AsyncLink(self._endpoints.control, ToKeeper, name, self._endpoints.keys)
         launch = self.config.launch
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
@@ -99,7 +120,7 @@ class Keeper:
             await self._leave(services)
 
     async def _ready(self) -> Loader:
-        if self._server is None:
+        if self._server is None or isinstance(self._server, FrozenServer):
             raise EngineError("the server is not ready")
         return self._server
 
@@ -112,7 +133,7 @@ class Keeper:
 
     def _end(self, reason: str) -> None:
         if not self._ending.done():
-            log.info("engine %d stops: %s", self.index, reason)
+            log.info("%s stops: %s", self.name, reason)
             self._ending.set_result(0)
 
     async def _leave(self, services: list[asyncio.Task[int]]) -> None:
@@ -135,7 +156,7 @@ class Keeper:
     async def _keep_server(self) -> int:
         """Start and serve; raises when the server is lost."""
         server = await self._start()
-        log.info("engine %d: %s at %s", self.index, server.description, server.api.url)
+        log.info("%s: %s at %s", self.name, server.description, server.api.url)
         self._server = server
         self._url, self._healthy = server.api.url, True
         await self._hello()
@@ -143,38 +164,42 @@ class Keeper:
         await first(self._load(), self._look_after(server), *watch)
         return 1
 
-    async def _start(self) -> Loader:
+    async def _start(self) -> Served:
         """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
-        settings = self.config.engine
+        settings = (self.config.serving(self._scorer) if self._scorer else self.config).engine
         seconds = settings.start_timeout
         try:
             async with asyncio.timeout(seconds):
                 with self._waits.named("its server to become ready"):
                     if urls := settings.urls:  # a keeper that has joined knows its own alone
-                        return await self._connect(urls[self.index % len(urls)])
+                        return await self._connect(urls[self._number % len(urls)])
                     return await self._spawn()
         except TimeoutError:
             late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"
-            raise EngineError(f"engine {self.index}: {late}") from None
+            raise EngineError(f"{self.name}: {late}") from None
 
-    async def _spawn(self) -> Loader:
+    async def _spawn(self) -> Served:
         host = local_address(self._endpoints.control)
-        process = self._process = await ServerProcess.start(self.config, self.index, host, self._run_dir)
+        process = self._process = await ServerProcess.start(
+            self.config, self.index, host, self._run_dir, self._scorer
+        )
         server = await first(self._connect(process.url), self._fail_at_end(process))
         process.ready()
         return server
 
-    async def _connect(self, url: str) -> Loader:
+    async def _connect(self, url: str) -> Served:
         """Waits for it: a server that is attached to may be restarting."""
         secrets, attachment = keys(self.config.engine), self.incarnation
+        if self._scorer:
+            return await attach(self.config, self._scorer, url, *secrets)
         return await connect(self.config, self.index, url, *secrets, patient=True, attachment=attachment)
 
     async def _fail_at_end(self, process: ServerProcess) -> NoReturn:
         """Raises EngineError when the process ends."""
         code = await process.ended()
-        raise EngineError(f"engine {self.index}: its server ended with code {code}; its output is above")
+        raise EngineError(f"{self.name}: its server ended with code {code}; its output is above")
 
-    async def _look_after(self, server: Loader) -> None:
+    async def _look_after(self, server: Served) -> None:
         """Is it there, and does it hold what it confirmed? Raises EngineError when not."""
         silent = 0
         while True:
@@ -185,7 +210,7 @@ class Keeper:
             except EngineError as error:
                 silent, self._healthy = silent + 1, False
                 if silent >= MAX_UNANSWERED:
-                    raise EngineError(f"engine {self.index}: no answer {silent} times: {error}") from error
+                    raise EngineError(f"{self.name}: no answer {silent} times: {error}") from error
                 continue
             silent = 0
             if self._loads.pending:
@@ -195,7 +220,7 @@ class Keeper:
             expected = server.loaded.label if server.loaded is not None else label
             if loaded == self._loaded and not server.broken and label != expected:
                 raise EngineError(
-                    f"engine {self.index}: its server holds {label!r} and not {expected!r}: "
+                    f"{self.name}: its server holds {label!r} and not {expected!r}: "
                     "it was restarted, or another program loads weights into it"
                 )
 
@@ -215,13 +240,13 @@ class Keeper:
         # So failures have the time of `weights.deadline`, but for files that are refused from the start.
         hopeless = not (self._loaded or message.lost) and self.config.weights.transport == "disk"
         if why := self._failures.too_many(0.0 if hopeless else self.config.weights.deadline):
-            raise (EngineError if self._loaded else ConfigError)(f"engine {self.index}: {why}")
+            raise (EngineError if self._loaded else ConfigError)(f"{self.name}: {why}")
 
     def _check_probe(self, message: Loaded) -> None:
         limit = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
         if not self._proven and message.probe_gap > limit:
             raise ConfigError(
-                f"engine {self.index}: the server computes another model: its log-probs of version "
+                f"{self.name}: the server computes another model: its log-probs of version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
                 f"nats, where rounding explains {limit:.3g}; start it with the trainer's model.path and dtype"
             )

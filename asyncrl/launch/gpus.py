@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.launch.data import Inputs, Note, check, ok, warning
 from asyncrl.launch.estimates import sized
 from asyncrl.launch.nodes import is_loopback
-from asyncrl.launch.placement import ENGINE, TRAINER, dealt
+from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, dealt
 from asyncrl.observe.machine import gpu_driver, list_gpus
 
 INTERFACES = "NCCL_SOCKET_IFNAME"
@@ -81,7 +81,7 @@ def _check_peers(config: RunConfig, count: int) -> Iterator[Note]:
 
     used = dealt(config, count)
     ranks = sorted({gpu for name in used if name.startswith(TRAINER) for gpu in used[name]})
-    servers = [used[name] for name in used if name.startswith(ENGINE)]
+    servers = [used[name] for name in used if name.startswith((ENGINE, SCORER))]
     across = {*product(ranks, chain(*servers))} if config.weights.transport != "disk" else set()
     within = {pair for group in (ranks, *servers) for pair in combinations(group, 2)}
     apart = {pair for pair in across | within if pair[0] != pair[1] and not can_device_access_peer(*pair)}

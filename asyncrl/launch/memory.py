@@ -141,7 +141,8 @@ def _static(config: RunConfig) -> tuple[int, int, int]:
         shapes = weight_shapes(config.critic.path or config.model.path)
         critic = count({name: shape for name, shape in shapes.items() if not _OUTPUT.match(name)})
         weights, trained = weights + critic, trained + critic
-    if config.kl.where != "none" and (config.kl.reference or not rank):
+    in_rank = config.kl.where != "none" and not config.scored_reference
+    if in_rank and (config.kl.reference or not rank):
         weights += count(weight_shapes(config.kl.reference or config.model.path))
     shard = MASTER * trainer.replicas / trainer.ranks
     return int(weights * shard), int(trained * shard), int(trained * _state_share(trainer) * shard)

@@ -46,6 +46,10 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}) -> RunConf
         given: str = getattr(getattr(config, section), name)
         return local_directory(given, key, str((before.get(section) or {}).get(name) or ""))
 
+    def scorer(name: str, given: str) -> str:
+        begun = (before.get("scorers") or {}).get(name) or {}
+        return local_directory(given, f"scorers.{name}.path", str(begun.get("path") or ""))
+
     model = replace(
         config.model,
         path=local("model.path"),
@@ -61,6 +65,7 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}) -> RunConf
         weights=weights,
         kl=replace(config.kl, reference=local("kl.reference")),
         critic=replace(config.critic, path=local("critic.path")),
+        scorers={name: replace(one, path=scorer(name, one.path)) for name, one in config.scorers.items()},
     )
 
 

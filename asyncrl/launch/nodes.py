@@ -22,9 +22,9 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, RolePlace, Unit
+from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TRAINER, RolePlace, Unit
 
-ORDER = (COORDINATOR, TRAINER, ENGINE, ROLLOUT)  # in which processes choose a machine
+ORDER = (COORDINATOR, TRAINER, ENGINE, SCORER, ROLLOUT)  # in which processes choose a machine
 KEY_NAMES = "key_env"  # how the names of keys end whose value is the name of a variable with a secret
 VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # in headers
 
@@ -74,7 +74,7 @@ class Placing:
         self._at[place.name] = node
 
     def gpus(self, place: RolePlace) -> float:
-        """As `launch.gpus` says, or else one for a rank and `engine.tp` for a server, and one for an embedded
+        """As `launch.gpus` says, or else one for a rank and `tp` for a server, and one for an embedded
         engine with `model.device=cuda`; none on a cluster without any, unless they are asked for."""
         config, role = self._config, place.role
         for name, gpus in config.launch.gpus.items():
@@ -85,7 +85,7 @@ class Placing:
             return int(cuda or (config.model.device == "auto" and self._gpus_known))
         if role == ROLLOUT:
             return int(cuda and not config.engine.remote)
-        return place.gpus if role == ENGINE and self._gpus_known else 0
+        return place.gpus if role in (ENGINE, SCORER) and self._gpus_known else 0
 
     def pool(self, place: RolePlace) -> str:
         """The resource that its machine must have; '' for none."""
@@ -139,7 +139,7 @@ class Placing:
             nodes = [node for node in nodes if node.id == self._here]
             where, advice = "the launcher's machine", "start asyncrl on another one"
         else:
-            where, advice = "one machine", "change trainer.ranks, engine.servers or engine.tp"
+            where, advice = "one machine", "change trainer.ranks, or servers or tp of engine and scorers"
         if pool and not any(pool in node.resources for node in nodes):
             return (
                 f"launch.pools: {place.name} needs {pool!r}, which {where} must have; start Ray "

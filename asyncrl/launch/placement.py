@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from asyncrl.config import RunConfig
 
 COORDINATOR, ENGINE, ROLLOUT, TRAINER = "coordinator", "engine", "rollout", "trainer"
+SCORER = "scorer"
 TARGETS = {
     COORDINATOR: "asyncrl.coordinator.loop:run",
     ENGINE: "asyncrl.keeper.keeper:run",
+    SCORER: "asyncrl.keeper.keeper:run_scorer",
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }
@@ -49,6 +51,9 @@ def processes_of(config: RunConfig) -> tuple[Unit, ...]:
     """Return the units of a run, the coordinator first."""
     threads, gpus = config.launch.threads, 0 if config.engine.urls else config.engine.tp
     engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
+    owners = (config.scorers[name] for name, _ in config.scorer_places)
+    held = [0 if one.urls else one.tp for one in owners]
+    engines += [Unit(SCORER, (_place(SCORER, i, threads, gpus),)) for i, gpus in enumerate(held)]
     workers = [Unit(ROLLOUT, (_place(ROLLOUT, i, threads),)) for i in range(config.rollout.workers)]
     ranks = tuple(_place(TRAINER, rank, threads) for rank in range(config.trainer.ranks))
     if not config.total_steps:
@@ -82,9 +87,14 @@ def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
     engine, ranks = config.engine, config.trainer.ranks if config.total_steps else 0
     found = {f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks) if config.model.device != "cpu"}
     sglang = not engine.server_command or SGLANG in engine.server_command
-    if not engine.urls and sglang and engine.server_args.get("device", "cuda") == "cuda":
-        firsts = [base_gpu(config, index, count) for index in range(engine.keepers)]
-        found |= {f"{ENGINE}-{i}": list(range(at, min(at + engine.tp, count))) for i, at in enumerate(firsts)}
+    if sglang and engine.server_args.get("device", "cuda") == "cuda":
+        for i in range(0 if engine.urls else engine.keepers):
+            first = base_gpu(config, i, count)
+            found[f"{ENGINE}-{i}"] = list(range(first, min(first + engine.tp, count)))
+        for i, (name, _) in enumerate(config.scorer_places):
+            if not (one := config.scorers[name]).urls:
+                first = base_gpu(config, i, count, name)
+                found[f"{SCORER}-{i}"] = list(range(first, min(first + one.tp, count)))
     return found
 
 
@@ -99,6 +109,7 @@ def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: 
     does = {
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
         ENGINE: ", ".join(config.engine.urls) or f"a server{gpus}, supervised",
+        SCORER: "; ".join(f"{n}: {', '.join(one.urls) or one.path}" for n, one in config.scorers.items()),
         ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
         TRAINER: f"{config.buffer.batch_size} episodes per step on {device}"
         if config.total_steps

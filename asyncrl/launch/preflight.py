@@ -202,7 +202,8 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
         raise ConfigError(
             f"trainer.ranks={ranks}: each needs a GPU of its own, and torch sees {count}; lower it"
         )
-    servers = Counter(gpu for name in used if name.startswith(placement.ENGINE) for gpu in used[name])
+    roles = placement.ENGINE, placement.SCORER
+    servers = Counter(gpu for name in used if name.startswith(roles) for gpu in used[name])
     shared = sorted(gpu for gpu in servers if servers[gpu] > 1 or gpu < ranks)
     if shared and "mem-fraction-static" not in config.engine.server_args:
         yield warning(
@@ -264,7 +265,8 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
 @check("servers")
 def check_remote(inputs: Inputs) -> Iterator[Note]:
     check_servers(inputs.config)
-    yield ok("keys, addresses and commands" if inputs.config.engine.remote else "none")
+    used = inputs.config.engine.remote or inputs.config.scorers
+    yield ok("keys, addresses and commands" if used else "none")
 
 
 def outside_weights(config: RunConfig) -> list[Path]:

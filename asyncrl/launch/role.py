@@ -23,7 +23,7 @@ from asyncrl.config import RunConfig, read_config
 from asyncrl.errors import ConfigError, GaveUpError
 from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.models import resolve_models
-from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
+from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.runtime.process import ignore_endings, quick_imports
 from asyncrl.wire.sockets import Endpoints, flush_sockets
@@ -44,6 +44,7 @@ def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints
     more: dict[str, tuple[object, ...]] = {
         COORDINATOR: (incarnation,),
         ENGINE: (index, incarnation),
+        SCORER: (index, incarnation),
         ROLLOUT: (index, incarnation),
         TRAINER: (index, incarnation, options.rendezvous),
     }

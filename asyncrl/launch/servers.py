@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.nodes import is_loopback
+from asyncrl.weights.model_files import weight_files
 
 ANSWER_SECONDS = 30.0  # seconds in which an attached server must answer
 
@@ -21,21 +22,34 @@ def check_servers(config: RunConfig) -> None:
     for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable and not os.environ.get(variable):
             raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
+    for name, one in config.scorers.items():
+        if one.urls:
+            check_urls(config, name)
+        else:
+            _check_command(config)
+            _check_model(config, name)
     if not engine.remote:
         return
     check_group_address(config)
     if engine.urls:
         check_urls(config)
-    elif engine.server_command and shutil.which(engine.server_command[0]) is None:
+    else:
+        _check_command(config)
+
+
+def _check_command(config: RunConfig) -> None:
+    """Servers can be started here."""
+    engine = config.engine
+    if engine.server_command and shutil.which(engine.server_command[0]) is None:
         raise ConfigError(
             f"engine.server_command: {engine.server_command[0]} is no program; correct it "
             "(for CPU tests: make sglang-cpu)"
         )
-    elif not engine.server_command and importlib.util.find_spec("sglang") is None:
+    if not engine.server_command and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
-            "engine.name is sglang, which is not installed here: for GPUs pip install '.[sglang]' "
-            "-c constraints-sglang.txt in a checkout, or name a program of another environment in "
-            "engine.server_command, or attach to servers with engine.urls=[…]; on a CPU, make sglang-cpu "
+            "engine.name, or scorers, need sglang, which is not installed here: for GPUs pip install "
+            "'.[sglang]' -c constraints-sglang.txt in a checkout, or name a program of another environment "
+            "in engine.server_command, or attach to servers with engine.urls=[…]; on a CPU, make sglang-cpu "
             "in a checkout, then engine=sglang_cpu"
         )
 
@@ -52,15 +66,35 @@ def check_group_address(config: RunConfig) -> None:
         )
 
 
-def check_urls(config: RunConfig) -> None:
+def check_urls(config: RunConfig, scorer: str = "") -> None:
     """Check what the keepers check when they attach: keys, version and model. The servers may be in use."""
     from asyncrl.engines.sglang.process import keys
-    from asyncrl.engines.sglang.server import look
+    from asyncrl.engines.sglang.server import attach, look
 
-    for url in config.engine.urls:
+    async def seen(url: str) -> None:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            if scorer:
+                found = await attach(config, scorer, url, *keys(config.engine), patient=False)
+                await found.close()
+            else:
+                await look(config, url, *keys(config.engine))
+
+    key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
+    for url in config.scorers[scorer].urls if scorer else config.engine.urls:
         try:
-            asyncio.run(asyncio.wait_for(look(config, url, *keys(config.engine)), ANSWER_SECONDS))
+            asyncio.run(seen(url))
         except TimeoutError:
-            raise ConfigError(f"engine.urls: {url} does not answer within {ANSWER_SECONDS:g} s") from None
+            raise ConfigError(f"{key}: {url} does not answer within {ANSWER_SECONDS:g} s") from None
         except EngineError as error:
-            raise ConfigError(f"engine.urls: {error}") from None
+            raise ConfigError(f"{key}: {error}") from None
+
+
+def _check_model(config: RunConfig, scorer: str) -> None:
+    """The files of a scorer's model are there, and it knows the policy's tokens."""
+    from asyncrl.engines.sglang.server import check_vocabulary
+
+    path = config.scorers[scorer].path
+    if not weight_files(path):
+        raise ConfigError(f"scorers.{scorer}.path: {path} has no model.safetensors; give a model directory")
+    if scorer != "reward":
+        check_vocabulary(config, scorer, path)

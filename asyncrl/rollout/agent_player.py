@@ -169,7 +169,7 @@ class AgentHost:
         if asked.stops or on_text:
             watch = TurnWatch(rules, asked.tools, asked.stops, opening(rules, place.context), on_text)
         asked_for = place.ids, place.max_new_tokens, place.session, watch
-        generation = await self._run.generate(*asked_for, in_parts=not place.untrained)
+        generation = await self._run.generate(*asked_for, trains=not place.untrained)
         if trouble := problem(rules.chat.stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
         async with self._posting:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Protocol
 
 import msgspec
@@ -36,6 +37,7 @@ from asyncrl.types import (
     Message,
     RewardResult,
     StopReason,
+    TokenScores,
     Turn,
     TurnPart,
     TurnReply,
@@ -74,9 +76,20 @@ class Sampler(Protocol):
         """The episode is over."""
 
 
+class Reader(Protocol):
+    """The servers of a scorer."""
+
+    async def read(self, session: str, ids: tuple[int, ...], count: int) -> TokenScores:
+        """Score the last `count` of these ids. Raises EngineError."""
+
+    def release(self, session: str) -> None:
+        """The episode is over."""
+
+
 @dataclass
 class EpisodeContext:
-    """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least."""
+    """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least.
+    `readers`: the scorers that read the turns of episodes of a data source."""
 
     rules: Rules
     reward: EpisodeReward
@@ -84,6 +97,7 @@ class EpisodeContext:
     waits: Waits
     oldest: Callable[[], int]
     snapshots: Snapshots | None = None
+    readers: Callable[[str], Sequence[Reader]] = lambda source: ()
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -127,10 +141,10 @@ class EpisodeRun:
         max_new_tokens: int,
         row: int = 0,
         watch: Watch | None = None,
-        in_parts: bool = True,
+        trains: bool = True,
     ) -> Generation:
         """Sample a turn after `ids`, the whole prefix, or the rest of it. Rows may be sampled side by side.
-        `in_parts`: it is made durable in parts if it lasts."""
+        `trains`: it is made durable in parts if it lasts, and scorers read it when it is whole."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         stop_ids = self.context.rules.chat.stop_ids
@@ -138,11 +152,21 @@ class EpisodeRun:
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
         routed = None if self.assign.lane == "eval" else self._routed.get(row, 0)
         prompt = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
-        on_part = partial(self._post_part, row, prompt) if in_parts else unheard
+        on_part = partial(self._post_part, row, prompt) if trains else unheard
         seconds = self.context.rules.config.part_seconds
         request = Request(session, ids, sampling, key, watch, routed, seconds, on_part)
         durable = self._durable_part(row, prompt)
-        return extended(request, durable, await self.sampler.generate(rest(request, durable), self._oldest))
+        sampled = await self.sampler.generate(rest(request, durable), self._oldest)
+        whole = extended(request, durable, sampled)
+        return await self._read(session, ids, whole) if trains else whole
+
+    async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
+        """The turn with what scorers make of it: none in validation, where nothing trains, or greedily."""
+        ids, count = prefix + sampled.ids, len(sampled.ids)
+        if not count or self.assign.lane == "eval" or not self.assign.temperature:
+            return sampled
+        found = await asyncio.gather(*(reader.read(session, ids, count) for reader in self._readers))
+        return msgspec.structs.replace(sampled, scores=tuple(found))
 
     def recall(self, frames: Sequence[bytes]) -> None:
         """Take over the parts of turns that no earlier attempt has ended."""
@@ -171,6 +195,10 @@ class EpisodeRun:
         return max(self.assign.oldest, self.context.oldest())
 
     @property
+    def _readers(self) -> Sequence[Reader]:
+        return self.context.readers(self.assign.sample.data_source)
+
+    @property
     def seconds(self) -> float:
         """Seconds that the episode has taken, earlier attempts included."""
         return asyncio.get_running_loop().time() - self.started
@@ -189,8 +217,9 @@ class EpisodeRun:
 
     def release(self) -> None:
         """The engines may forget the episode."""
-        for session in self._sessions | {self.name}:
-            self.sampler.release(session)
+        places: tuple[Sampler | Reader, ...] = (self.sampler, *self._readers)
+        for session, place in product(self._sessions | {self.name}, places):
+            place.release(session)
 
     def forget(self, ended: asyncio.Future[None]) -> None:
         """The episode's end is durable: nothing goes on from its snapshots."""

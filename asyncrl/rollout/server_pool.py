@@ -26,11 +26,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from asyncrl.config import RunConfig
-from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, extended, rest
+from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, Sampling, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Waits
-from asyncrl.types import Generation, StopReason
+from asyncrl.types import Generation, StopReason, TokenScores
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl.worker")
 
 LOAD_FACTOR = 1.25  # load of a server that is chosen for its prefix, relative to the mean
+LANES = ("train", "eval")  # of engines; others are names of scorers
 MIN_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
 MAX_LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
 PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, doubled each time
@@ -82,9 +85,9 @@ class ServerTurn:
 
 class ServerPool:
     """`name` "train" uses the servers that are not set aside for validation; "eval" those that are, whatever
-    they hold, and the others while there is none. `patience`: seconds that a turn waits for a server to take
-    it; a lost server should be back by then. `uses`: what each server has done, by its name, all its
-    incarnations together; pools of one worker share it."""
+    they hold, and the others while there is none; a scorer's, its own. `patience`: seconds that a turn waits
+    for a server to take it; a lost server should be back by then. `uses`: what each server has done, by its
+    name, all its incarnations together; pools of one worker share it."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class ServerPool:
         patience: float = 600.0,
         uses: dict[str, EngineUse] | None = None,
     ) -> None:
-        self.name, self.changed = name, Notifier()
+        self.name, self.changed, self._scores = name, Notifier(), f"scorers.{name}: reads turns"
         self._connect, self._waits, self._meter, self._patience = connect, waits, meter, patience
         self.uses = {} if uses is None else uses
         self._servers: dict[str, PooledServer] = {}  # by id
@@ -132,6 +135,18 @@ class ServerPool:
             async with self._server(turn) as server:
                 return await server.client.score(request.ids)
 
+    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int = 0) -> TokenScores:
+        """Have the scorer of this name score the last `count` of these ids, and name its `top` likeliest
+        tokens at each of their places. Waits for a server, and raises, as `generate` does."""
+        turn = ServerTurn(
+            Request(session, ids, Sampling(0, ())),
+            lambda: 0,
+            asyncio.get_running_loop().time() + self._patience,
+        )
+        while True:
+            async with self._server(turn) as server:
+                return replace(await server.client.read(ids, count, top), scorer=self.name)
+
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""
         while self.version < oldest():
@@ -154,7 +169,8 @@ class ServerPool:
         """The body asks a server. If that is full, or is lost, another one is to be asked."""
         server = await self._acquire(turn)
         try:
-            with self._meter.turn(server.entry.name):
+            sampling = self.name in LANES
+            with self._meter.turn(server.entry.name) if sampling else self._waits.named(self._scores):
                 yield server
         except EngineBusy:
             server.use.busy += 1
@@ -193,7 +209,7 @@ class ServerPool:
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        span = "room on an engine" if turn.full else FRESHER
+        span = "room on an engine" if turn.full else FRESHER if self.name in LANES else self._scores
         with self._waits.named(self._waits_for(turn.oldest(), len(turn.full)), self._patience, span):
             try:
                 async with asyncio.timeout(pause):
@@ -206,7 +222,10 @@ class ServerPool:
         """Name what a turn waits for."""
         if full:
             return f"engines: all {full} that have v{oldest} are full"
-        return f"engines: none has v{oldest} ({len(self._servers)} known, {len(self._eligible(0))} healthy)"
+        known = f"({len(self._servers)} known, {len(self._eligible(0))} healthy)"
+        if self.name not in LANES:
+            return f"scorers.{self.name}: no server {known}"
+        return f"engines: none has v{oldest} {known}"
 
     # -- routing -------------------------------------------------------------------------------------
 
@@ -226,7 +245,7 @@ class ServerPool:
         """Servers that may be used and whose weights are not older than `oldest`."""
         found = self._servers.values()
         set_aside = any(server.entry.lane == "eval" for server in found)
-        lane = "eval" if set_aside and self.name == "eval" else "train"
+        lane = "train" if self.name == "eval" and not set_aside else self.name
         return [
             server
             for server in found
@@ -242,7 +261,7 @@ class ServerPool:
         """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
         before, self._servers = self._servers, {}
         for entry in entries:
-            if entry.url:
+            if entry.url and (entry.lane == self.name or {entry.lane, self.name} <= {*LANES}):
                 id = f"{entry.name} {entry.incarnation}"
                 use = self.uses.setdefault(entry.name, EngineUse(entry.name))
                 server = before.pop(id, None) or PooledServer(entry, self._connect(entry, use), use)
@@ -282,14 +301,16 @@ def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[
     return min(servers, key=lambda server: (server.running, prefixes[server.id]))  # ties: the first
 
 
-def connector(config: RunConfig) -> Connect:
-    """Return what makes a client of a server. ConfigError where keys or the tokenizer cannot be read."""
+def connector(config: RunConfig, scorer: str = "") -> Connect:
+    """Return what makes a client of an engine, or of a scorer. ConfigError where keys or the model's
+    vocabulary cannot be read; that of a scorer whose model is not known is the policy's."""
     from asyncrl.engines.sglang.client import SGLangClient
     from asyncrl.engines.sglang.http import ServerApi
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import vocabulary_of
 
-    vocabulary, secrets = vocabulary_of(config), keys(config.engine)
+    path = config.scorers[scorer].path if scorer else ""
+    vocabulary, secrets = vocabulary_of(path or config.model.path), keys(config.engine)
 
     def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
         return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)

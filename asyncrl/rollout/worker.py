@@ -17,7 +17,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, assert_never
@@ -63,6 +63,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
     parts, remote = EpisodeParts(config).load(), config.engine.remote
     build, connect = None if remote else engine_factory(config), connector(config) if remote else None
+    scorers = {name: connector(config, name) for name in config.scorers if name != "reward"}
     engine: Engine | None = None if sampling else NoEngine()
     if engine is None and build is not None:
         engine = build()
@@ -72,7 +73,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
-    role = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
+    role = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine, scorers)
     # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
     at_ending(loop, role.leave)
     try:
@@ -91,6 +92,7 @@ class RolloutWorker:
 
     `build` makes an embedded engine with the initial weights; it may be called from a thread. `connect` makes
     a client of a server. A run has one or the other. `engine`: the one of training, if it is there already.
+    `scorers`: what makes a client of a server of each that reads turns.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class RolloutWorker:
         build: Callable[[], Engine] | None,
         connect: Connect | None,
         engine: Engine | None,
+        scorers: Mapping[str, Connect] = {},
     ) -> None:
         config = self.config = parts.config
         self.index, self.incarnation, self._parts = index, incarnation, parts
@@ -123,6 +126,7 @@ class RolloutWorker:
         self._pools: dict[str, ServerPool] = {}
         if connect is not None:
             self._pools = {lane: ServerPool(lane, connect, *pool) for lane in ("train", "eval")}
+        self._scorers = {name: ServerPool(name, connect, *pool) for name, connect in scorers.items()}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
@@ -132,6 +136,7 @@ class RolloutWorker:
             self.waits,
             oldest=lambda: self._oldest,
             snapshots=self._snapshots,
+            readers=lambda source: [self._scorers[name] for name in config.readers(source)],
         )
         gateway = Gateway(config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
@@ -195,8 +200,8 @@ class RolloutWorker:
         await asyncio.gather(*services, return_exceptions=True)
         if self._leaves:  # and says nothing after that
             await self._control.send(worker.Leave())
-        for name in ("train", "eval"):
-            await self._sampler(name).close()
+        for sampler in (*map(self._sampler, ("train", "eval")), *self._scorers.values()):
+            await sampler.close()
         self._mirror.close()
         if self.agents is not None:
             await self.agents.close()
@@ -228,7 +233,7 @@ class RolloutWorker:
                     self._local[message.lane].loads.offer(message.ref, message.probe)
                 case worker.Engines():
                     self._servers = message.update(self._servers)
-                    for pool in self._pools.values():
+                    for pool in (*self._pools.values(), *self._scorers.values()):
                         pool.table(self._servers.values())
                 case worker.Clock():
                     self._oldest = message.oldest

@@ -24,18 +24,18 @@ def silence_limit(config: RunConfig) -> float:
     longest deadline of a wait that gives none (a process that loads, an engine that loads a version, a
     server's stream that is silent)."""
     silent = [start_limit(config), config.weights.deadline]
-    silent += [config.engine.request_timeout] if config.engine.remote else []
+    silent += [config.engine.request_timeout] if config.engine.remote or config.scorers else []
     return config.launch.stall_timeout + max(silent)
 
 
 def progress_limit(config: RunConfig) -> float:
     """Seconds in which an episode must have landed, or something been trained, whatever signs of life there
     are: all attempts of an episode, each up to its deadlines, and the start of the servers."""
-    rollout, start = config.rollout, config.engine.start_timeout if config.engine.remote else 0.0
+    rollout, servers = config.rollout, config.engine.remote or config.scorers
     return (
         silence_limit(config)
         + (1 + rollout.retries) * (rollout.episode_timeout + rollout.reward_timeout)
-        + start
+        + (config.engine.start_timeout if servers else 0.0)
     )
 
 

@@ -203,10 +203,12 @@ def example(
     *,
     mask_truncated: bool = False,
     choices: int = 0,
+    scored: bool = False,
 ) -> Example:
     """Join the turns of a trajectory token for token, for batch `step`, with the share of its aggregation
     rule, rewards and lags of its tokens, and which tokens are over `bound`. `choices` of experts that the
-    model makes for a token, if they are to be made as the servers did.
+    model makes for a token, if they are to be made as the servers did. `scored`: turns bring the log-probs of
+    the reference; those of a turn without are NaN, so that its tokens are left out.
 
     Raises ProtocolError when a turn's arrays do not fit each other, or its row.
     """
@@ -239,9 +241,19 @@ def example(
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
+        reference=_scored(turns) if scored else None,
         routes=row_routes(turns, [*map(len, rows)], choices) if choices else (),
         excluded=mask_truncated and planned.own.end.truncated,
     )
+
+
+def _scored(turns: Sequence[Turn]) -> np.ndarray:
+    """Returns what the first scorer of each turn makes of its tokens: the reference, or else a teacher."""
+    told = [
+        np.frombuffer(turn.scores[0].logprobs, "<f4") if turn.scores else np.full(len(turn.ids), np.nan)
+        for turn in turns
+    ]
+    return np.concatenate([np.empty(0), *told])
 
 
 def row_routes(turns: Sequence[Turn], lengths: Sequence[int], choices: int) -> tuple[np.ndarray, ...]:

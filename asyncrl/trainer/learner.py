@@ -69,7 +69,9 @@ class Learner:
             offload=config.trainer.offload_optimizer,
         )
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
-        self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
+        self.scored = self.recipe.reference and config.scored_reference
+        own = self.recipe.reference and not self.scored
+        self.reference = load_reference(config, world, self.policy) if own else None
         policies = [self.policy]
         if self.reference is not None and self.reference.policy is not self.policy:
             policies.append(self.reference.policy)
@@ -113,7 +115,12 @@ class Learner:
         masked, rule = self.config.algorithm.mask_truncated, self.recipe.aggregate
         choices = self.policy.replay.choices if self.policy.replay is not None else 0
         examples = [
-            example(planned, turns, self.step, self.bound, rule, mask_truncated=masked, choices=choices)
+            example(
+                *(planned, turns, self.step, self.bound, rule),
+                mask_truncated=masked,
+                choices=choices,
+                scored=self.scored,
+            )
             for planned, turns in work
         ]
         report.tally_examples(self._tally, examples, self.config.rollout.longest_prompt)
@@ -184,7 +191,7 @@ class Learner:
         """The examples with the log-probs and values of the models as they are now, where the recipe asks."""
         recipe, done = self.recipe, list[Example]()
         of_policy = recipe.prox == "recompute" or recipe.shared_critic
-        if not (of_policy or recipe.critic or recipe.reference):
+        if not (of_policy or recipe.critic or self.reference is not None):
             return list(held)
         for part in self._micro_batches(held):
             tokens = self._collate(part).selected
@@ -243,7 +250,7 @@ class Learner:
         optimizer steps that were taken; else they get theirs here, or from the critic as it scores them.
         Episodes that nothing reads are counted only.
         """
-        if not self.behind_barrier and not (self.recipe.critic or self.recipe.reference):
+        if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
             examples = self._credited(examples, tally)
         if self.recipe.skips_inert:
             report.tally_unscored(tally, [e for e in examples if not e.is_read])

@@ -17,6 +17,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "the environment": (TOOL, "environment"),
     "the agent program": (TOOL, "agent program"),
     "the results of the tools": (TOOL, "results of the tools"),
+    "scorers.": (REWARD, None),
     "the reward function": (REWARD, "reward function"),
     "work": (TRAIN, "trainer"),
     "train": (TRAIN, "forward and backward"),

@@ -42,7 +42,8 @@ FIGURES = {  # metric: label and unit
 }
 SHARES = (metric.SAMPLED, metric.GREEDY)
 SCORES = {metric.SAMPLED_SCORE: metric.SAMPLED, metric.GREEDY_SCORE: metric.GREEDY}
-ROLES = {"trainer": "trainer", "server": "engines", "engine": "engines", "worker": "workers"}
+ENGINES = dict.fromkeys(("server", "engine", "scorer"), "engines")
+ROLES = {"trainer": "trainer", **ENGINES, "worker": "workers"}
 
 
 def overview(run_dir: Path, ended: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ LARGE_HIGH_WATER = 64  # large messages that a peer has not taken: bounds memory
 SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
 ENVELOPE = 1024  # bytes that encryption may add to a frame
 COORDINATOR, OBSERVER, TOKEN = "coordinator", "observer", "token"
-ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
+ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # of its peers
 # An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
 ZERO_COPY_RECV = 10
 RETRIED = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from asyncrl.engines.base import EngineBusy, EngineLost, Request, Sampling
 from asyncrl.errors import EngineError
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import BusyTimer, Waits
-from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, VersionSpan
+from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, TokenScores, VersionSpan
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 
@@ -95,6 +97,10 @@ class FakeServer:
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         generated = await self.generate(Request("score", (), Sampling(len(ids), ())))
         return generated.logprobs[1:]
+
+    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        read = await self.generate(Request("score", ids[:-count], Sampling(count, ())))
+        return TokenScores("", np.array(read.logprobs, "<f4").tobytes())
 
     async def close(self) -> None:
         self.closed = True

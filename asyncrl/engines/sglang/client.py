@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineLost, EngineRefused, Request, check_request
@@ -23,7 +24,7 @@ from asyncrl.engines.sglang.adapters import adapter_name, outdated
 from asyncrl.engines.sglang.http import ServerApi, ServerGone
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode
 from asyncrl.errors import EngineError
-from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason
+from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, TokenScores
 from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
@@ -98,6 +99,28 @@ class SGLangClient:
                 return await self.api.score(ids, self._config.engine.request_timeout, self._adapter)
         except ServerGone as error:
             raise self._lost(error, None) from error
+
+    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        """Scores the last `count` of these ids, by a server whose weights stay as they are. Raises what
+        `score` does, and EngineError on ids that the model has not."""
+        if max(ids) >= self._vocabulary:
+            raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
+        start, seconds = len(ids) - count - 1, self._config.engine.request_timeout
+        try:
+            async with self._room:
+                read = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
+        except ServerGone as error:
+            raise self._lost(error, None) from error
+        self.use.requests += 1
+        self.use.prompt_tokens += read.prompt_tokens
+        self.use.cached_tokens += read.cached_tokens
+        likeliest = [place or () for place in read.input_top_logprobs[1:]]
+        return TokenScores(
+            scorer="",
+            logprobs=np.array([token.logprob for token in read.input_token_logprobs[1:]], "<f4").tobytes(),
+            ids=np.array([[token.id for token in place] for place in likeliest], "<i4").tobytes(),
+            top=np.array([[token.logprob for token in place] for place in likeliest], "<f4").tobytes(),
+        )
 
     async def close(self) -> None:
         """Cut all requests: they are lost, with what was streamed."""

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.engines.sglang.stream import BASE_LABEL, decode
+from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, decode
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
@@ -160,20 +160,34 @@ class ServerApi:
         return await self._http.call("POST", "/generate", seconds, body)
 
     async def score(self, ids: tuple[int, ...], seconds: float, adapter: str = "") -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none.
-        `adapter`: the name of the one to use."""
+        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none. All
+        are computed anew, not read from what other weights left in the cache. `adapter`: the name of the one
+        to use."""
+        read = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
+        scored = read.input_token_logprobs[1:]
+        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)
+
+    async def read(
+        self, ids: tuple[int, ...], seconds: float, start: int, *, salt: str, top: int = 0, adapter: str = ""
+    ) -> MetaInfo:
+        """Have `ids` read; entries of ids[start:] come back, the first without log-prob, the others at
+        temperature 1, whatever that of the request, with the `top` likeliest tokens at each place. What calls
+        with the same `salt` have read up to `start` is not computed again."""
         body = {
             **({"lora_path": adapter} if adapter else {}),
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            "logprob_start_len": 0,
-            "cache_salt": uuid.uuid4().hex,  # computed anew, not read from what other weights left
+            "logprob_start_len": start,
+            "top_logprobs_num": top,
+            "cache_salt": salt,
         }
-        scored = decode(await self.generate_whole(body, seconds)).meta_info.input_token_logprobs[1:]
-        if tuple(entry.id for entry in scored) != ids[1:]:
+        read = decode(await self.generate_whole(body, seconds)).meta_info
+        told, asked = [entry.id for entry in read.input_token_logprobs], ids[start:]
+        # A server names the last id of its vocabulary 0, beside its own log-prob.
+        if len(told) != len(asked) or any(one not in (id, 0) for one, id in zip(told, asked, strict=True)):
             raise EngineError(f"server {self.url} scored other ids than it was given")
-        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)
+        return read
 
     # -- control --------------------------------------------------------------------------------------
 

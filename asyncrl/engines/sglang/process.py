@@ -31,9 +31,11 @@ STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at mos
 Arguments = dict[str, str | int | float | bool | list[str]]
 
 
-def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) -> list[str]:
-    """The command line of server `index` on a machine where `gpus` GPUs are visible, keys left out.
-    `engine.server_args` come last and win."""
+def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, scorer: str = "") -> list[str]:
+    """The command line of the engine `index`, or of that server of all scorers', on a machine where `gpus`
+    GPUs are visible, keys left out. `engine.server_args` come last and win."""
+    first = base_gpu(config, index, gpus, scorer)
+    config = config.serving(scorer) if scorer else config
     engine = config.engine
     own: Arguments = {
         "model-path": str(Path(config.model.path).resolve()),
@@ -45,7 +47,7 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) ->
         "incremental-streaming-output": True,
         "enable-return-routed-experts": config.trainer.router_replay,
         "stream-interval": STREAM_INTERVAL,
-        "base-gpu-id": base_gpu(config, index, gpus),
+        "base-gpu-id": first,
         "skip-server-warmup": True,  # the first load is checked anyway
         "log-level-http": "warning",  # a line per request is a line per turn
     }
@@ -60,12 +62,17 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) ->
     return [*command, *_flags({**own, **engine.server_args})]
 
 
-def base_gpu(config: RunConfig, index: int, gpus: int) -> int:
-    """The first GPU of a server: after those of the trainer ranks on this machine, or, where these do not
-    leave enough, from 0 on again, shared with them. Ray shows each server only its own GPUs."""
-    tp = config.engine.tp
-    first = index * tp + (config.trainer.ranks if config.launch.kind == "local" else 0)
-    return first if first + tp <= gpus else index * tp % max(1, gpus - tp + 1)
+def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
+    """The first GPU of a server: after those of the trainer ranks on this machine, of engines and scorers
+    before it, or, where these do not leave enough, from 0 on again, shared with them. Ray shows each server
+    only its own GPUs."""
+    engine, tp, before = config.engine, config.engine.tp, index * config.engine.tp
+    if scorer:
+        tp, before = config.scorers[scorer].tp, 0 if engine.urls else engine.keepers * engine.tp
+        earlier = (config.scorers[name] for name, _ in config.scorer_places[:index])
+        before += sum(one.tp for one in earlier if not one.urls)
+    first = before + (config.trainer.ranks if config.launch.kind == "local" else 0)
+    return first if first + tp <= gpus else before % max(1, gpus - tp + 1)
 
 
 def _flags(values: Arguments) -> list[str]:
@@ -105,17 +112,19 @@ class ServerProcess:
         self._process, self._port, self._key_file = process, port, key_file
 
     @classmethod
-    async def start(cls, config: RunConfig, index: int, host: str, directory: Path) -> ServerProcess:
+    async def start(
+        cls, config: RunConfig, index: int, host: str, directory: Path, scorer: str = ""
+    ) -> ServerProcess:
         """Start one on `host`. EngineError when there is no such command."""
         reserved = reserve_port(host)
         try:
             port = int(reserved.getsockname()[1])
-            command = arguments(config, index, host, port, torch.cuda.device_count())
+            command = arguments(config, index, host, port, torch.cuda.device_count(), scorer)
             if shutil.which(command[0]) is None:
                 raise EngineError(
                     f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
                 )
-            key_file = _write_keys(config.engine, index, directory)
+            key_file = _write_keys(config.engine, f"{'scorer-' * bool(scorer)}{index}", directory)
             if key_file is not None:
                 command += ["--config", str(key_file)]
             process = await asyncio.create_subprocess_exec(
@@ -148,10 +157,10 @@ class ServerProcess:
             await self.ended()
 
 
-def _write_keys(engine: EngineConfig, index: int, directory: Path) -> Path | None:
+def _write_keys(engine: EngineConfig, server: str, directory: Path) -> Path | None:
     """Keys do not belong on a command line that every user of the machine can read. What a keeper that was
     killed has left of them goes."""
-    path = directory / f"keys-{index}.yaml"
+    path = directory / f"keys-{server}.yaml"
     path.unlink(missing_ok=True)
     api, admin = keys(engine)
     values = {"api-key": api, "admin-api-key": admin}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.stream import BASE_LABEL
 from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
-from asyncrl.weights.model_files import weight_bytes
+from asyncrl.weights.model_files import read_json, weight_bytes
 
 log = logging.getLogger("asyncrl.keeper")
 
@@ -32,9 +33,9 @@ SIZES = (
 )
 
 
-def vocabulary_of(config: RunConfig) -> int:
+def vocabulary_of(path: str) -> int:
     """From the model's config.json. Raises ConfigError."""
-    size: int = _shape_of(config.model.path).get_text_config().vocab_size
+    size: int = _shape_of(path).get_text_config().vocab_size
     return size
 
 
@@ -89,6 +90,77 @@ def _cache(config: RunConfig, index: int) -> Path:
     return cache_directory(config.weights.directory, run_dir, config.name, size, index)
 
 
+@dataclass(frozen=True)
+class FrozenServer:
+    """The server of a scorer, as its keeper sees it: no weights are loaded into it."""
+
+    api: ServerApi
+    description: str
+    broken: str = ""
+    loaded: None = None
+
+    async def label(self) -> str:
+        return await self.api.weight_label()
+
+    async def close(self) -> None:
+        await self.api.close()
+
+
+async def attach(
+    config: RunConfig, scorer: str, url: str, api_key: str = "", admin_key: str = "", patient: bool = True
+) -> FrozenServer:
+    """The server of a scorer, once it is ready, if it serves what the run needs. `patient`: it need not
+    listen yet. Waits without a deadline. ConfigError: it can never serve this run; other EngineErrors may
+    pass."""
+    server = ServerApi(url, api_key, admin_key)
+    try:
+        while patient and not await server.alive():  # noqa: ASYNC110
+            await asyncio.sleep(CHECK_SECONDS)
+        info, model = await server.server_info(), await server.model_info()
+        await asyncio.to_thread(check_scorer, config, scorer, url, info, model)
+        while not await server.ready():  # noqa: ASYNC110
+            await asyncio.sleep(CHECK_SECONDS)
+    except BaseException:
+        await server.close()
+        raise
+    return FrozenServer(server, f"SGLang {info.version}, {model.model_type}, tp {info.tp_size}")
+
+
+def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, model: ModelInfo) -> None:
+    """ConfigError that says what differs from what the scorer has to be."""
+    protocol_of(info.version, url)
+    path = config.scorers[scorer].path
+    if path and (differences := _differences(_shape_of(path), url, info, model)):
+        raise ConfigError(f"server {url} serves another model than scorers.{scorer}.path: {differences[0]}")
+    if scorer != "reward":
+        _check_room(url, info, config.rollout.max_tokens)
+        check_vocabulary(config, scorer, path or info.model_path)
+
+
+def check_vocabulary(config: RunConfig, scorer: str, path: str) -> None:
+    """ConfigError where a scorer's model has other tokens than the policy, by their tokenizer.json, or else
+    by the sizes in config.json; what is not on this machine is not compared."""
+    mine, theirs = (Path(one) / "tokenizer.json" for one in (config.model.path, path))
+    if theirs.is_file():
+        same = _tokens(mine) == _tokens(theirs)
+    elif (Path(path) / "config.json").is_file():
+        same = vocabulary_of(path) == vocabulary_of(config.model.path)
+    else:
+        log.warning("scorers.%s: %s is not here, so its vocabulary is not compared", scorer, path)
+        return
+    if not same:
+        raise ConfigError(
+            f"scorers.{scorer}: {path} has another vocabulary than the policy, whose token ids it is to "
+            "score; use a model with the same tokenizer"
+        )
+
+
+def _tokens(path: Path) -> tuple[Any, list[tuple[int, str]]]:
+    """The tokens of a tokenizer.json with their ids."""
+    told = read_json(path)
+    return told["model"]["vocab"], [(token["id"], token["content"]) for token in told["added_tokens"]]
+
+
 def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo, what: str) -> ServerLoader:
     path = config.model.path
     tied = bool(_shape_of(path).get_text_config().tie_word_embeddings)
@@ -138,15 +210,19 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
         )
     if config.adapters_apart:
         _check_adapters(config, url, info)
-    room, needed = info.max_req_input_len, config.rollout.max_tokens
+    _check_room(url, info, config.rollout.max_tokens)
+    differences = _differences(_shape_of(config.model.path), url, info, model)
+    if differences:
+        raise ConfigError(f"server {url} serves another model than model.path: {'; '.join(differences)}")
+
+
+def _check_room(url: str, info: ServerInfo, needed: int) -> None:
+    room = info.max_req_input_len
     if room is not None and room < needed:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
         raise ConfigError(
             f"server {url} has room for {room} tokens, rollout.max_tokens is {needed}: {remedy}"
         )
-    differences = _differences(_shape_of(config.model.path), url, info, model)
-    if differences:
-        raise ConfigError(f"server {url} serves another model than model.path: {'; '.join(differences)}")
 
 
 def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:

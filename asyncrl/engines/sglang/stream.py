@@ -74,6 +74,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_versions: tuple[LabelSpan, ...] | None = None
     output_token_logprobs: tuple[OutputToken, ...] = ()
     input_token_logprobs: tuple[InputToken, ...] = ()
+    input_top_logprobs: tuple[tuple[InputToken, ...] | None, ...] = ()  # of each place, the likeliest first
     routed_experts: str | None = None  # base64 of int32 [tokens, layers, k], in the last event
 
 

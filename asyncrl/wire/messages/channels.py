@@ -25,6 +25,7 @@ AnyBulk = Record | FromTrainerBulk | shared.WrittenBytes
 ToCoordinatorControl = {
     "rollout": FromWorker,
     "engine": FromKeeper,
+    "scorer": engine.KeeperHello | engine.KeeperBeat | worker.Leave,
     "trainer": FromTrainer,
     "observer": FromObserver,
     "token": shared.Enrol,
@@ -32,6 +33,7 @@ ToCoordinatorControl = {
 ToCoordinatorBulk = {
     "rollout": Record | shared.WrittenBytes,
     "engine": shared.WrittenBytes,
+    "scorer": shared.WrittenBytes,
     "trainer": FromTrainerBulk | shared.WrittenBytes,
 }
 ToVersionServer = {

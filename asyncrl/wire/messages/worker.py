@@ -93,7 +93,8 @@ class Cancel(WireMessage, frozen=True):
 
 class EngineEntry(msgspec.Struct, frozen=True):
     """A server that workers may use. `version` is what its keeper has confirmed last; only `healthy`
-    ones take requests. `lane` "eval": set aside for validation, its weights do not change."""
+    ones take requests. `lane` "eval": set aside for validation, its weights do not change; another one: the
+    name of the scorer that it serves."""
 
     name: str
     url: str

@@ -31,7 +31,7 @@ HEALTHY = KeeperBeat(healthy=True, starting=False)
 class EngineSetup:
     """Two keepers whose servers are up; times are passed in."""
 
-    def __init__(self, run_dir: Path, **weights: object) -> None:
+    def __init__(self, run_dir: Path, scorers: dict[str, Any] | None = None, **weights: object) -> None:
         config = parse(
             {
                 "name": "t",
@@ -40,6 +40,7 @@ class EngineSetup:
                 "engine": {"name": "sglang", "servers": 2},
                 "launch": {"lease": 10.0},
                 "weights": weights,
+                "scorers": scorers or {},
             }
         )
         buffer, batches = make(rows=1)
@@ -382,3 +383,22 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(s
     assert setup.sent.take(Engines) == []
     setup.handler.send_table([WORKER], 10.1)  # the lease is over: B is gone
     assert len(setup.sent.take(Engines)) == 1
+
+
+def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path: Path) -> None:
+    setup = EngineSetup(tmp_path, {"reference": {"path": "m"}, "teacher": {"urls": ["http://a", "http://b"]}})
+    scorer = b"scorer/2/s"
+    setup.handler.hello(scorer, KeeperHello(2, "s", "", pid=1), 0.0)
+    setup.beat(scorer, 0.0, KeeperBeat(healthy=False, starting=True))
+    setup.handler.hello(scorer, KeeperHello(2, "s", "http://b", pid=1), 0.0)
+    setup.beat(scorer, 0.0)
+    last = setup.handler.table()[-1]
+    assert last == EngineEntry("scorer teacher 1", "http://b", "s", NO_VERSION, True, lane="teacher")
+    setup.publish(1)
+    assert scorer not in setup.pushed() and not setup.handler.ready
+    setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
+    found = setup.handler.gauges()
+    assert found["scorer/teacher/cache_hit"] == 0.75 and found["scorer/teacher/servers"] == 1
+    assert found["scorer/reference/servers"] == 0 and "rollout/prefix_cache_hit" not in found
+    setup.handler.tick(11.0)  # silent for longer than its lease
+    assert len(setup.handler.table()) == 0

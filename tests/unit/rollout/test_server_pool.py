@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
-from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.types import Generation, StopReason, TokenScores, VersionSpan
 from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.loop import settle
 from tests.fakes.servers import (
@@ -25,6 +26,25 @@ from tests.fakes.servers import (
     entry,
     request,
 )
+
+# -- scorers ---------------------------------------------------------------------------------------------
+
+
+async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -> None:
+    s = Servers("engine", lane="reference")
+    reading = asyncio.create_task(s.pool.read("s", (0, 1, 2, 3), 2))
+    await settle()
+    s.now = 3.0
+    assert s.waits.longest() == "scorers.reference: no server (0 known, 0 healthy) (3 s)"
+    s.tell(entry("scorer", lane="reference"))
+    s["scorer"].gate.clear()  # it reads the turn, and is killed
+    await s["scorer"].asked.wait()
+    s.tell(entry("scorer", lane="reference", incarnation="2", url="", healthy=False))
+    s.clients[0].gate.set()
+    s.tell(entry("scorer", lane="reference", incarnation="2"))
+    assert await reading == TokenScores("reference", np.array([-2, -3], "<f4").tobytes())
+    assert [client.entry.name for client in s.clients] == ["scorer", "scorer"]  # no engine is asked
+
 
 # -- routing -----------------------------------------------------------------------------------------
 

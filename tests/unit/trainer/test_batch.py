@@ -14,7 +14,7 @@ from asyncrl.algorithms.credit import token_rewards
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.batch import Example, collate, dealt, example, with_turns, with_values
-from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, TokenScores, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 OWN = EpisodeResult(1.0, 5, (0.25, 0.75), end=EpisodeEnd.MAX_TURNS)
@@ -46,6 +46,22 @@ def test_turns_join_token_for_token() -> None:
     assert [ids.tolist() for ids in e.rows] == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert e.row_of.tolist() == [0] * 5 and e.position.tolist() == [2, 3, 5, 6, 7]
     assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5] and e.lag.tolist() == [2, 0, 0, 0, 0]
+
+
+def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
+    scores = (TokenScores("reference", np.array([-1, -2], "<f4").tobytes()), TokenScores("teacher", bytes(8)))
+    turns = [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]]
+    e = example(ROW, turns, 5, 1, TOKEN_MEAN, scored=True)
+    assert e.reference is not None
+    np.testing.assert_array_equal(e.reference, [-1, -2, np.nan, np.nan, np.nan])
+    assert joined(turns).reference is None
+
+
+@pytest.mark.parametrize("sizes", [(4, 0, 0), (8, 8, 0), (8, 12, 12), (8, 2056, 2056)])
+def test_scores_that_do_not_fit_their_turn_are_refused(sizes: tuple[int, int, int]) -> None:
+    turn = msgspec.structs.replace(TURNS[0], scores=(TokenScores("teacher", *map(bytes, sizes)),))
+    with pytest.raises(ProtocolError, match="turn 0: scores of"):
+        joined([turn])
 
 
 BRANCHED = [

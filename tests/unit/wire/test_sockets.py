@@ -232,7 +232,7 @@ def test_a_key_that_is_taken_back_is_heard_no_more(visitors: Visitors) -> None:
 def test_a_role_is_given_no_other_secret() -> None:
     endpoints = choose_endpoints("127.0.0.1", 0)
     secrets = {role: key.secret for role, key in endpoints.keys.items()}
-    assert len(set(secrets.values())) == 5 and all(secrets.values())
+    assert len(set(secrets.values())) == 6 and all(secrets.values())
     for role in secrets:
         given = msgspec.msgpack.encode(endpoints.given_to(role))
         assert [name for name, secret in secrets.items() if secret.encode() in given] == [role]

@@ -1,0 +1,57 @@
+"""Keys of frozen models that score turns and episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
+
+from asyncrl.config.base import Positive, Section
+
+ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
+
+
+class ScorerConfig(Section, frozen=True):
+    """Names a frozen model on SGLang servers of its own: `reference` for the KL, `teacher` (or several,
+    `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for `rollout.reward`.
+    Started servers take the settings of `engine`, too."""
+
+    path: str = ""
+    """Model directory or hub repository. The run starts servers with it; with `urls` it is only compared."""
+    urls: list[str] = []
+    """Attach to these servers instead of starting any."""
+    servers: Positive = 1
+    """Servers to start."""
+    tp: Positive = 1
+    """Tensor-parallel size of a server (GPUs per server)."""
+    sources: list[str] = []
+    """Teachers: data sources whose episodes it scores; empty: all that no other teacher names."""
+
+    @property
+    def keepers(self) -> int:
+        return len(self.urls) or self.servers
+
+
+def scorer_refusals(
+    scorers: Mapping[str, ScorerConfig], temperature: float, reference: str
+) -> dict[str, bool]:
+    """Scorers that would read nothing, or the same as others, or at another temperature."""
+    teachers = [name for name in scorers if name.startswith("teacher")]
+    named = [source for name in teachers for source in scorers[name].sources or [""]]
+    lacking = [name for name, one in scorers.items() if not (one.path or one.urls)]
+    return {
+        f"scorers.{', '.join(lacking)}: neither a model nor servers; set path, or urls": bool(lacking),
+        "scorers: sources are for teachers; the reference scores all turns, and rollout.reward asks the "
+        "reward model": any(one.sources for name, one in scorers.items() if name not in teachers),
+        f"scorers: {' and '.join(teachers)} score the same data source; give each its own in sources": (
+            len({*named}) < len(named)
+        ),
+        f"rollout.temperature ({temperature:g}): servers give log-probs of what they read at "
+        "temperature 1 only; set 1, or leave out scorers.reference and teachers": (
+            temperature != 1 and bool({*scorers} - {"reward"})
+        ),
+        "kl.reference and scorers.reference are two references; leave one out": (
+            bool(reference) and "reference" in scorers
+        ),
+    }

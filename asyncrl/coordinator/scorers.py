@@ -1,0 +1,81 @@
+"""The coordinator's side of the servers of frozen models, by their keepers.
+
+consumes: hellos and beats of keepers
+waits for: a sign of life of each, at most launch.lease seconds
+unblocks: workers (their entries in the table of servers)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.coordinator.peers import Peers
+from asyncrl.coordinator.state import RunState
+from asyncrl.types import NO_VERSION
+from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.worker import EngineEntry
+
+SCORER = "scorer"  # the role of their keepers
+
+
+@dataclass
+class KeeperRecord:
+    """A connected keeper and what is known of its server."""
+
+    peer: bytes
+    name: str
+    hello: KeeperHello
+    seen: float
+    beat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
+    kv_use: float | None = None  # newest known share of its KV memory in use
+
+
+class ScorerHandler:
+    """Tracks the servers of scorers. They are no engines: no version is pushed to them, and what is sampled
+    does not wait for them to be there; a turn does that is to be read."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state, self._places = state, state.config.scorer_places
+        self.keepers = Peers[KeeperRecord](state, SCORER, len(self._places), lambda *_: None)
+
+    def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
+        """A keeper reports in, for the first time or again; its state is absolute."""
+        name = "scorer {} {}".format(*self._places[message.index])
+        keeper = self.keepers.hello(peer, message, now, lambda: KeeperRecord(peer, name, message, now))
+        if keeper is not None:
+            keeper.hello = message
+            self.state.liveness.alive(now)
+            self.state.welcome(peer)
+
+    def beat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
+        if (keeper := self.keepers.get(peer)) is not None:
+            keeper.beat = message
+            if message.starting:
+                self.state.liveness.alive(now)
+
+    def table(self) -> tuple[EngineEntry, ...]:
+        return tuple(
+            EngineEntry(
+                name=keeper.name,
+                url=keeper.hello.url,
+                incarnation=keeper.hello.incarnation,
+                version=NO_VERSION,
+                healthy=keeper.beat.healthy,
+                lane=self._places[keeper.hello.index][0],
+            )
+            for keeper in self.keepers
+        )
+
+    def gauges(self, uses: Mapping[str, Counter[str]]) -> dict[str, float]:
+        """Metrics per scorer, by what its servers have done for the workers."""
+        found: dict[str, float] = {}
+        for name in self.state.config.scorers:
+            mine = [keeper for keeper in self.keepers if keeper.name.split()[1] == name]
+            total = sum((uses[keeper.name] for keeper in mine), Counter[str]())
+            found[f"scorer/{name}/servers"] = float(sum(keeper.beat.healthy for keeper in mine))
+            found[f"scorer/{name}/turns"] = float(total["requests"])
+            found[f"scorer/{name}/prompt_tokens"] = float(total["prompt_tokens"])
+            found[f"scorer/{name}/cache_hit"] = total["cached_tokens"] / max(1.0, total["prompt_tokens"])
+        return found
