@@ -48,7 +48,7 @@ from asyncrl.wire.messages import channels
 from asyncrl.wire.messages.engine import KeeperHello
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.trainer import TrainerHello
-from asyncrl.wire.messages.worker import WorkerHello
+from asyncrl.wire.messages.worker import Records, WorkerHello
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
 
 INTEGERS = (0, 1, 2, 3, -1, 127, 1 << 31, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))
@@ -280,19 +280,22 @@ class Endured:
                 self._tell(
                     peer,
                     self._current(message) if sequenced else message,
-                    [next(self.rng.choice(frames))] * sequenced,
+                    [next(self.rng.choice(frames)) for _ in range(3 * sequenced)],
                 )
 
-    def _current(self, record: Any) -> Any:
-        """The record as the next one of the worker, mostly of an episode that it has: others are fenced."""
+    def _current(self, message: Any) -> Any:
+        """Records as the next ones of the worker, mostly of episodes that it has: others are fenced."""
         worker = self.coordinator.workers.peers.get(self.WORKER)
-        if worker is None:
-            return record
-        attempt = record.attempt
-        if worker.running and self.rng.random() < 0.9:
-            uid = self.rng.choice([*worker.running])
-            attempt = Attempt(uid, self.coordinator.state.buffer.episodes[uid].attempt)
-        return msgspec.structs.replace(record, seq=worker.seq + 1, attempt=attempt)
+        if worker is None or not isinstance(message, Records):
+            return message
+        counted = []
+        for seq, (record, count) in enumerate(message.counted, worker.seq + 1):
+            attempt = record.attempt
+            if worker.running and self.rng.random() < 0.9:
+                uid = self.rng.choice([*worker.running])
+                attempt = Attempt(uid, self.coordinator.state.buffer.episodes[uid].attempt)
+            counted.append((msgspec.structs.replace(record, seq=seq, attempt=attempt), count))
+        return Records(tuple(counted))
 
     def _tell(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
         one = self.coordinator

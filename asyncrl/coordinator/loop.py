@@ -40,7 +40,6 @@ from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.addresses import bound
 from asyncrl.wire.messages import engine, shared, trainer, worker
 from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
-from asyncrl.wire.messages.worker import Failed, Finished, Generated, Replied, Sampled
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 TICK = 0.05
@@ -251,8 +250,9 @@ class Coordinator:
     def _on_bulk(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
         self._heard(peer, now)
         match message:
-            case Generated() | Sampled() | Replied() | Finished() | Failed():
-                self.records.record(peer, message, frames, now)
+            case worker.Records():
+                for record, own in message.unpacked(frames):
+                    self.records.record(peer, record, own, now)
             case trainer.PlanRequest():
                 self.trainer.plan_requested(peer, message)
             case trainer.PayloadRequest():

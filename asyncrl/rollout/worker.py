@@ -127,7 +127,7 @@ class RolloutWorker:
         if connect is not None:
             self._pools = {lane: ServerPool(lane, connect, *pool) for lane in ("train", "eval")}
         self._scorers = {name: ServerPool(name, connect, *pool) for name, connect in scorers.items()}
-        self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
+        self.outbox = Outbox(lambda records, frames: self._bulk.send(records, frames))
         self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
             parts.rules,

@@ -1,7 +1,8 @@
 """A worker's records on their way to the coordinator: in sequence, kept until acknowledged, bounded in bytes.
 
-Full: `post` waits. Lost (a restarted coordinator, a dropped answer): everything unacknowledged is sent
-again, in order; the receiver skips what it has. Reordered: never, one task sends. May block: `post`.
+Records that wait go together in one message. Full: `post` waits. Lost (a restarted coordinator, a dropped
+answer): everything unacknowledged is sent again, in order; the receiver skips what it has. Reordered: never,
+one task sends. May block: `post`.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Record
+from asyncrl.wire.messages.worker import MOST_RECORDS, Record, Records
 from asyncrl.wire.sockets import MAX_BYTES
 
 log = logging.getLogger("asyncrl.worker")
 
-Send = Callable[[Record, Sequence[bytes]], Awaitable[None]]
+Send = Callable[[Records, Sequence[bytes]], Awaitable[None]]
 
 WINDOW = 32 << 20
 RESEND = 5.0  # seconds without an ack; doubled up to RESEND_MOST until there is one
 RESEND_MOST = 60.0
 _HEADER = 256  # bytes a record counts for beside its frame
+_BUNDLE = 1 << 20  # bytes of the records in one message; a larger one goes alone
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,29 @@ class Outbox:
             self.rewind()
 
     async def run(self) -> None:
-        """Send, one record at a time, for ever."""
+        """Send, one message at a time, for ever."""
         while True:
             while self.paused or self._next >= len(self._unacked):
                 await self._change()
-            entry = self._unacked[self._next]
-            self._next += 1  # before the await, during which an ack or a rewind moves it
+            entries = self._waiting()
+            self._next += len(entries)  # before the await, during which an ack or a rewind moves it
+            records = Records(tuple((entry.record, len(entry.frames)) for entry in entries))
             try:
-                await self._send(entry.record, entry.frames)
+                await self._send(records, [frame for entry in entries for frame in entry.frames])
             except DeadlineError as error:
                 log.warning("%s", error)
                 self.rewind()
+
+    def _waiting(self) -> list[_Entry]:
+        """The next ones to send, at least one and as many as go together."""
+        found: list[_Entry] = []
+        size = 0
+        for entry in islice(self._unacked, self._next, self._next + MOST_RECORDS):
+            size += entry.size
+            if found and size > _BUNDLE:
+                break
+            found.append(entry)
+        return found
 
     async def flushed(self) -> None:
         """Wait until everything posted is durable."""

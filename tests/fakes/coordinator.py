@@ -19,6 +19,7 @@ from asyncrl.wire.messages.worker import (
     Finished,
     Generated,
     Heartbeat,
+    Records,
     Replied,
     Sampled,
     WorkerHello,
@@ -129,7 +130,10 @@ class FakeCoordinator:
     def _drain(self) -> None:
         for hub in (self.control, self.bulk):
             while (received := hub.receive()) is not None:
-                self._handle(*received)
+                peer, message, frames = received
+                both = message.unpacked(frames) if isinstance(message, Records) else [(message, frames)]
+                for one, own in both:
+                    self._handle(peer, one, own)
 
     def _handle(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
         self.peer = peer

@@ -21,7 +21,16 @@ from asyncrl.runtime.activity import BusyTimer, Waits
 from asyncrl.tools import Tool, Toolbox, tool
 from asyncrl.types import Turn
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied, Sampled
+from asyncrl.wire.messages.worker import (
+    Assign,
+    Failed,
+    Finished,
+    Generated,
+    Record,
+    Records,
+    Replied,
+    Sampled,
+)
 from asyncrl.wire.outbox import Outbox
 from tests.fakes.chat import FakeChat, call, read, rules, sample
 from tests.fakes.engine import ScriptedEngine
@@ -79,11 +88,12 @@ class Bench:
         given = {"temperature": 0.7, "key": 99, "seconds": self.taken, **options}
         return Assign(1, Attempt("u", 1), self.sample, lane, **given)
 
-    async def _send(self, record: Record, frames: Sequence[bytes]) -> None:
-        self.sent.append(record)
-        self.frames.append(list(frames))
+    async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
+        for record, own in records.unpacked(frames):
+            self.sent.append(record)
+            self.frames.append(own)
         if self.auto_ack:
-            self.outbox.ack(record.seq)
+            self.outbox.ack(self.sent[-1].seq)
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
         """One episode, to its end."""

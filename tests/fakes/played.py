@@ -52,6 +52,7 @@ from asyncrl.wire.messages.worker import (
     Finished,
     Generated,
     Heartbeat,
+    Records,
     Sampled,
     WorkerHello,
 )
@@ -228,13 +229,18 @@ class PlayedWorker:
         self.seq += 1
         self.resend_at = self.world.now + RESEND
         self.unacked[self.seq] = (msgspec.structs.replace(record, seq=self.seq), list(frames))
-        self.link.say(*self.unacked[self.seq], bulk=True)
+        self._send([self.unacked[self.seq]])
         return self.seq
+
+    def _send(self, records: list[tuple[Any, list[bytes]]]) -> None:
+        counted = tuple((record, len(frames)) for record, frames in records)
+        self.link.say(Records(counted), [frame for _, frames in records for frame in frames], bulk=True)
 
     def _resend(self) -> None:
         self.resend_at = self.world.now + RESEND
-        for record, frames in self.unacked.values():
-            self.link.say(record, frames, bulk=True)
+        waiting = [*self.unacked.values()]
+        for start in range(0, len(waiting), 3):
+            self._send(waiting[start : start + 3])
 
     def _hello(self) -> None:
         self.link.say(WorkerHello(self.index, self.incarnation, 6, 1, self._acked))

@@ -43,8 +43,8 @@ from asyncrl.runtime.activity import Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Assign, Failed
-from asyncrl.wire.outbox import Outbox, Record
+from asyncrl.wire.messages.worker import Assign, Failed, Records
+from asyncrl.wire.outbox import Outbox
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/multiturn/calculator/model"
@@ -196,10 +196,11 @@ async def run(load: Load) -> Figures:
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
     outbox, figures = Outbox(None), Figures()  # type: ignore[arg-type]
 
-    async def send(record: Record, frames: Sequence[bytes]) -> None:
-        if isinstance(record, Failed):
-            figures.failed.append(record.detail)
-        outbox.ack(record.seq)
+    async def send(records: Records, frames: Sequence[bytes]) -> None:
+        for record, _ in records.unpacked(frames):
+            if isinstance(record, Failed):
+                figures.failed.append(record.detail)
+            outbox.ack(record.seq)
 
     outbox._send = send
     config = RolloutConfig(

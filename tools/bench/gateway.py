@@ -45,8 +45,8 @@ from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Assign, Failed
-from asyncrl.wire.outbox import Outbox, Record
+from asyncrl.wire.messages.worker import Assign, Failed, Records
+from asyncrl.wire.outbox import Outbox
 
 TURNS = 9  # of which the first is no continuing one
 CALL = '<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'
@@ -110,10 +110,11 @@ class Worker:
         self._service = asyncio.create_task(self._outbox.run())
         self._episodes = 0
 
-    async def _send(self, record: Record, frames: Sequence[bytes]) -> None:
-        if isinstance(record, Failed):
-            raise RuntimeError(record.detail)
-        self._outbox.ack(record.seq)
+    async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
+        for record, _ in records.unpacked(frames):
+            if isinstance(record, Failed):
+                raise RuntimeError(record.detail)
+            self._outbox.ack(record.seq)
 
     async def episode(self, agent: Agent, dialect: str = "chat") -> Engine:
         """Play an episode of the agent; return its engine."""

@@ -46,6 +46,8 @@ from asyncrl.wire.messages.worker import (
     Finished,
     Generated,
     Heartbeat,
+    Record,
+    Records,
     Replied,
     WorkerHello,
 )
@@ -126,6 +128,9 @@ class Worker(Peer):
             case Cancel() | Fenced():
                 self.held.discard(message.attempt)
 
+    def record(self, record: Record, *frames: bytes) -> None:
+        self.send(self.bulk, Records(((record, len(frames)),)), *frames)
+
     def play(self, attempt: Attempt, turn: int) -> None:
         """One turn of an episode is sampled; after the last one it ends."""
         if attempt not in self.held:
@@ -134,18 +139,18 @@ class Worker(Peer):
         self.seq += 1
         self.tokens += half
         report = Generated(self.seq, attempt, turn, 1.0)
-        self.send(self.bulk, report, self.bench.payload(turn, self.version))
+        self.record(report, self.bench.payload(turn, self.version))
         if self.uses:
             use = self.uses[self.seq % len(self.uses)]
             use.requests, use.tokens = use.requests + 1, use.tokens + half
         self.seq += 1
         if turn + 1 < turns:
-            self.send(self.bulk, Replied(self.seq, attempt, turn), self.bench.reply)
+            self.record(Replied(self.seq, attempt, turn), self.bench.reply)
             self.bench.play(self, attempt, turn + 1)
             return
         result = EpisodeResult(float(self.bench.random.random() < 0.5), turns * half)
         stats = EpisodeStats(turns, longest_row=2 * turns * half, prompt=half, seconds=1.0)
-        self.send(self.bulk, Finished(self.seq, attempt, result, stats))
+        self.record(Finished(self.seq, attempt, result, stats))
         self.ends.append((self.seq, attempt))
 
 

@@ -4,7 +4,6 @@ A message is a header (one of these structs, msgpack) and zero or more opaque fr
 """
 
 from asyncrl.wire.messages import engine, shared, trainer, worker
-from asyncrl.wire.messages.worker import Record
 
 FromWorker = worker.WorkerHello | worker.Heartbeat | worker.Leave | shared.Loaded
 FromKeeper = engine.KeeperHello | engine.KeeperBeat | worker.Leave | shared.Loaded
@@ -18,9 +17,10 @@ FromTrainer = (
     | trainer.GaveUp
 )
 FromObserver = shared.ObserverHello | shared.Invite | shared.Stop
+Record = worker.Record  # inside of Records
 FromTrainerBulk = trainer.PlanRequest | trainer.PayloadRequest
 AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | shared.Enrol
-AnyBulk = Record | FromTrainerBulk | shared.WrittenBytes
+AnyBulk = worker.Records | FromTrainerBulk | shared.WrittenBytes
 # By the role of the sender: the coordinator takes nothing else from it.
 ToCoordinatorControl = {
     "rollout": FromWorker,
@@ -31,7 +31,7 @@ ToCoordinatorControl = {
     "token": shared.Enrol,
 }
 ToCoordinatorBulk = {
-    "rollout": Record | shared.WrittenBytes,
+    "rollout": worker.Records | shared.WrittenBytes,
     "engine": shared.WrittenBytes,
     "scorer": shared.WrittenBytes,
     "trainer": FromTrainerBulk | shared.WrittenBytes,

@@ -6,7 +6,8 @@ coordinator checks that they can be trained and stores them as they came; the tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -177,6 +178,20 @@ class Failed(WireMessage, frozen=True):
 
 
 Record = Generated | Sampled | Replied | Finished | Failed
+MOST_RECORDS = 64  # in one message
+
+
+class Records(WireMessage, frozen=True):
+    """Records of one worker, in their order. Frames: those of the first, as many as its count says, then
+    those of the next one."""
+
+    counted: Annotated[tuple[tuple[Record, Count], ...], msgspec.Meta(max_length=MOST_RECORDS)]
+
+    def unpacked(self, frames: Sequence[bytes]) -> Iterator[tuple[Record, list[bytes]]]:
+        """Each record with its frames, or with what there is of them."""
+        left = iter(frames)
+        for record, count in self.counted:
+            yield record, [*islice(left, count)]
 
 
 class Ack(WireMessage, frozen=True):

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Record, Replied
+from asyncrl.wire.messages.worker import MOST_RECORDS, Records, Replied
 from asyncrl.wire.outbox import RESEND, Outbox
 from tests.fakes.loop import settle
 
@@ -21,18 +21,22 @@ class Played:
 
     def __init__(self) -> None:
         self.seqs: list[int] = []
+        self.sizes: list[int] = []  # records of each message
         self.open = asyncio.Event()
         self.open.set()
         self.refusals, self.now = 0, 0.0
         self.posts: list[asyncio.Task[asyncio.Future[None]]] = []
         self.outbox = Outbox(self.send, window=2000, clock=lambda: self.now)
 
-    async def send(self, record: Record, frames: Sequence[bytes]) -> None:
+    async def send(self, records: Records, frames: Sequence[bytes]) -> None:
         await self.open.wait()
         if self.refusals:
             self.refusals -= 1
             raise DeadlineError("coordinator took no record")
-        self.seqs.append(record.seq)
+        got = [*records.unpacked(frames)]
+        assert [len(own) for _, own in got] == [1] * len(got), "each has its frame"
+        self.seqs += [record.seq for record, _ in got]
+        self.sizes.append(len(got))
 
     def durable(self, seq: int) -> bool:
         return self.posts[seq - 1].result().done()
@@ -74,7 +78,7 @@ class Played:
         pytest.param("p9000 =1", id="a record larger than the window goes alone"),
         pytest.param("p p p =1,2,3 a1 r p =1,2,3,2,3,4", id="what is not acked is sent again in order"),
         pytest.param("( p p r ) =1,1,2", id="a rewind while sending loses nothing"),
-        pytest.param("p p p =1,2,3 ( r a2 ) =1,2,3,1,3", id="an ack while sending skips nothing"),
+        pytest.param("p p p =1,2,3 ( r a2 p ) =1,2,3,1,2,3,4", id="an ack while sending skips nothing"),
         pytest.param("p =1 z p =1 r =1,1,2", id="nothing is sent while paused"),
         pytest.param(
             f"p @{RESEND} =1 @{RESEND + 1} =1,1 @{2 * RESEND + 2} =1,1 @{3 * RESEND + 2} =1,1,1",
@@ -94,6 +98,17 @@ async def test_records(events: str) -> None:
         await settle()
     assert not running.done()
     running.cancel()
+
+
+async def test_what_waits_goes_together() -> None:
+    played = Played()
+    large = Outbox(played.send)
+    for size in (*[9] * (MOST_RECORDS + 1), 2 << 20, 9):
+        await large.post(Replied(0, A, 0), b"x" * size)
+    running = asyncio.create_task(large.run())
+    await settle()
+    running.cancel()
+    assert played.sizes == [MOST_RECORDS, 1, 1, 1] and played.seqs == list(range(1, MOST_RECORDS + 4))
 
 
 async def test_attempts_are_those_of_records_that_are_not_acked() -> None:
