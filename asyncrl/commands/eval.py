@@ -150,6 +150,10 @@ def _untrained(config: RunConfig) -> RunConfig:
         raise ConfigError(
             "data.test: nothing to evaluate on; give data=FILE, with the columns of asyncrl train"
         )
+    if config.agents:
+        raise ConfigError(
+            "agents: a checkpoint's export is without their adapters; see val/ in the metrics of the run"
+        )
     return replace(
         config,
         data=replace(config.data, train=config.data.test, shuffle=False, order="", epochs=0),

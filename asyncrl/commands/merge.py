@@ -18,7 +18,8 @@ Write a Hugging Face directory of a checkpoint, with adapters merged: for transf
 
   asyncrl merge demo model                                    the newest checkpoint of a run
   asyncrl merge runs/demo/checkpoints/step-200 model          or this one; s3://… where checkpoints are there
-  asyncrl merge demo adapters --adapters apart                adapters alone, in PEFT's format
+  asyncrl merge demo adapters --adapters apart                adapters alone, in PEFT's format; of `agents`
+                                                              each in a directory of its name
 
 All files are compared with the checksums of the checkpoint."""
 
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
                 raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
             from asyncrl.trainer.checkpoint import write_adapters
 
-            write_adapters(checkpoints, step, read_config(run_dir).model, work)
+            write_adapters(checkpoints, step, read_config(run_dir), work)
         else:
             _copy_export(checkpoints, step, work)
         work.rename(options.out)

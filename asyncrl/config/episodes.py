@@ -8,6 +8,15 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
 
+AgentName = Annotated[str, Meta(pattern=r"^[\w-]+$")]
+
+
+class AgentConfig(Section, frozen=True):
+    """Names an agent with an adapter of its own."""
+
+    lora_rank: Positive
+    """Rank of the adapter; it is scaled by model.lora_alpha / this."""
+
 
 class RolloutConfig(Section, frozen=True):
     """Episodes: sampling, limits, tools, environment, agent and reward."""

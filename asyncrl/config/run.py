@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text, divisors
-from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.scorers import ScorerConfig, ScorerName, scorer_refusals
 from asyncrl.config.training import (
     AlgorithmConfig,
@@ -53,6 +53,10 @@ class ModelConfig(Section, frozen=True):
     """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all weights."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
+
+    @property
+    def adapters(self) -> dict[str, tuple[int, float]]:
+        return {"": (self.lora_rank, self.lora_alpha)} if self.lora_rank else {}
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,6 +193,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     resume: Literal["auto", "never", "must"] = "never"
     """Continue the run of that name: if there is one; never (an existing one is an error); or fail."""
     model: ModelConfig
+    agents: dict[AgentName, AgentConfig] = {}
+    """Adapters of agents, by the `model` of their requests, e.g. `{planner: {lora_rank: 16}}`: each is
+    trained on its own turns. Those of other agents train that of `model.lora_rank`; without one, nothing."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
@@ -239,7 +246,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
         engine = replaced(self.engine, name="sglang", servers=one.servers, urls=one.urls, tp=one.tp)
         trainer, weights = replaced(self.trainer, router_replay=False), WeightsConfig()
         model = replaced(self.model, path=one.path, lora_rank=0)
-        return replaced(self, model=model, engine=engine, trainer=trainer, weights=weights)
+        return replaced(self, model=model, agents={}, engine=engine, trainer=trainer, weights=weights)
 
     @property
     def scored_reference(self) -> bool:
@@ -247,12 +254,16 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return any(name != "reward" for name in self.scorers)
 
     @property
+    def adapters(self) -> dict[str, tuple[int, float]]:
+        """Rank and alpha of the adapter of each agent; '': of all others."""
+        alpha = self.model.lora_alpha
+        return self.model.adapters | {name: (own.lora_rank, alpha) for name, own in self.agents.items()}
+
+    @property
     def adapters_apart(self) -> bool:
         """Versions are of adapters alone."""
         known = self.weights.whole_files and not self.engine.urls
-        return self.model.lora_rank > 0 and (
-            known if self.weights.adapters == "auto" else self.weights.adapters
-        )
+        return bool(self.adapters) and (known if self.weights.adapters == "auto" else self.weights.adapters)
 
     @property
     def group_bytes(self) -> int:
@@ -335,9 +346,14 @@ def _check_combinations(config: RunConfig) -> None:
         "weights.transport=disk": (config.weights.transport != "disk" and not config.engine.remote),
         "weights.adapters needs whole files, and adapters: set model.lora_rank, weights.transport=disk and "
         "full_every=1, or leave it out": config.weights.adapters is True
-        and not (
-            config.model.lora_rank and config.weights.transport == "disk" and config.weights.full_every == 1
+        and not (config.adapters and config.weights.transport == "disk" and config.weights.full_every == 1),
+        "agents: only the requests of an agent program have names; set rollout.agent": bool(
+            config.agents and not config.rollout.agent
         ),
+        "agents need versions of adapters alone; set engine=torch, weights.transport=disk, full_every=1 and "
+        "adapters=auto": bool(config.agents and (config.engine.remote or not config.adapters_apart)),
+        "agents: a value head on the policy has one set of weights, and they have several; set "
+        "critic.backbone=own": bool(config.agents and config.critic.backbone == "shared"),
         "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
             config.trainer.router_replay and not config.engine.remote
         ),

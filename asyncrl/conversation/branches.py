@@ -294,7 +294,7 @@ class Branches:
     def _find_text(
         self, request: AgentRequest, prompt: TextPrompt, pending: Sequence[Placement], side: bool
     ) -> Placement | Refusal:
-        chat, (row, rest) = self._rules.chat, self._texts.rest(prompt, self._free(side))
+        chat, (row, rest) = self._rules.chat, self._texts.rest(prompt, self._free(request, side))
         if row is None and (refusal := self._too_many_rows(pending, side)):
             return refusal
         if isinstance(rest, str):
@@ -345,14 +345,19 @@ class Branches:
         """The free row that the request extends: the longest, and of equal ones the first."""
         fit = [
             number
-            for number, row in self._free(side)
+            for number, row in self._free(request, side)
             if row.request.tools == request.tools and self._extends(row, request.messages)
         ]
         return max(fit, key=lambda number: len(self.rows[number].messages), default=None)
 
-    def _free(self, side: bool) -> Iterator[tuple[int, TokenRow]]:
+    def _free(self, request: AgentRequest, side: bool) -> Iterator[tuple[int, TokenRow]]:
         """The rows, with their numbers, that a request may extend: a side request none that is trained."""
-        return ((at, row) for at, row in enumerate(self.rows) if not row.busy and row.untrained == side)
+        apart = self._rules.rows_apart
+        return (
+            (at, row)
+            for at, row in enumerate(self.rows)
+            if not row.busy and row.untrained == side and (row.request.agent == request.agent or not apart)
+        )
 
     def _extends(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
         new = messages[len(row.messages) :]

@@ -42,7 +42,8 @@ class Request(msgspec.Struct, frozen=True):
     `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
     weights only. `watch` hears of every id as it is sampled, and may end the turn with it (StopReason.TEXT);
     ids that were sampled after that one are dropped. `routes_from`: of the tokens before it the routes are
-    known; None: none are wanted. `on_part` hears of a turn that lasts, each `part_seconds`.
+    known; None: none are wanted. `agent`: whose adapter samples it, where they have some. `on_part` hears of
+    a turn that lasts, each `part_seconds`.
     """
 
     session: str
@@ -51,6 +52,7 @@ class Request(msgspec.Struct, frozen=True):
     key: int = 0
     watch: Watch | None = None
     routes_from: int | None = None
+    agent: str = ""
     part_seconds: float = math.inf
     on_part: OnPart = unheard
 

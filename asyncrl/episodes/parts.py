@@ -76,8 +76,11 @@ class EpisodeParts:
 
     @cached_property
     def untrained(self) -> Untrained:
-        """Tells the side requests of `rollout.untrained_agents`."""
-        return load_untrained(self.config.rollout.untrained_agents)
+        """Tells the side requests of `rollout.untrained_agents`, and those that no adapter answers."""
+        untrained, config = load_untrained(self.config.rollout.untrained_agents), self.config
+        if not config.agents or config.model.lora_rank:
+            return untrained
+        return lambda request: request.agent not in config.agents or untrained(request)
 
     @cached_property
     def parser(self) -> Parser:
@@ -108,7 +111,7 @@ class EpisodeParts:
     @cached_property
     def rules(self) -> Rules:
         """The chat template, the parser and the limits: what the episode machine needs."""
-        return Rules(self.chat, self.parser, self.config.rollout)
+        return Rules(self.chat, self.parser, self.config.rollout, bool(self.config.agents))
 
     def load(self, *names: str) -> EpisodeParts:
         """Make these, or all of them: what is wrong with a name or a file is found here."""

@@ -93,7 +93,7 @@ def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
 def checkpoint_bytes(config: RunConfig) -> int:
     """About what one checkpoint takes: the state of the policy and of a critic of its own, and the export."""
     parameters, trained = parameter_count(config.model.path), MASTER + MOMENTS
-    size = parameters * ((MASTER if config.model.lora_rank else trained) + EXPORTED[config.model.dtype])
+    size = parameters * ((MASTER if config.adapters else trained) + EXPORTED[config.model.dtype])
     if own_critic(config):
         size += parameter_count(config.critic.path or config.model.path) * trained
     return size
@@ -104,7 +104,10 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     kept, each = _kept(config), checkpoint_bytes(config)
     place = _place(config)
     room = f" of {sized(_free(place))} free in {place}" if place else ""
-    of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
+    ranks = ", ".join(
+        f"{rank} of {agent}" if agent else str(rank) for agent, (rank, _) in config.adapters.items()
+    )
+    of = f"adapters of rank {ranks}" if ranks else "all weights trained"
     counts = config.model.dtype == "float32" and parameter_count(config.model.path) >= LEAST_TIMED
     note = ""
     if counts and on_gpu(config, gpu) is False:
@@ -169,7 +172,7 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
     """Settings far from what model and machine take."""
     parameters = parameter_count(config.model.path)
     if parameters:
-        lora = bool(config.model.lora_rank)
+        lora = bool(config.adapters)
         low, usual, high = learning_rates(parameters, lora)
         if not low <= config.trainer.lr <= high:
             of = "adapters on " * lora + f"{_short(parameters)} parameters"

@@ -122,7 +122,7 @@ def footprint(config: RunConfig) -> Footprint:
     It is within 15% of what tests/fakes/traced.py counts for 15 families of models, or at most 25% above
     it, for Gemma 2 and GPT-NeoX (tests/unit/launch/test_footprint.py).
     """
-    policy = _work(config, ModelSizes(config.model.path), bool(config.model.lora_rank))
+    policy = _work(config, ModelSizes(config.model.path), bool(config.adapters))
     work = max(policy.kept + max(policy.logits, policy.layer), policy.after)
     if own_critic(config):  # its backward comes first
         critic = _work(config, ModelSizes(config.critic.path or config.model.path), False)
@@ -133,8 +133,9 @@ def footprint(config: RunConfig) -> Footprint:
 
 def _static(config: RunConfig) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer state on each rank."""
-    trainer, model, rank = config.trainer, ModelSizes(config.model.path), config.model.lora_rank
-    adapters = rank * sum(map(sum, model.linear.values())) if rank else 0
+    trainer, model = config.trainer, ModelSizes(config.model.path)
+    ranks = sum(rank for rank, _ in config.adapters.values())
+    adapters = ranks * sum(map(sum, model.linear.values())) if ranks else 0
     weights = count(model.shapes) + adapters
     trained = adapters or weights
     if own_critic(config):
@@ -142,7 +143,7 @@ def _static(config: RunConfig) -> tuple[int, int, int]:
         critic = count({name: shape for name, shape in shapes.items() if not _OUTPUT.match(name)})
         weights, trained = weights + critic, trained + critic
     in_rank = config.kl.where != "none" and not config.scored_reference
-    if in_rank and (config.kl.reference or not rank):
+    if in_rank and (config.kl.reference or not ranks):
         weights += count(weight_shapes(config.kl.reference or config.model.path))
     shard = MASTER * trainer.replicas / trainer.ranks
     return int(weights * shard), int(trained * shard), int(trained * _state_share(trainer) * shard)
@@ -274,7 +275,7 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         f"its process takes about {sized(own)} beside them, and versions on their way out "
         f"{sized(out)} of main memory"
     )
-    if config.model.lora_rank:
+    if config.adapters:
         from asyncrl.weights.adapters import coverage
 
         model = ModelSizes(config.model.path)

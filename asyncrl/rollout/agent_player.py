@@ -168,8 +168,8 @@ class AgentHost:
         on_text = None if asked.prompt is not None else on_text  # its thoughts and calls are not told apart
         if asked.stops or on_text:
             watch = TurnWatch(rules, asked.tools, asked.stops, opening(rules, place.context), on_text)
-        asked_for = place.ids, place.max_new_tokens, place.session, watch
-        generation = await self._run.generate(*asked_for, trains=not place.untrained)
+        asked_for = place.ids, place.max_new_tokens, place.session, watch, not place.untrained, asked.agent
+        generation = await self._run.generate(*asked_for)
         if trouble := problem(rules.chat.stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
         async with self._posting:
@@ -206,7 +206,8 @@ class AgentPlayer:
             return await self._scored(*self._ended)
         if self._branches.refused is not None:
             return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
-        side = ", but for side requests (rollout.untrained_agents)" if self._branches.turns else ""
+        side = ", but for side requests (rollout.untrained_agents, or not of `agents`)"
+        side = side if self._branches.turns else ""
         raise AgentError(f"the agent ended without asking the model{side}")
 
     async def expire(self) -> Outcome:

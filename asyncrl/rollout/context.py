@@ -142,9 +142,11 @@ class EpisodeRun:
         row: int = 0,
         watch: Watch | None = None,
         trains: bool = True,
+        agent: str = "",
     ) -> Generation:
         """Sample a turn after `ids`, the whole prefix, or the rest of it. Rows may be sampled side by side.
-        `trains`: it is made durable in parts if it lasts, and scorers read it when it is whole."""
+        `trains`: it is made durable in parts if it lasts, and scorers read it when it is whole. `agent`: who
+        asked for it."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         stop_ids = self.context.rules.chat.stop_ids
@@ -154,7 +156,7 @@ class EpisodeRun:
         prompt = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
         on_part = partial(self._post_part, row, prompt) if trains else unheard
         seconds = self.context.rules.config.part_seconds
-        request = Request(session, ids, sampling, key, watch, routed, seconds, on_part)
+        request = Request(session, ids, sampling, key, watch, routed, agent, seconds, on_part)
         durable = self._durable_part(row, prompt)
         sampled = await self.sampler.generate(rest(request, durable), self._oldest)
         whole = extended(request, durable, sampled)

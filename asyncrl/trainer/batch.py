@@ -42,6 +42,7 @@ class Example:
     training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's,
     before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
     asks for them. `routes`: of each row the experts of its first tokens, [·, layers * k], -1 for a gap.
+    `agents`: of each row the place of its adapter, where there are several.
     """
 
     planned: PlannedTrajectory
@@ -58,6 +59,7 @@ class Example:
     stale: np.ndarray
     exact: np.ndarray
     routes: tuple[np.ndarray, ...] = ()
+    agents: tuple[int, ...] = ()
     excluded: bool = False
     advantage: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -118,6 +120,7 @@ class Example:
 @dataclass(frozen=True)
 class MicroBatch:
     """The model tokens of all rows, flattened to [N]; token i is of episode[i], which may have several rows.
+    `agent`: the place of its adapter, where there are several: those of each are an episode by themselves.
 
     `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
     contribute: not stale, not excluded. The optional fields are those of ADDED that the recipe asks for;
@@ -133,6 +136,7 @@ class MicroBatch:
     fresh: Tensor
     exact: Tensor
     counted: Tensor
+    agent: Tensor | None = None
     advantage: Tensor | None = None
     returns: Tensor | None = None
     prox: Tensor | None = None
@@ -204,11 +208,12 @@ def example(
     mask_truncated: bool = False,
     choices: int = 0,
     scored: bool = False,
+    agents: Sequence[str] = ("",),
 ) -> Example:
     """Join the turns of a trajectory token for token, for batch `step`, with the share of its aggregation
     rule, rewards and lags of its tokens, and which tokens are over `bound`. `choices` of experts that the
     model makes for a token, if they are to be made as the servers did. `scored`: turns bring the log-probs of
-    the reference; those of a turn without are NaN, so that its tokens are left out.
+    the reference; those of a turn without are NaN, so that its tokens are left out. `agents` have adapters.
 
     Raises ProtocolError when a turn's arrays do not fit each other, or its row.
     """
@@ -227,6 +232,7 @@ def example(
     lags = token_lags(spans, step)
     exact = [span.version == span.kv_version == step for span in spans]
     share = rule(len(places), planned.group_tokens)
+    whose = {turn.row: agents.index(turn.agent) if turn.agent in agents else 0 for turn in turns}
     return Example(
         planned=planned,
         rows=tuple(np.asarray(ids, dtype=np.int32) for ids in rows),
@@ -243,6 +249,7 @@ def example(
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
         reference=_scored(turns) if scored else None,
         routes=row_routes(turns, [*map(len, rows)], choices) if choices else (),
+        agents=tuple(whose[row] for row in range(len(rows))) if len(agents) > 1 else (),
         excluded=mask_truncated and planned.own.end.truncated,
     )
 
@@ -288,6 +295,11 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
     def join(name: str) -> Tensor:
         return _join(examples, name)
 
+    episode, agent = np.repeat(np.arange(len(examples)), counts), None
+    agents = [at for e in examples for at in e.agents]
+    if agents:
+        agent = np.concatenate([np.asarray(e.agents)[e.row_of] for e in examples])
+        episode = np.unique(episode * (max(agents) + 1) + agent, return_inverse=True)[1]
     return MicroBatch(
         selected=Selected.of(
             [row for e in examples for row in e.rows],
@@ -296,8 +308,10 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
             spread([e.planned.temperature for e in examples]),
             packing,
             [own for e in examples for own in e.routes or [NO_ROUTES] * len(e.rows)],
+            agents,
         ),
-        episode=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
+        episode=torch.from_numpy(episode),
+        agent=None if agent is None else torch.from_numpy(agent),
         turn=join("turn"),
         mu=join("mu").to(dtype),
         weight=spread([e.weight for e in examples]),

@@ -31,13 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from asyncrl.config import ModelConfig
+from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, reason
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from asyncrl.weights.adapters import A, B, peft_name
+from asyncrl.weights.adapters import A, B, alone, named, owner, peft_name
 from asyncrl.weights.manifest import AdapterSpec
 
 logger = logging.getLogger(__name__)
@@ -244,9 +244,9 @@ def reader(files: StepFiles) -> FileSystemReader:
 MODEL = "model."  # what the policy's tensors are under in a checkpoint
 
 
-def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out: Path) -> None:
-    """Write adapter_model.safetensors (float32) and adapter_config.json; nothing else is read. ConfigError
-    where the run trained all weights."""
+def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out: Path) -> None:
+    """Write adapter_model.safetensors (float32) and adapter_config.json, those of an agent in a directory of
+    its name; nothing else is read. ConfigError where the run trained all weights."""
     source = reader(StepFiles(checkpoints, step))
     stored = {
         name.removeprefix(MODEL): known
@@ -256,22 +256,25 @@ def write_adapters(checkpoints: Checkpoints, step: int, model: ModelConfig, out:
     tensors = {
         name: torch.empty(known.size, dtype=known.properties.dtype)
         for name, known in stored.items()
-        if name.endswith((f".{A}", f".{B}"))
+        if owner(name) is not None
     }
     if not tensors:
         raise ConfigError(f"{checkpoints.path(step)}: has no adapters, all weights were trained; merge it")
     with warnings.catch_warnings():  # that there are no other processes is meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load_shards({"model": tensors}, storage_reader=source, no_dist=True)
-    named = {peft_name(name): tensor for name, tensor in tensors.items()}
-    save_file(named, out / "adapter_model.safetensors", {"format": "pt"})
     layers = tuple(sorted({name.rpartition(".")[0] for name in tensors}))
-    transposed = any(_transposed(layer, stored) for layer in layers)
-    settings = AdapterSpec(model.lora_rank, model.lora_alpha, layers, transposed).peft(model.path)
-    (out / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2))
+    for agent, size in config.adapters.items():
+        mine = {alone(peft_name(name), agent): t for name, t in tensors.items() if owner(name) == agent}
+        (out / agent).mkdir(exist_ok=True)
+        save_file(mine, out / agent / "adapter_model.safetensors", {"format": "pt"})
+        transposed = any(_transposed(layer, agent, stored) for layer in layers)
+        settings = msgspec.json.encode(AdapterSpec(*size, layers, transposed).peft(config.model.path))
+        (out / agent / "adapter_config.json").write_bytes(msgspec.json.format(settings, indent=2))
 
 
-def _transposed(layer: str, stored: Mapping[str, TensorStorageMetadata]) -> bool:
+def _transposed(layer: str, agent: str, stored: Mapping[str, TensorStorageMetadata]) -> bool:
     """True for weights of transformers' Conv1D, kept as [in, out]; seen where the two differ."""
-    weight, (_, inside), (outside, _) = (stored[f"{layer}.{name}"].size for name in ("weight", A, B))
+    names = ("weight", named(A, agent), named(B, agent))
+    weight, (_, inside), (outside, _) = (stored[f"{layer}.{name}"].size for name in names)
     return tuple(weight) == (inside, outside) != (outside, inside)

@@ -47,7 +47,6 @@ from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 Work = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
 logger = logging.getLogger(__name__)
-LEAST_ESS_FACTOR = 0.1
 
 
 class Learner:
@@ -65,6 +64,7 @@ class Learner:
             config.model,
             world,
             trainer=config.trainer,
+            adapters=config.adapters,
             value_head=self.recipe.shared_critic,
             offload=config.trainer.offload_optimizer,
         )
@@ -81,6 +81,7 @@ class Learner:
             policy.packing = self.packing
         # After the check, which holds gradients.
         self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
+        self.agents = tuple(config.adapters) or ("",)
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.on_spike = config.trainer.on_spike
@@ -120,6 +121,7 @@ class Learner:
                 mask_truncated=masked,
                 choices=choices,
                 scored=self.scored,
+                agents=self.agents,
             )
             for planned, turns in work
         ]
@@ -228,7 +230,7 @@ class Learner:
         first: dict[str, np.ndarray] = {}  # of each key, a row that others may begin like
         pieces = []
         for e in examples:
-            key = e.group if self.packing == "tree" else e.planned.uid
+            key = f"{e.group}/{e.agents[:1]}" if self.packing == "tree" else e.planned.uid
             shared = common(first.setdefault(key, e.rows[0]), e.rows[0])
             pieces.append(Piece(key, e.length, shared, len(e.rows), e.longest))
         packed = micro_batches(pieces, self.budget, padded=self.packing == "padded")
@@ -253,7 +255,7 @@ class Learner:
         if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
             examples = self._credited(examples, tally)
         if self.recipe.skips_inert:
-            report.tally_unscored(tally, [e for e in examples if not e.is_read])
+            report.tally_unscored(tally, [e for e in examples if not e.is_read], self.agents)
             examples = [e for e in examples if e.is_read]
         for part in self._micro_batches(examples):
             self._backward(part, tally, progress)
@@ -300,6 +302,7 @@ class Learner:
             report.tally_routes(tally, micro.selected.routes, computed)
         tally.total("_D", denominator)
         report.tally_tokens(tally, token_sums(found.state), denominator)
+        report.tally_agents(tally, self.agents, micro.agent, found.state, denominator)
         report.tally_terms(tally, found.terms, denominator)
         return found.loss
 
@@ -352,13 +355,18 @@ class Learner:
         kl = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
         beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
         learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
-        lr = self._rate() * self._ess_factor(whole)
-        norm, taken = 0.0, False
+        trained = self.policy.trained
+        for agent in report.without_tokens(whole, self.agents, beside):
+            for parameter in trained[agent]:
+                parameter.grad = None  # as of a batch without tokens: no moments, no decay
+        lr = self._rate() * (report.ess_factor(whole) if config.algorithm.ess_lr else 1.0)
+        norms, taken = [0.0], False
         if learns and (recipe.shared_critic or not warming):
             factor, limit = self._end_factor(whole), norm_limit(self.state, config.trainer.spike_factor)
-            whole.scale("actor/pg_loss", factor)
+            report.scale_losses(whole, factor)
             clip = config.trainer.grad_clip
-            norm, taken = take_step(self.policy, self.optimizer, lr, scale * factor, clip, limit)
+            norms, taken = take_step(trained.values(), self.optimizer, lr, scale * factor, clip, limit)
+            norm = math.hypot(*norms)
             if not taken and self.on_spike != "skip":
                 raise SpikeError(self.step + 1, norm, limit)
             if taken and config.trainer.spike_factor:
@@ -367,15 +375,16 @@ class Learner:
             whole.high("actor/lr", lr)
             whole.total("actor/skipped_steps", float(not taken))
             if taken:
-                whole.high("actor/grad_norm", norm)
+                report.note_norms(whole, self.agents, norms)
 
     def _apply_critic(self, critic: Critic, whole: report.MetricSums, scale: float) -> None:
         lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
         whole.high("critic/lr", lr)
         if whole.totals.get("_fresh"):
-            norm, taken = take_step(critic, critic.optimizer, lr, scale, self.config.trainer.grad_clip)
+            own, clip = [[*critic.parameters()]], self.config.trainer.grad_clip
+            norms, taken = take_step(own, critic.optimizer, lr, scale, clip)
             if taken:
-                whole.high("critic/grad_norm", norm)
+                whole.high("critic/grad_norm", norms[0])
 
     def _rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
@@ -389,11 +398,3 @@ class Learner:
         if not self.behind_barrier:
             factor *= report.advantage_factor(self.recipe.scale, whole)
         return factor
-
-    def _ess_factor(self, whole: report.MetricSums) -> float:
-        """√(ESS/N) of the batch's episodes (VCPO), at least 0.1; 1 unless `algorithm.ess_lr`."""
-        totals = whole.totals
-        if not self.config.algorithm.ess_lr or not totals.get("_episodes"):
-            return 1.0
-        share = totals["_episode_w"] ** 2 / (totals["_episode_w2"] * totals["_episodes"])
-        return max(LEAST_ESS_FACTOR, math.sqrt(share))

@@ -30,7 +30,7 @@ from asyncrl.trainer.examine import examine
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
-from asyncrl.trainer.optimizer import make_optimizer
+from asyncrl.trainer.optimizer import make_optimizer, trainable
 from asyncrl.trainer.scores import (
     HeadInput,
     Logits,
@@ -42,7 +42,7 @@ from asyncrl.trainer.scores import (
     score_chunks,
 )
 from asyncrl.trainer.world import SequenceRanks, World
-from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.adapters import Adapters, owner
 from asyncrl.weights.names import kept_buffers, pieces
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Policy(nn.Module):
         config: ModelConfig,
         ranks: SequenceRanks | None,
         *,
+        adapters: Mapping[str, tuple[int, float]] | None = None,
         value_head: bool = False,
     ) -> None:
         super().__init__()
@@ -77,8 +78,8 @@ class Policy(nn.Module):
         self.attention = lm.config._attn_implementation  # of padded rows
         self.replay: ForcedRoutes | None = None  # of its routers
         self.adapters: Adapters | None = None
-        if config.lora_rank:
-            self.adapters = Adapters(lm, config.lora_rank, config.lora_alpha)
+        if sizes := config.adapters if adapters is None else adapters:
+            self.adapters = Adapters(lm, sizes)
         if value_head:
             add_value_head(lm, lm.get_output_embeddings().weight.shape[-1])
         self.cut = SplitModel(lm, fp32_head=config.fp32_head)
@@ -117,11 +118,21 @@ class Policy(nn.Module):
     def _head_input(self, part: Selected) -> HeadInput:
         if self.replay is not None:
             self.replay.give(part.routes)
+        if self.adapters is not None:
+            self.adapters.use(part.agents)
         return (self.cut.whole if self.whole else self.cut.split)(part)
 
     def base(self) -> AbstractContextManager[None]:
         """Inside, the policy scores as if it had no adapters."""
         return self.adapters.disabled() if self.adapters is not None else nullcontext()
+
+    @property
+    def trained(self) -> dict[str, list[nn.Parameter]]:
+        """What trains, by agent where several have adapters of their own; else all of it."""
+        if self.adapters is None or len(self.adapters.agents) == 1:
+            return {"": trainable(self)}
+        named = [(owner(name), p) for name, p in self.lm.named_parameters()]
+        return {agent: [p for of, p in named if of == agent] for agent in self.adapters.agents}
 
 
 def load_policy(
@@ -129,17 +140,19 @@ def load_policy(
     world: World,
     *,
     trainer: TrainerConfig | None = None,
+    adapters: Mapping[str, tuple[int, float]] | None = None,
     value_head: bool = False,
     offload: bool = False,
     key: str = "model.path",
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 
-    `trainer`: how its layers are trained. `offload`: the shards are kept in main memory. Raises ConfigError,
-    naming `key`, when the directory holds no causal language model.
+    `trainer`: how its layers are trained. `adapters`: see Adapters; else that of `config`. `offload`: the
+    shards are kept in main memory. Raises ConfigError, naming `key`, when the directory holds no causal
+    language model.
     """
     source = read_model(AutoModelForCausalLM, config.path, config.dtype, world, key)
-    policy = Policy(source.model, config, world.sequence, value_head=value_head)
+    policy = Policy(source.model, config, world.sequence, adapters=adapters, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer)
         policy.replay = ForcedRoutes(source.model) if trainer.router_replay else None
@@ -276,7 +289,7 @@ class Reference:
 def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
     """The reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
     policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
-    if config.model.lora_rank and not config.kl.reference:
+    if policy.adapters is not None and not config.kl.reference:
         return Reference(policy)
     path, key = (
         (config.kl.reference, "kl.reference") if config.kl.reference else (config.model.path, "model.path")

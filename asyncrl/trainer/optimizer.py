@@ -93,27 +93,35 @@ def build(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> 
 
 
 def take_step(
-    model: nn.Module, optimizer: Optimizer, lr: float, scale: float, clip: float, limit: float = math.inf
-) -> tuple[float, bool]:
-    """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip; step.
+    trained: Iterable[list[nn.Parameter]],
+    optimizer: Optimizer,
+    lr: float,
+    scale: float,
+    clip: float,
+    limit: float = math.inf,
+) -> tuple[list[float], bool]:
+    """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip each part by
+    itself; step.
 
-    Returns their norm before clipping, and whether the step was taken: not if the norm is not finite, or over
-    `limit`. `clip` 0: off.
+    Returns the parts' norms before clipping, and whether the step was taken: not if one is not finite, or the
+    norm of all is over `limit`. `clip` 0: off.
     """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, scale)
-    total = torch.nn.utils.get_total_norm(grads)
-    total = total.full_tensor() if isinstance(total, DTensor) else total
-    if clip:
-        torch.nn.utils.clip_grads_with_norm_(trainable(model), clip, total)
-    norm = float(total)
-    if not math.isfinite(norm) or norm > limit:
-        return norm, False
+    norms = []
+    for part in trained:
+        grads = [p.grad for p in part if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, scale)
+        total = torch.nn.utils.get_total_norm(grads)
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        if clip:
+            torch.nn.utils.clip_grads_with_norm_(part, clip, total)
+        norms.append(float(total))
+    if not math.isfinite(math.hypot(*norms)) or math.hypot(*norms) > limit:
+        return norms, False
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    return norm, True
+    return norms, True
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -61,8 +61,8 @@ class Publishing:
             size = sum(spec.nbytes for spec in self._host.layout)
             needed = disk.bytes_needed(size, weights.full_every > 1, config.engine.keepers)
             directory = disk.weights_directory(weights.directory, run_dir, config.name, needed)
-            spec = self._adapters.spec if self._adapters else None
-            self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every, spec)
+            specs = self._adapters.specs if self._adapters else None
+            self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every, specs)
         self._sender = None if self._files else self._offering(collectors)
         self._link: Link | None = None  # of the publisher's thread, while that lives
         self._publisher = Publisher(self._write, self._announce) if mesh.rank == 0 else None

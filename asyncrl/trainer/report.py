@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.credit import Scale
-from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
+from asyncrl.algorithms.diagnostics import TokenState, TokenSums, metrics_of
 from asyncrl.algorithms.normalise import Moments, end_factor, explained_variance
 from asyncrl.buffer.prompts import TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
@@ -24,6 +24,7 @@ from asyncrl.trainer.objective import Terms
 
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 ADVANTAGES = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
+LEAST_ESS_FACTOR = 0.1
 VARIED_TOTAL = "_varied"  # episodes of groups with variance
 
 
@@ -164,6 +165,15 @@ def advantage_factor(scale: Scale, tally: MetricSums) -> float:
     return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED_TOTAL, 0.0))
 
 
+def ess_factor(tally: MetricSums) -> float:
+    """√(ESS/N) of a whole batch's episodes (VCPO), at least 0.1."""
+    totals = tally.totals
+    if not totals.get("_episodes"):
+        return 1.0
+    share = totals["_episode_w"] ** 2 / (totals["_episode_w2"] * totals["_episodes"])
+    return max(LEAST_ESS_FACTOR, math.sqrt(share))
+
+
 def advantage_tokens(tally: MetricSums) -> Moments:
     """Return the advantages of a whole batch's tokens."""
     return tally.moments.get("advantages", Moments())
@@ -206,15 +216,62 @@ def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None
         tally.total(f"{KEPT_PREFIX}{lag}", count)
 
 
-def tally_unscored(tally: MetricSums, examples: Sequence[Example]) -> None:
+AGENT = "actor/agent/"  # + name / metric: of what trains the adapter of an agent
+
+
+def tally_agents(
+    tally: MetricSums, names: Sequence[str], agent: Tensor | None, state: TokenState, denominator: float
+) -> None:
+    """Count by agent, where several have adapters: tokens, and their part of the policy loss. `agent`: the
+    place of each token's."""
+    if agent is None:
+        return
+    kept = state.fresh & ~state.correction.masked
+    columns = torch.stack([state.fresh.double(), kept.double(), torch.where(kept, state.loss, 0.0).double()])
+    sums = columns.new_zeros(3, len(names)).index_add(1, agent, columns).T.tolist()
+    for name, (fresh, entered, loss) in zip(names, sums, strict=True):
+        tally.total(f"_fresh/{name}", fresh)
+        tally.total(f"{AGENT}{name}/tokens", entered)
+        tally.ratio(f"{AGENT}{name}/pg_loss", loss, denominator)
+
+
+def without_tokens(whole: MetricSums, names: Sequence[str], beside: bool) -> list[str]:
+    """The agents, of several, that have nothing to learn from a batch. `beside`: what the correction drops
+    counts for terms beside the policy loss."""
+    counts = {name: f"_fresh/{name}" if beside else f"{AGENT}{name}/tokens" for name in names}
+    return [name for name in names if len(names) > 1 and not whole.totals.get(counts[name])]
+
+
+def scale_losses(whole: MetricSums, factor: float) -> None:
+    """Multiply the policy loss, and the agents' parts of it."""
+    for name in whole.ratios:
+        if name.endswith("/pg_loss"):
+            whole.scale(name, factor)
+
+
+def note_norms(whole: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
+    """The gradient norms of a step: of all, and of several agents' adapters."""
+    whole.high("actor/grad_norm", math.hypot(*norms))
+    for name, norm in zip(names, norms, strict=True) if len(names) > 1 else ():
+        whole.high(f"{AGENT}{name}/grad_norm", norm)
+
+
+def tally_unscored(tally: MetricSums, examples: Sequence[Example], names: Sequence[str]) -> None:
     """Episodes without advantage that no model scores: their share of D, and their tokens, of which the
-    correction, whose ratios are not known, counts as keeping all."""
+    correction, whose ratios are not known, counts as keeping all. `names`: as in `tally_agents`."""
     denominator = math.fsum(e.denominator for e in examples)
     tally.total("_D", denominator)
     tally.ratio("actor/pg_loss", 0.0, denominator)
+    for name in names if len(names) > 1 else ():
+        tally.ratio(f"{AGENT}{name}/pg_loss", 0.0, denominator)
     for e in examples:
-        kept = e.lag[e.fresh & np.isfinite(e.mu)]
+        enters = e.fresh & np.isfinite(e.mu)
+        kept = e.lag[enters]
         tally.total("trainer/kept_tokens", len(kept))
+        if e.agents:
+            counts = np.bincount(np.asarray(e.agents)[e.row_of[enters]], minlength=len(names))
+            for name, count in zip(names, counts.tolist(), strict=True):
+                tally.total(f"{AGENT}{name}/tokens", count)
         for lag, count in zip(*np.unique(kept, return_counts=True), strict=True):
             tally.total(f"{KEPT_PREFIX}{lag}", int(count))
 

@@ -27,6 +27,7 @@ from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.world import SequenceRanks
 
 CHUNK = 512  # tokens whose logits exist at once
+AGENT = 32  # bits of an id, above which is the place of an adapter
 LOWEST = -1e30  # in place of log 0: zero times it is zero
 Logits = Callable[[Tensor], Tensor]  # features of n tokens [n, ·] → their logits [n, V]
 
@@ -66,6 +67,7 @@ class Selected:
     `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without one each row of
     `ids` is a sequence by itself, padded on the right. `routes` [B * T, ·]: the experts of every token, those
     of the first row for what rows share; -1: not known. `ranks`: those that have a part of the sequence each.
+    `agents` [B, T]: the places of the tokens' adapters (Adapters.use); rows of different ones share nothing.
     """
 
     ids: Tensor
@@ -76,6 +78,7 @@ class Selected:
     forest: ForestAttention | None = None
     routes: Tensor | None = None
     ranks: SequenceRanks | None = None
+    agents: Tensor | None = None
 
     @classmethod
     def of(
@@ -86,22 +89,29 @@ class Selected:
         temperature: Tensor,
         packing: Packing = "padded",
         routes: Sequence[np.ndarray] = (),
+        agents: Sequence[int] = (),
     ) -> Selected:
         """The tokens rows[row[i]][position[i]] of some rows of ids, laid out as `packing` says. `routes`: of
-        the first tokens of each row; or nothing."""
+        the first tokens of each row; `agents`: of each row the place of its adapter; or nothing."""
+        if agents:  # above the ids
+            rows = [one + (np.int64(at) << AGENT) for one, at in zip(rows, agents, strict=True)]
         if packing == "padded":
             width = max(map(len, rows))
             at = [index * width + np.arange(len(one)) for index, one in enumerate(rows)]
             laid = _laid(routes, at, width * len(rows))
             padded = np.stack([np.pad(one, (0, width - len(one))) for one in rows]).astype(np.int64)
-            ids, token = torch.from_numpy(padded), row * width + position
-            return cls(ids, ids.flatten()[token], token - 1, temperature, routes=laid)
+            ids, whose = _apart(torch.from_numpy(padded), agents)
+            token = row * width + position
+            labels = ids.flatten()[token]
+            return cls(ids, labels, token - 1, temperature, routes=laid, agents=whose)
         forest = plant(rows, shared=packing == "tree")
         places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
         token, predictor = (places[starts[row] + at] for at in (position, position - 1))
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
+        ids, whose = _apart(ids, agents)
         laid = _laid(routes, forest.rows, len(forest.ids))
-        return cls(ids, ids[0, token], predictor, temperature, positions, ForestAttention(forest), laid)
+        found = cls(ids, ids[0, token], predictor, temperature, positions, ForestAttention(forest), laid)
+        return replace(found, agents=whose)
 
     def to(self, device: torch.device) -> Selected:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -129,6 +139,11 @@ class Selected:
         """Selects the hidden states [B, T, H] that predict the tokens: [N, H]."""
         chosen = torch.from_numpy(self.predictor).to(hidden.device, non_blocking=True)
         return hidden.flatten(0, 1)[chosen]
+
+
+def _apart(ids: Tensor, agents: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Ids, and what is above them."""
+    return (ids & ((1 << AGENT) - 1), ids >> AGENT) if agents else (ids, None)
 
 
 def _laid(routes: Sequence[np.ndarray], rows: Sequence[np.ndarray], size: int) -> Tensor | None:
@@ -244,13 +259,15 @@ def _part(tokens: Selected, mine: np.ndarray, ranks: SequenceRanks) -> Selected:
     start, short = ranks.index * width, ranks.count * width - size
     own = slice(start, start + width)
     ids, positions = (pad(x, (0, short))[:, own] for x in (tokens.ids, tokens.positions))
-    routes = tokens.routes
+    routes, agents = tokens.routes, tokens.agents
+    if agents is not None:
+        agents = pad(agents, (0, short))[:, own]
     if routes is not None:
         routes = pad(routes, (0, 0, 0, short), value=UNKNOWN)[own]
     chosen = torch.from_numpy(mine).to(ids.device)
     labels, temperature = tokens.labels[chosen], tokens.temperature[chosen]
     predictor = tokens.predictor[mine] - start
-    return Selected(ids, labels, predictor, temperature, positions, tokens.forest, routes, ranks)
+    return Selected(ids, labels, predictor, temperature, positions, tokens.forest, routes, ranks, agents)
 
 
 Product = Callable[[Tensor], Tensor]  # hidden [..., H] → logits [..., V]

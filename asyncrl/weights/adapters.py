@@ -3,7 +3,8 @@
     layer: q_proj.weight, frozen │ q_proj.lora_a [rank, in], q_proj.lora_b [out, rank]
     files: base_model.model.…q_proj.lora_A.weight and lora_B.weight, as PEFT and servers read them
 
-The trainer computes with them, engines that know them load A and B alone, others the merged weights.
+The trainer computes with them, engines that know them load A and B alone, others the merged weights. Of the
+agent `coder` they are `q_proj.lora_a_coder`, and in files `q_proj.lora_A.coder.weight`; '' is nobody's name.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ class Adapters:
     """Adapts all linear layers of a model but the output layer; its own parameters do not train:
     y = W·x + (alpha/rank)·B·A·x with W frozen (LoRA, arXiv 2106.09685).
 
-    A and B are parameters of the adapted layer itself (`q_proj.lora_a` beside `q_proj.weight`), added to its
-    output by a hook. So the weights keep their names, and merging is arithmetic on shards.
-    `published`: A and B of all layers, as files name them; `spec`: what files say of them. `coverage`: what
-    is adapted and what is not, for people. `leaves_experts`: experts are stacked, so not."""
+    `sizes`: rank and alpha of the adapter of each of these agents; '': of all others. Each token is computed
+    with that of its agent (`use`). A and B are parameters of the adapted layer itself (`q_proj.lora_a` beside
+    `q_proj.weight`), added to its output by a hook. So the weights keep their names, and merging is
+    arithmetic on shards. `published`: A and B of all layers, as files name them; `specs`: what files say of
+    each agent's. `coverage`: what is adapted and what is not, for people. `leaves_experts`: experts are
+    stacked, so not."""
 
-    def __init__(self, model: PreTrainedModel, rank: int, alpha: float) -> None:
+    def __init__(self, model: PreTrainedModel, sizes: Mapping[str, tuple[int, float]]) -> None:
         self._on = True
-        self._scale = alpha / rank
+        self._scales = {agent: alpha / rank for agent, (rank, alpha) in sizes.items()}
+        self._parts: dict[str, Tensor | float] = {}
+        self.use(None)
         self._layers = {  # by the name of the weight
             f"{name}.weight": layer
             for name, layer in model.named_modules()
@@ -54,22 +59,44 @@ class Adapters:
         self.leaves_experts = any(".experts." in name for name in stacks)
         model.requires_grad_(False)
         for layer in self._layers.values():
-            _add(layer, rank)
+            for agent, (rank, _) in sizes.items():
+                _add(layer, agent, rank)
             layer.register_forward_hook(self._adapt)
         transposed = any(isinstance(layer, Conv1D) for layer in self._layers.values())
         layers = tuple(name.removesuffix(".weight") for name in self._layers)
-        self.spec = AdapterSpec(rank, alpha, layers, transposed)
+        self.specs = {agent: AdapterSpec(*size, layers, transposed) for agent, size in sizes.items()}
         self.published = tuple(
             FilePiece(peft_name(parameter), parameter, tuple(model.get_parameter(parameter).shape))
+            for agent in sizes
             for layer in layers
-            for parameter in (f"{layer}.{A}", f"{layer}.{B}")
+            for parameter in (f"{layer}.{named(A, agent)}", f"{layer}.{named(B, agent)}")
         )
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        return tuple(self._scales)
+
+    def index(self, agent: str) -> int:
+        """The place of an agent's adapter: its own, else that of all others, else behind the last: none."""
+        known = [*self._scales]
+        return next((known.index(name) for name in (agent, "") if name in known), len(known))
+
+    def use(self, agents: Tensor | None) -> None:
+        """From here on, tokens are computed with the adapters at these places, [tokens] in any shape. None:
+        with the first one. All are computed for all, so that ranks agree on what has a gradient."""
+        for place, agent in enumerate(self._scales):
+            self._parts[agent] = float(place == 0) if agents is None else agents == place
 
     def _adapt(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if not self._on:
             return output
-        inner = self._scale * linear(args[0], getattr(layer, A))  # scaled where it is small
-        return output + linear(inner, getattr(layer, B))
+        for agent, scale in self._scales.items():
+            inner = scale * linear(args[0], getattr(layer, named(A, agent)))  # scaled where it is small
+            if len(self._scales) > 1:
+                part = self._parts[agent]
+                inner = inner * (part.view(*inner.shape[:-1], 1) if isinstance(part, Tensor) else part)
+            output = output + linear(inner, getattr(layer, named(B, agent)))
+        return output
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -81,29 +108,47 @@ class Adapters:
             self._on = True
 
     def merged(self, name: str, weight: DTensor) -> DTensor:
-        """W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not adapted. A
-        collective: A is gathered."""
-        layer = self._layers.get(name)
-        if layer is None:
+        """W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not adapted, or
+        by agents' own adapters alone. A collective: A is gathered."""
+        if self.names(name) is None:
             return weight
+        layer = self._layers[name]
         change = cast(DTensor, self.change(name, getattr(layer, A), getattr(layer, B)))
         return cast(DTensor, weight + change.redistribute(weight.device_mesh, weight.placements))
 
     def change(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Returns what adapters A, B add to the weight called `name`."""
-        change = self._scale * (b @ a)
+        """Returns what adapters A, B of all agents add to the weight called `name`."""
+        change = self._scales[""] * (b @ a)
         return change.t() if isinstance(self._layers[name], Conv1D) else change  # which keeps it transposed
 
     def names(self, name: str) -> tuple[str, str] | None:
-        """Returns the names of a weight's adapters; None if it has none."""
+        """Returns the names of a weight's adapters for all agents; None if it has none."""
         stem = name.removesuffix("weight")
-        return (stem + A, stem + B) if name in self._layers else None
+        return (stem + A, stem + B) if name in self._layers and "" in self._scales else None
+
+
+def named(role: str, agent: str) -> str:
+    """Names a layer's A or B for an agent."""
+    return f"{role}_{agent}" if agent else role
+
+
+def owner(parameter: str) -> str | None:
+    """The agent whose adapter a parameter, by its name, belongs to; None: it is of no adapter."""
+    last = parameter.rpartition(".")[2]
+    return last[len(A) + 1 :] if last[: len(A)] in ROLES else None
 
 
 def peft_name(parameter: str) -> str:
-    """Names an adapter's parameter as PEFT's files do."""
-    layer, _, role = parameter.rpartition(".")
-    return f"base_model.model.{layer}.{ROLES[role]}"
+    """Names an adapter's parameter as PEFT's files do, an agent's as PEFT does in memory."""
+    layer, _, last = parameter.rpartition(".")
+    role, _, weight = ROLES[last[: len(A)]].partition(".")
+    agent = owner(parameter)
+    return ".".join(filter(None, ("base_model.model", layer, role, agent, weight)))
+
+
+def alone(name: str, agent: str) -> str:
+    """The name of an agent's tensor in a file of its own."""
+    return name.replace(f".{agent}.weight", ".weight") if agent else name
 
 
 def coverage(shapes: Mapping[str, Sequence[int]], adapted: Container[str]) -> str:
@@ -122,18 +167,18 @@ def coverage(shapes: Mapping[str, Sequence[int]], adapted: Container[str]) -> st
     return f"{yes}; not adapted: {no or 'nothing'} (shares of all parameters)"
 
 
-def _add(layer: nn.Linear | Conv1D, rank: int) -> None:
+def _add(layer: nn.Linear | Conv1D, agent: str, rank: int) -> None:
     """Shapes [rank, in] and [out, rank]."""
     weight = layer.weight
     out_size, in_size = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
-    layer.register_parameter(A, nn.Parameter(weight.new_empty(rank, in_size)))
-    layer.register_parameter(B, nn.Parameter(weight.new_empty(out_size, rank)))
+    layer.register_parameter(named(A, agent), nn.Parameter(weight.new_empty(rank, in_size)))
+    layer.register_parameter(named(B, agent), nn.Parameter(weight.new_empty(out_size, rank)))
 
 
 def initial(name: str, parameter: Tensor) -> Tensor:
     """First values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So an adapted
     model starts as its base does, and a value head at 0."""
     values = torch.zeros(parameter.shape, dtype=parameter.dtype)
-    if name.endswith(A):
+    if owner(name) is not None and f".{A}" in name:
         values.uniform_(-1, 1).div_(math.sqrt(parameter.shape[1]))
     return values

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,13 +32,17 @@ Version = tuple[WeightsRef, Manifest]
 class VersionWriter:
     """Publishes versions to a directory: a whole one, then up to `full_every` - 1 deltas, fewer when these
     add up to a whole one. The copy that the last one was made of is kept until the next one is made.
-    `adapter`: versions are of such adapters."""
+    `adapters`: versions are of these alone, by agent."""
 
     def __init__(
-        self, directory: Path, bucket_bytes: int, full_every: int = 1, adapter: AdapterSpec | None = None
+        self,
+        directory: Path,
+        bucket_bytes: int,
+        full_every: int = 1,
+        adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> None:
         self.directory, self.bucket_bytes, self.full_every = directory, bucket_bytes, full_every
-        self._adapter = adapter
+        self._adapters = dict(adapters or {})
         self._base: tuple[Manifest, Pinned] | None = None  # of the last version
         self._reading = ExitStack()  # it
         self._deltas = self._bytes = 0  # since the last whole version
@@ -78,7 +83,7 @@ class VersionWriter:
                         file.writelines(one.data)
                         at += one.size if base else one.count
         delta = Delta(base[0].version, base[0].checksum, tuple(changed)) if base else None
-        return describe(snapshot.version, tuple(entries), delta, self._adapter)
+        return describe(snapshot.version, tuple(entries), delta, self._adapters)
 
 
 def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:

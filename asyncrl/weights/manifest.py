@@ -139,13 +139,14 @@ class AdapterSpec(msgspec.Struct, frozen=True):
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same for a version
-    that is published whole and one that is published as a `delta`. `adapter`: they are those of adapters."""
+    that is published whole and one that is published as a `delta`. `adapters`: they are those of adapters, by
+    agent; '' is that of all agents without one of their own."""
 
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
     checksum: str
     delta: Delta | None = None
-    adapter: AdapterSpec | None = None
+    adapters: dict[str, AdapterSpec] = {}
 
     @property
     def layout(self) -> Layout:
@@ -156,10 +157,10 @@ def describe(
     version: PolicyVersion,
     tensors: tuple[TensorEntry, ...],
     delta: Delta | None = None,
-    adapter: AdapterSpec | None = None,
+    adapters: dict[str, AdapterSpec] | None = None,
 ) -> Manifest:
     """Return the manifest of a version, its checksum included."""
-    return Manifest(version, tensors, overall_checksum(tensors), delta, adapter)
+    return Manifest(version, tensors, overall_checksum(tensors), delta, adapters or {})
 
 
 def xxh3(data: Any) -> str:

@@ -76,7 +76,10 @@ def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
 
 
 def publish(
-    tensors: Mapping[str, Tensor], directory: Path, version: PolicyVersion, adapter: AdapterSpec | None = None
+    tensors: Mapping[str, Tensor],
+    directory: Path,
+    version: PolicyVersion,
+    adapters: Mapping[str, AdapterSpec] | None = None,
 ) -> WeightsRef:
     """Write a version to files."""
-    return VersionWriter(directory, BUCKET_BYTES, adapter=adapter).write(snapshot_of(tensors, version))
+    return VersionWriter(directory, BUCKET_BYTES, adapters=adapters).write(snapshot_of(tensors, version))

@@ -118,9 +118,9 @@ class AdapterLoader:
         """Write PEFT's directory. The server may map its files for as long as it has the adapter: no links to
         those of the version, which other machines may delete."""
         manifest = disk.verify(ref)
-        if manifest.adapter is None:
+        if not manifest.adapters:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
-        settings = manifest.adapter.peft(self._config.model.path)
+        settings = manifest.adapters[""].peft(self._config.model.path)
         try:
             files.mkdir(parents=True)
             (files / "adapter_config.json").write_bytes(msgspec.json.encode(settings))

@@ -26,6 +26,7 @@ from asyncrl.engines.torch.slots import KVCache, Prefixes, Slot, Slots, Source
 from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build, reordered
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.weights.adapters import Adapters
 
 _RAGGED = 4  # a prompt waits for a later step rather than be padded to more than 4 times its length
 
@@ -79,6 +80,16 @@ class Batcher:
         run = self.runs[request.session] = Run(request, limit, self.version)
         self._waiting.append(run)
         return run
+
+    def adapt(self, adapters: Adapters) -> None:
+        """From the next step on, each slot is computed with the adapter of its agent, too."""
+        self.cache.adapters = adapters
+        for slot in self.slots.all:
+            self.cache.agents[slot.index] = self._adapter(slot.agent)
+        self._forward = RecordedStep(self.cache)  # recordings are of the model without them
+
+    def _adapter(self, agent: str) -> int:
+        return self.cache.adapters.index(agent) if self.cache.adapters else 0
 
     def mark(self, version: int) -> None:
         """From the next step on, tokens are sampled by other weights."""
@@ -174,8 +185,12 @@ class Batcher:
         while self._waiting and (slot := self.slots.acquire(self._waiting[0].request.session)):
             run = self._waiting.popleft()
             request = run.request
+            adapter = self._adapter(request.agent)
+            if adapter != self._adapter(slot.agent):
+                slot.held = ()
+            slot.agent, self.cache.agents[slot.index] = request.agent, adapter
             run.slot, run.filled = slot, slot.keep(request.ids)
-            source = self._prefixes.enter(slot, request.ids)
+            source = self._prefixes.enter(slot, request.ids, adapter)
             run.source = source if source and source.length > run.filled else None
             new = torch.tensor(request.ids[run.filled :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled : run.prompt] = new
@@ -204,7 +219,7 @@ class Batcher:
         (slot, length), own = run.source, run.slot
         prefix = run.request.ids[:length]
         assert own is not None
-        if slot.held[:length] == prefix:
+        if self._adapter(slot.agent) == self._adapter(own.agent) and slot.held[:length] == prefix:
             if slot.swap == self._swaps:
                 self.cache.copy(slot.index, own.index, length)
                 run.filled, own.held, own.born, own.swap = length, prefix, slot.born, slot.swap

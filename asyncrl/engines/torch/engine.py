@@ -99,7 +99,7 @@ class TorchEngine:
         async with self._loading:  # versions are applied in the order of the calls
             manifest, tensors = await asyncio.to_thread(disk.read, ref)
             swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            replace = partial(self._replace, manifest.adapter, tensors)
+            replace = partial(self._replace, manifest.adapters, tensors)
             self._between_steps(lambda: self._swap(replace, ref.version.step, swapped))
             await swapped
         return manifest
@@ -110,6 +110,8 @@ class TorchEngine:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, ids)
 
     def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        if self._adapters is not None:
+            self._adapters.use(None)
         with torch.inference_mode():
             tokens = torch.tensor([ids], device=self._model.device)
             logits = self._model(tokens, use_cache=False).logits[0, :-1]
@@ -154,15 +156,17 @@ class TorchEngine:
             self._end(run, StopReason.ABORT)
         self._batcher.slots.release(session)
 
-    def _replace(self, adapter: AdapterSpec | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _replace(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsError, changing nothing."""
-        if adapter is None:
+        if not specs:
             replace_weights(self._model, tensors)
             return
         if self._adapters is None:
-            self._adapters = Adapters(self._model, adapter.rank, adapter.alpha)
-        if self._adapters.spec != adapter:
-            raise WeightsError(f"adapters are of {adapter}, and not of {self._adapters.spec}")
+            sizes = {agent: (spec.rank, spec.alpha) for agent, spec in specs.items()}
+            self._adapters = Adapters(self._model, sizes)
+            self._batcher.adapt(self._adapters)
+        if self._adapters.specs != specs:
+            raise WeightsError(f"adapters are of {specs}, and not of {self._adapters.specs}")
         parameters = {
             piece.name: self._model.get_parameter(piece.parameter) for piece in self._adapters.published
         }

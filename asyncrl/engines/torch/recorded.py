@@ -65,7 +65,7 @@ class _Step(torch.nn.Module):
     def __init__(self, cache: KVCache, kind: Kind) -> None:
         super().__init__()
         self.model, self._cache, self._kind = cache.model, cache, kind
-        for index, state in enumerate((cache.ids, cache.logprobs, *cache.pools)):
+        for index, state in enumerate((cache.ids, cache.logprobs, cache.agents, *cache.pools)):
             self.register_buffer(f"state_{index}", state)
 
     def forward(

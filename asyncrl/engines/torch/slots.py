@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import unknown
+from asyncrl.weights.adapters import Adapters
 
 ATTENTION = "asyncrl_slots"
 _BUCKET = 32  # attention lengths are rounded up to this
@@ -54,6 +55,8 @@ class KVCache:
         self.device = model.device
         self.ids = torch.zeros(slots, self.columns, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(slots, self.columns, dtype=torch.float32, device=self.device)
+        self.agents = torch.zeros(slots, dtype=torch.long, device=self.device)  # places of their adapters
+        self.adapters: Adapters | None = None
         self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
         self.share: dict[int, int] = {}  # layer -> query heads of one KV head
@@ -80,6 +83,8 @@ class KVCache:
         vocabulary] of the tokens with these indices."""
         self._layout = layout
         self._biases = [self._bias(group) for group in layout.groups]
+        if self.adapters is not None:
+            self.adapters.use(self.agents[layout.cells // self.columns])
         output = self.model(
             input_ids=self.ids.view(-1)[layout.cells][None],
             position_ids=layout.positions[None],
@@ -113,6 +118,7 @@ class KVCache:
         sources, targets = (torch.from_numpy(slots).to(self.device) for slots in (froms, tos))
         for rows in (self.ids, self.logprobs):
             rows[targets, :length] = rows[sources, :length]
+        self.agents[targets] = self.agents[sources]
         for pool in self.pools:
             pool[:, targets, :length] = pool[:, sources, :length]
 
@@ -220,11 +226,12 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class Slot:
     """The host's record of one slot of the KV cache."""
 
-    __slots__ = ("born", "busy", "held", "index", "session", "swap", "used")
+    __slots__ = ("agent", "born", "busy", "held", "index", "session", "swap", "used")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.session: str | None = None
+        self.agent = ""  # whose adapter computes it
         self.held: tuple[int, ...] = ()  # ids whose KV the slot holds
         self.born = 0  # policy version that wrote position 0: KV is written in order, so the oldest of all
         self.swap = 0  # how often weights had been swapped then
@@ -302,13 +309,13 @@ class Prefixes:
         self._slots: dict[int, Slot] = {}  # by the hash of all ids up to a block's end
         self._blocks: dict[Slot, list[int]] = {}
 
-    def enter(self, slot: Slot, ids: Sequence[int]) -> Source | None:
-        """`slot` is given a prompt. Returns the longest beginning of it that another slot was given before;
-        by its hash, so the ids are to be compared."""
+    def enter(self, slot: Slot, ids: Sequence[int], adapter: int) -> Source | None:
+        """`slot` is given a prompt. Returns the longest beginning of it that another slot was given before
+        for the same adapter; by its hash, so they are to be compared."""
         for block in self._blocks.pop(slot, ()):
             if self._slots.get(block) is slot:
                 del self._slots[block]
-        source, blocks, last = None, [], 0
+        source, blocks, last = None, [], adapter
         for end in range(BLOCK, len(ids), BLOCK):  # the last id is computed in any case, for its logits
             last = hash((last, tuple(ids[end - BLOCK : end])))
             blocks.append(last)

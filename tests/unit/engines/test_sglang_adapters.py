@@ -88,14 +88,14 @@ async def loading(tmp_path: Path, based: bool = True) -> AsyncIterator[tuple[Ser
 def version(directory: Path, step: int, epoch: int = 1) -> WeightsRef:
     names = [f"base_model.model.{LAYER}.lora_{role}.weight" for role in "AB"]
     tensors = {name: torch.full((2, 2), float(step)) for name in names}
-    return publish(tensors, directory, PolicyVersion(epoch, step), SPEC)
+    return publish(tensors, directory, PolicyVersion(epoch, step), {"": SPEC})
 
 
 async def test_a_version_is_loaded_under_a_name_of_its_own_and_its_files_go(tmp_path: Path) -> None:
     async with loading(tmp_path) as (server, loader):
         ref = version(tmp_path, 3)
         manifest = await loader.load(ref)
-        assert manifest.adapter == SPEC and loader.loaded == ref
+        assert manifest.adapters == {"": SPEC} and loader.loaded == ref
         assert [float(one.mean()) for one in server.adapters["e1-v3@mine"].values()] == [3.0, 3.0]
         assert not server.path.exists(), "the server would load it again for whoever names it"
         assert await loader.label() == "e1-v3"

@@ -155,7 +155,7 @@ def test_a_model_without_linear_layers_is_refused() -> None:
 
     bare: Any = Bare()
     with pytest.raises(ConfigError, match="lora_rank"):
-        Adapters(bare, 2, 1.0)
+        Adapters(bare, {"": (2, 1.0)})
 
 
 def work(world: World, folder: Path) -> Any:

@@ -1,0 +1,77 @@
+"""Agents with adapters of their own, served by one engine side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import PreTrainedModel
+
+from asyncrl.engines.torch import recorded, step_layout
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.weights import publish
+
+from .tiny import ask, assert_logprobs, prompt, serve, tiny
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"planner": (3, 6.0), "coder": (2, 8.0)}
+
+
+def published(folder: Path, version: int) -> tuple[WeightsRef, dict[str, PreTrainedModel]]:
+    """A version of two adapters, and of each agent the model with its adapter alone; 'other' has none."""
+    both = tiny()
+    adapters = Adapters(both, SIZES)
+    alone = {"other": tiny()} | {agent: tiny() for agent in SIZES}
+    draw = torch.Generator().manual_seed(version)
+    tensors = {}
+    with torch.no_grad():
+        for piece in adapters.published:
+            parameter = both.get_parameter(piece.parameter)
+            tensors[piece.name] = 0.3 * torch.randn(parameter.shape, generator=draw)
+        for agent, size in SIZES.items():
+            for piece in Adapters(alone[agent], {"": size}).published:
+                name = piece.name.replace(".weight", f".{agent}.weight")
+                alone[agent].get_parameter(piece.parameter).copy_(tensors[name])
+    return publish(tensors, folder, PolicyVersion(1, version), adapters.specs), alone
+
+
+@pytest.mark.parametrize("after", [999, pytest.param(2, marks=pytest.mark.full)], ids=["code", "recorded"])
+async def test_rows_of_several_agents_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """From a recording, too; and slots that move take their agents along. What agents share in their prompts
+    is computed for each, and a session that another agent goes on with, anew."""
+    monkeypatch.setattr(recorded, "RECORD_AFTER", after)
+    monkeypatch.setattr(step_layout, "_WORTH", 32)
+    monkeypatch.setattr(step_layout, "_SHORT", 8)
+    engine, same = serve(slots=6, budget=64), prompt(40)
+    await engine.generate(ask(same, 8))  # recorded without adapters
+
+    async def turns(index: int, agent: str, alone: dict[str, PreTrainedModel]) -> None:
+        ids = same + prompt(1 + index, index)
+        for turn in range(2):
+            request = replace(ask(ids, 4 + 3 * index % 7, f"{version}/{index}", turn), agent=agent)
+            generation = await engine.generate(request)
+            assert_logprobs(alone[agent], request, generation)
+            ids += generation.ids + prompt(3, turn)
+        request = replace(ask(ids, 4, f"{version}/{index}"), agent="coder")
+        assert_logprobs(alone["coder"], request, await engine.generate(request))
+
+    for version in (1, 2):
+        ref, alone = published(tmp_path, version)
+        manifest = await engine.load(ref)
+        assert manifest.adapters.keys() == SIZES.keys()
+        agents = ["planner", "other", "coder"] * 3
+        await asyncio.gather(*(turns(index, agent, alone) for index, agent in enumerate(agents)))
+        scored = await engine.score(same)  # as the first one
+        with torch.no_grad():
+            table = alone["planner"](torch.tensor([same])).logits[0, :-1].log_softmax(-1)
+        wanted = table.gather(1, torch.tensor(same)[1:, None])[:, 0]
+        assert torch.allclose(torch.tensor(scored), wanted, atol=2e-5)
+    await engine.close()
