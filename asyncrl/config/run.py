@@ -266,6 +266,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return bool(self.adapters) and (known if self.weights.adapters == "auto" else self.weights.adapters)
 
     @property
+    def adapters_held(self) -> int:
+        """Adapters that requests at one server use at once: those within the usual staleness, and the one
+        before them, whose requests are about to end. 0: servers have none."""
+        return self.buffer.usual_staleness + 2 if self.adapters_apart and self.engine.remote else 0
+
+    @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""
         episode = self.rollout.rows * self.rollout.max_tokens * BYTES_PER_TOKEN

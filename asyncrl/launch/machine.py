@@ -25,7 +25,7 @@ from asyncrl.launch.gpus import grouped, servers_here
 from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports
-from asyncrl.weights.model_files import weight_bytes
+from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.addresses import SPARE
 from asyncrl.wire.sockets import choose_endpoints
 
@@ -143,14 +143,14 @@ def check_files(inputs: Inputs) -> Iterator[Note]:
 @check("/dev/shm")
 def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     """Check that /dev/shm has room for NCCL, and for the weights if they go there."""
-    from asyncrl.weights.disk import SHARED_MEMORY, bytes_needed
+    from asyncrl.weights.disk import SHARED_MEMORY, space_needed
 
     if not SHARED_MEMORY.is_dir():
         yield warning(f"{SHARED_MEMORY} is missing: weights go through the run directory, which is slower")
         return
     config, weights = inputs.config, inputs.config.weights
     usage = shutil.disk_usage(SHARED_MEMORY)
-    needed = bytes_needed(weight_bytes(config.model.path), weights.full_every > 1, config.engine.keepers)
+    needed = space_needed(config, published_bytes(config))
     here = weights.transport == "disk" and weights.directory in ("auto", "shm")
     little, text = usage.total < LITTLE_SHARED, f"{sized(usage.free)} of {sized(usage.total)} free"
     lacking, nccl = here and (needed > usage.free or (little and not needed)), little and grouped(config)

@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.estimates import EXPORTED, own_critic, sized
 from asyncrl.runtime.process import main_memory
-from asyncrl.weights.model_files import linear_shapes, read_json, weight_shapes
+from asyncrl.weights.model_files import adapter_count, linear_shapes, read_json, weight_shapes
 
 MASTER = 4  # bytes of a weight, a gradient, and a number of the optimizer's state
 CHUNK = 512  # tokens whose logits exist at once (trainer/scores.py)
@@ -88,11 +88,6 @@ class ModelSizes:
         return list(largest.values())
 
     @cached_property
-    def linear(self) -> Shapes:
-        """The matrices that adapters adapt."""
-        return linear_shapes(self.path)
-
-    @cached_property
     def _numbers(self) -> dict[str, Any]:
         return dict(leaves(read_json(Path(self.path) / "config.json")))
 
@@ -134,8 +129,7 @@ def footprint(config: RunConfig) -> Footprint:
 def _static(config: RunConfig) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer state on each rank."""
     trainer, model = config.trainer, ModelSizes(config.model.path)
-    ranks = sum(rank for rank, _ in config.adapters.values())
-    adapters = ranks * sum(map(sum, model.linear.values())) if ranks else 0
+    adapters = adapter_count(config)
     weights = count(model.shapes) + adapters
     trained = adapters or weights
     if own_critic(config):
@@ -143,7 +137,7 @@ def _static(config: RunConfig) -> tuple[int, int, int]:
         critic = count({name: shape for name, shape in shapes.items() if not _OUTPUT.match(name)})
         weights, trained = weights + critic, trained + critic
     in_rank = config.kl.where != "none" and not config.scored_reference
-    if in_rank and (config.kl.reference or not ranks):
+    if in_rank and (config.kl.reference or not config.adapters):
         weights += count(weight_shapes(config.kl.reference or config.model.path))
     shard = MASTER * trainer.replicas / trainer.ranks
     return int(weights * shard), int(trained * shard), int(trained * _state_share(trainer) * shard)
@@ -229,8 +223,9 @@ def version_bytes(config: RunConfig) -> int:
 
     ranks = config.trainer.ranks
     copies = readers(config, ranks) + 1 + (config.weights.full_every > 1)
-    shards = ranks // config.trainer.replicas
-    return copies * count(weight_shapes(config.model.path)) * EXPORTED[config.model.dtype] // shards
+    shards, whole = ranks // config.trainer.replicas, weight_shapes(config.model.path)
+    parameters = adapter_count(config) if config.adapters_apart else count(whole)
+    return copies * parameters * EXPORTED[config.model.dtype] // shards
 
 
 def room(config: RunConfig, gpu: bool | None) -> int | None:
@@ -278,8 +273,8 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
     if config.adapters:
         from asyncrl.weights.adapters import coverage
 
-        model = ModelSizes(config.model.path)
-        yield ok(f"adapters      {coverage(model.shapes, model.linear)}")
+        path = config.model.path
+        yield ok(f"adapters      {coverage(weight_shapes(path), linear_shapes(path))}")
     needed = ranks * (found.total if gpu else found.total + out)
     if there is not None and needed > there:
         yield warning(

@@ -29,7 +29,7 @@ from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.types import Message, Sample, ToolCall
-from asyncrl.weights.model_files import weight_bytes
+from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
 if TYPE_CHECKING:
@@ -224,12 +224,10 @@ def check_room(inputs: Inputs) -> Iterator[Note]:
 def check_weights_directory(inputs: Inputs) -> Iterator[Note]:
     """Versions can be written where the configuration says; where it insists on /dev/shm, there is room for
     as many as are kept."""
-    from asyncrl.weights.disk import bytes_needed, weights_directory
+    from asyncrl.weights.disk import space_needed, weights_directory
 
     config = inputs.config
-    needed = bytes_needed(
-        weight_bytes(config.model.path), config.weights.full_every > 1, config.engine.keepers
-    )
+    needed = space_needed(config, published_bytes(config))
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
     yield ok(f"versions go to {where}, at most {sized(needed)} at once")

@@ -59,7 +59,7 @@ class Publishing:
         self._files: VersionWriter | None = None
         if weights.transport == "disk":
             size = sum(spec.nbytes for spec in self._host.layout)
-            needed = disk.bytes_needed(size, weights.full_every > 1, config.engine.keepers)
+            needed = disk.space_needed(config, size)
             directory = disk.weights_directory(weights.directory, run_dir, config.name, needed)
             specs = self._adapters.specs if self._adapters else None
             self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every, specs)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -42,6 +43,14 @@ def weight_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
 
 
+def published_bytes(config: RunConfig) -> int:
+    """Return bytes of a version."""
+    model = config.model
+    if not config.adapters_apart:
+        return weight_bytes(model.path)
+    return adapter_count(config) * (4 if model.dtype == "float32" else 2)
+
+
 def parameter_count(path: str) -> int:
     """Count the parameters, where shared ones are one. 0 without files of weights."""
     return sum(map(prod, weight_shapes(path).values()))
@@ -57,6 +66,12 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
 def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the matrices that adapters adapt: stacked experts are no linear layers."""
     return {n: s for n, s in weight_shapes(path).items() if len(s) == 2 and not _NO_LINEAR.search(n)}
+
+
+def adapter_count(config: RunConfig) -> int:
+    """Count the parameters of a run's adapters."""
+    ranks = sum(rank for rank, _ in config.adapters.values())
+    return ranks * sum(map(sum, linear_shapes(config.model.path).values())) if ranks else 0
 
 
 def served_modules(path: str) -> set[str]:

@@ -33,6 +33,7 @@ STAGES = (
     ("test_fatal_traps",),
     ("test_server_pool",),
     ("test_experts",),
+    ("test_adapters",),
     ("test_training",),
 )
 

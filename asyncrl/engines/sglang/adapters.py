@@ -43,12 +43,6 @@ def outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -
     return version.epoch != newest.epoch or lag > config.buffer.usual_staleness
 
 
-def most_in_use(config: RunConfig) -> int:
-    """Versions that requests at one server use at once: those that are not outdated, and the one before them,
-    whose requests are about to end."""
-    return config.buffer.usual_staleness + 2
-
-
 class AdapterLoader:
     """The server at `api.url`, as its keeper sees it; compare `ServerLoader`. `cache`: a directory of this
     loader's own, on a disk that the server reads. `attachment`: names this one of all keepers that the server

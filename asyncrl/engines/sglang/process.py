@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 from asyncrl.config import EngineConfig, RunConfig
-from asyncrl.engines.sglang.adapters import most_in_use
 from asyncrl.errors import EngineError
 from asyncrl.isolation.child import wrapped
 from asyncrl.weights.model_files import served_modules
@@ -56,7 +55,7 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, sc
             "enable-lora": True,
             "max-lora-rank": config.model.lora_rank,
             "lora-target-modules": sorted(served_modules(config.model.path)) or ["all"],
-            "max-loras-per-batch": most_in_use(config),
+            "max-loras-per-batch": config.adapters_held,
         }
     command = engine.server_command or [sys.executable, "-m", "sglang.launch_server"]
     return [*command, *_flags({**own, **engine.server_args})]

@@ -11,14 +11,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.adapters import AdapterLoader, most_in_use
+from asyncrl.engines.sglang.adapters import AdapterLoader
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo, protocol_of
 from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.stream import BASE_LABEL
 from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
-from asyncrl.weights.model_files import read_json, weight_bytes
+from asyncrl.weights.model_files import published_bytes, read_json
 
 log = logging.getLogger("asyncrl.keeper")
 
@@ -86,7 +86,7 @@ def _holds(model: ModelInfo, path: str) -> bool:
 
 
 def _cache(config: RunConfig, index: int) -> Path:
-    run_dir, size = Path(config.run_dir) / config.name, weight_bytes(config.model.path)
+    run_dir, size = Path(config.run_dir) / config.name, published_bytes(config) * max(1, config.adapters_held)
     return cache_directory(config.weights.directory, run_dir, config.name, size, index)
 
 
@@ -226,7 +226,7 @@ def _check_room(url: str, info: ServerInfo, needed: int) -> None:
 
 
 def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
-    rank, used = config.model.lora_rank, most_in_use(config)
+    rank, used = config.model.lora_rank, config.adapters_held
     loaded = used + 1  # one that is being loaded
     lacks = {
         "--enable-lora": not info.enable_lora,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import EngineLost
-from asyncrl.engines.sglang.adapters import AdapterLoader, most_in_use
+from asyncrl.engines.sglang.adapters import AdapterLoader
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi, ServerInfo
 from asyncrl.engines.sglang.server import _check_adapters
@@ -129,7 +129,7 @@ async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_p
         assert loader._unloading is not None
         await loader._unloading
         kept = {f"e1-v{step}@mine" for step in range(1, OLDEST + 3)}
-        assert server.adapters.keys() == kept | {"of somebody else"} and len(kept) == most_in_use(CONFIG)
+        assert server.adapters.keys() == kept | {"of somebody else"} and len(kept) == CONFIG.adapters_held
         await loader.load(version(tmp_path, 1, epoch=2))  # of another epoch nothing is in use
         await loader._unloading
         assert server.adapters.keys() == {"e2-v1@mine", "of somebody else"}

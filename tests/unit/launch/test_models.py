@@ -25,6 +25,8 @@ from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
 from asyncrl.launch.role import execute
 from asyncrl.launch.run_directory import begun_with, check_resumed
+from asyncrl.weights.disk import KEEP, space_needed
+from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.sockets import Endpoints
 
 COMMITS = ("1" * 40, "2" * 40)
@@ -268,6 +270,9 @@ def test_started_servers_get_adapters_where_they_know_all_layers(
     attached = resolved(name="sglang", urls=["http://s"])
     assert not attached.adapters_apart, "they were started for something else"
     assert resolved(name="torch").adapters_apart
+    size = published_bytes(resolved(name="torch"))  # rank 2 on layers of 2 x 2, in float32
+    assert size == 2 * (2 + 2) * 4 * (2 if apart else 1)
+    assert space_needed(resolved(True, name="sglang", servers=3), size) == size * (KEEP + 2 + 3 * 6)
     command = arguments(resolved(name="sglang"), 0, "h", 1, gpus=0)
     assert ("--enable-lora" in command) is apart
     if apart:

@@ -1,0 +1,109 @@
+"""LoRA adapters on a real server: exact versions while others load, and what a keeper that died leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.config import ModelConfig
+from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang.client import SGLangClient
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.server import connect
+from asyncrl.trainer.model import adapter_shards, load_policy, score
+from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion, StopReason, VersionSpan
+from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.sglang import sglang_config
+from tests.fakes.weights import publish
+from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, under_way
+from tests.sglang.conftest import Start
+
+pytestmark = pytest.mark.full
+RANK, LONG, CLOSE = 4, 400, 1e-4  # nats
+ROOM = ("--max-loras-per-batch=6", "--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", "all")
+
+
+class Trained:
+    """A model with adapters that do something. `publish`: the next version; `gap`: how far log-probs of the
+    last one are from the trainer's."""
+
+    def __init__(self, model: Path, directory: Path, world: World) -> None:
+        self.world, self.directory = world, directory
+        self.policy = load_policy(ModelConfig(path=str(model), dtype="float32", lora_rank=RANK), world)
+
+    def publish(self, step: int) -> WeightsRef:
+        torch.manual_seed(step)
+        adapters, shards = self.policy.adapters, adapter_shards(self.policy)
+        assert adapters is not None
+        for shard in shards.values():
+            nn.init.normal_(shard.to_local().detach(), std=0.2)
+        tensors = {piece.name: shards[piece.parameter].full_tensor() for piece in adapters.published}
+        return publish(tensors, self.directory, PolicyVersion(1, step), adapters.specs)
+
+    def gap(self, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> float:
+        own = score(self.policy, ids, self.world.device)[-len(logprobs) :]
+        return max(abs(a - b) for a, b in zip(own, logprobs, strict=True))
+
+
+async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor_files(
+    sglang_server: Start,
+    tiny_models: dict[str, Path],
+    versions_of: Callable[[str], Versions],
+    world: World,
+    tmp_path: Path,
+) -> None:
+    model = tiny_models["qwen2"]
+    server, trained = sglang_server(model, *ROOM), Trained(model, tmp_path / "published", world)
+    config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(model))
+    oldest, used = (
+        config.buffer.usual_staleness,
+        SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a"),
+    )
+    async with asyncio.timeout(240), in_use(await connect(config, 0, server.url, attachment="a")) as keeper:
+        # A merged version was here before: the model's own weights come back.
+        await keeper.api.update_from_disk(versions_of("qwen2").refs[1].path, "e1-v9")
+        first = await connect(config, 0, server.url, attachment="a")
+        await first.load(trained.publish(1))
+        text = prompt(40)
+        assert trained.gap(text, await first.score(text)) < CLOSE
+        used.mark(PolicyVersion(1, 1))
+
+        # A turn goes on while version after version loads, and is of its own alone.
+        running = ask(prompt(30), LONG)
+        (task,) = await under_way(used, running)
+        refs = [trained.publish(step) for step in range(2, 2 + oldest)]
+        for ref in refs:
+            await first.load(ref)
+            used.mark(ref.version)
+        new = ask(prompt(20), 16, "new")
+        generation = await used.generate(new)
+        assert generation.spans == (VersionSpan(0, 16, 1 + oldest, 1 + oldest),)
+        assert trained.gap(new.ids + generation.ids, generation.logprobs) < CLOSE
+        again = await used.generate(new)
+        assert used.use.cached_tokens > 0 and len(again.ids) == 16
+        assert not task.done(), "the turn was to last"
+        await first.load(ref := trained.publish(2 + oldest))
+        used.mark(ref.version)
+        part = await task
+        assert part.stop is StopReason.ABORT and len(part.ids) > 0
+        assert part.spans == (VersionSpan(0, len(part.ids), 1, 1),)
+
+        # Its keeper dies between a load and its report: the next one knows no name of it.
+        await first.load(trained.publish(3 + oldest))
+        async with in_use(await connect(config, 0, server.url, attachment="b")) as second:
+            ref = trained.publish(4 + oldest)
+            await second.load(ref)
+            assert second._unloading is not None  # type: ignore[union-attr]
+            await second._unloading  # type: ignore[union-attr]
+            assert await second.api.adapters() == {f"{ref.label}@b"}
+            assert await first.label() == "no adapter of this run"
+            with pytest.raises(EngineLost, match="LoRA adapter"):  # nothing is loaded again behind our back
+                await used.generate(new)
+        await used.close()
+        await first.close()

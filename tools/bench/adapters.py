@@ -1,0 +1,345 @@
+"""LoRA adapters on a real server against merged weights: what a push takes and holds up, how far the server
+is from the trainer, what episodes of many turns cost, and what 200 versions leave.
+
+    python tools/bench/adapters.py push  [--model DIR] [--rank 16] [--dtype float32] [--streams 8]
+    python tools/bench/adapters.py turns [--model DIR] [--episodes 32] [--turns 8] [--every 2.0]
+    python tools/bench/adapters.py many  [--model DIR] [--versions 200]
+
+Each starts a server on this machine's CPU (tools/sglang_cpu), or one after another. Versions have random
+adapters. "push": from files that are written to the version being confirmed by the server. "gap": the largest
+difference of log-probs from transformers with the adapters apart, as the trainer computes. "turns": `newest`
+takes the newest version at each turn, `keep` goes on with its own until that is outdated; `in place` are
+merged weights. Lag is of tokens, in versions, when their turn ends. "many": memory of all processes of the
+server (PSS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from common import ROOT, SINGLE_THREAD, table
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.base import EngineLost, Request, Sampling
+from asyncrl.engines.sglang.adapters import AdapterLoader, outdated
+from asyncrl.engines.sglang.client import SGLangClient
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.loader import ServerLoader
+from asyncrl.types import NO_VERSION, PolicyVersion
+from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.delta import VersionWriter
+from asyncrl.weights.disk import payload, prune
+from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.sglang import loader_of, sglang_config
+from tests.fakes.weights import BUCKET_BYTES, snapshot_of
+from tests.sglang.server import SGLangServer
+
+SMOLLM = ROOT / ".models/smollm2-135m-instruct"
+DEMO = ROOT / "examples/multiturn/calculator/model"
+MB = 1 << 20
+TOKENS = 1024
+PROMPT, REPLY, ANSWER = 64, 16, 32  # tokens of an episode: before the first turn, of a tool, of a turn
+MARGIN = 200  # ids at the beginning of the vocabulary that are not used: control tokens
+
+
+class Versions:
+    """Versions of random adapters, published alone or merged into the model's weights."""
+
+    def __init__(self, model: Path, rank: int, dtype: str, directory: Path) -> None:
+        self.lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+        self.vocabulary = int(self.lm.config.vocab_size)
+        self.adapters = Adapters(self.lm, {"": (rank, 2.0 * rank)})
+        self._apart = VersionWriter(directory / "apart", BUCKET_BYTES, adapters=self.adapters.specs)
+        self._merged = VersionWriter(directory / "merged", BUCKET_BYTES)
+
+    @torch.no_grad()
+    def publish(self, step: int, apart: bool, keep: int = 3) -> WeightsRef:
+        torch.manual_seed(step)
+        own = dict(self.lm.named_parameters())
+        for piece in self.adapters.published:
+            parameter = own[piece.parameter]
+            parameter.normal_(std=0.02 if piece.name.endswith("B.weight") else parameter.shape[1] ** -0.5)
+        tensors = {piece.name: own[piece.parameter] for piece in self.adapters.published}
+        if not apart:
+            adapted = {piece.parameter for piece in self.adapters.published}
+            tensors = {name: own[name] for name in own.keys() - adapted}
+            for name in tensors:
+                if names := self.adapters.names(name):
+                    change = self.adapters.change(name, *(own[one] for one in names))
+                    tensors[name] = tensors[name] + change
+        writer = self._apart if apart else self._merged
+        ref = writer.write(snapshot_of(tensors, PolicyVersion(1, step)))
+        prune(writer.directory, keep)
+        return ref
+
+    @torch.no_grad()
+    def logprobs(self, ids: tuple[int, ...]) -> list[float]:
+        row = torch.tensor([ids])
+        scores = self.lm(row).logits[0, :-1].float().log_softmax(-1)
+        found: list[float] = scores.gather(1, row[0, 1:, None])[:, 0].tolist()
+        return found
+
+
+@dataclass
+class Bench:
+    """A server that takes adapters, or merged weights."""
+
+    server: SGLangServer
+    versions: Versions
+    loader: AdapterLoader | ServerLoader
+    apart: bool
+    config: RunConfig
+    client: SGLangClient
+    newest: PolicyVersion = NO_VERSION
+    clients: list[SGLangClient] = field(default_factory=list)
+
+    @classmethod
+    @asynccontextmanager
+    async def started(
+        cls, versions: Versions, model: Path, rank: int, dtype: str, apart: bool, directory: Path
+    ) -> AsyncIterator[Bench]:
+        config = sglang_config(TOKENS, lora_rank=rank, model=str(model))
+        modules = sorted({layer.rpartition(".")[2] for layer in versions.adapters.specs[""].layers})
+        lora = ["--enable-lora", f"--max-lora-rank={rank}", "--lora-target-modules", *modules]
+        lora.append(f"--max-loras-per-batch={config.adapters_held}")
+        arguments = (f"--dtype={dtype}", "--max-total-tokens=32768", *(lora if apart else ()))
+        server = SGLangServer(model, directory / f"server-{apart}.log", *arguments)
+        api = ServerApi(server.url)
+        if apart:
+            loader: AdapterLoader | ServerLoader = AdapterLoader(
+                api, config, directory / "cache", "bench", based=True, description=""
+            )
+        else:
+            config = sglang_config(TOKENS, model=str(model))
+            loader = loader_of(api, config.weights, directory / "cache")
+
+        client = SGLangClient(ServerApi(server.url), config, versions.vocabulary, salt="bench")
+        bench = cls(server, versions, loader, apart, config, client)
+        try:
+            yield bench
+        finally:
+            for client in (bench.client, *bench.clients):
+                await client.close()
+            await loader.close()
+            server.kill()
+
+    @property
+    def seconds(self) -> float:
+        """Of processors that the server has used."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.server.processes())
+
+    def connect(self) -> SGLangClient:
+        vocabulary = self.versions.vocabulary
+        self.clients.append(SGLangClient(ServerApi(self.server.url), self.config, vocabulary, salt="bench"))
+        return self.clients[-1]
+
+    async def load(self, ref: WeightsRef) -> None:
+        await self.loader.load(ref)
+        self.newest = ref.version
+        self.client.mark(ref.version)
+
+    async def sample(self, client: SGLangClient, ids: tuple[int, ...], tokens: int, name: str) -> list[int]:
+        """A turn, as a pool has it sampled: what a server ends is asked for again."""
+        found: list[int] = []
+        while len(found) < tokens:
+            sampling = Sampling(tokens - len(found), ())
+            try:
+                part = await client.generate(Request(name, (*ids, *found), sampling))
+            except EngineLost as lost:
+                part = lost.partial
+            found += part.ids
+        return found
+
+
+def prompt(versions: Versions, size: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(MARGIN, versions.vocabulary, (size,), generator=generator).tolist())
+
+
+# -- push --------------------------------------------------------------------------------------------------
+
+
+async def push(bench: Bench, streams: int, seconds: float) -> list[str]:
+    versions, steps = bench.versions, iter(range(1, 10_000))
+    ref = versions.publish(0, bench.apart)
+    await bench.load(ref)
+    ids = prompt(versions, 65, 1)
+    gap = max(abs(a - b) for a, b in zip(await bench.loader.score(ids), versions.logprobs(ids), strict=True))
+    size = os.path.getsize(payload(Path(ref.path)))  # noqa: ASYNC240
+    writes, loads = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        ref = await asyncio.to_thread(versions.publish, next(steps), bench.apart)
+        writes.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        await bench.load(ref)
+        loads.append(time.perf_counter() - start)
+
+    async def stream(index: int) -> None:
+        while True:
+            await bench.sample(bench.client, prompt(versions, 16, index), 256, f"{index}")
+
+    async def rates(during: Callable[[], Awaitable[None]]) -> tuple[float, float]:
+        """Tokens per second, and per second of the server's processors."""
+        tokens, start, used = bench.client.use.tokens, time.perf_counter(), bench.seconds
+        await during()
+        tokens = bench.client.use.tokens - tokens
+        return tokens / (time.perf_counter() - start), tokens / (bench.seconds - used)
+
+    ready = [versions.publish(next(steps), bench.apart, keep=12) for _ in range(10 if bench.apart else 2)]
+
+    async def pushing() -> None:
+        end, at = time.perf_counter() + seconds, 0
+        while time.perf_counter() < end:
+            await bench.load(ready[at % len(ready)] if not bench.apart else ready[at])
+            at += 1
+            await asyncio.sleep(seconds / 5)
+
+    running = [asyncio.create_task(stream(index)) for index in range(streams)]
+    await asyncio.sleep(3.0)
+    ways = (lambda: asyncio.sleep(seconds), pushing, lambda: asyncio.sleep(seconds))
+    (first, quick), (pushed, busy), (again, also) = [await rates(during) for during in ways]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    return [
+        "adapters" if bench.apart else "merged",
+        f"{size / MB:.1f}",
+        f"{statistics.median(writes):.2f}",
+        f"{statistics.median(loads):.3f}",
+        f"{first:.0f}, {again:.0f}",
+        f"{pushed:.0f}",
+        f"{quick:.0f}, {also:.0f}",
+        f"{busy:.0f}",
+        f"{gap:.1e}",
+    ]
+
+
+# -- turns -------------------------------------------------------------------------------------------------
+
+
+async def turns(bench: Bench, way: str, episodes: int, count: int, every: float, at: int) -> list[str]:
+    """`at`: the first step of its versions, and a seed: nothing of it is in the server's cache."""
+    versions, lags = bench.versions, list[int]()
+    await bench.load(versions.publish(at, bench.apart))
+
+    async def episode(index: int) -> None:
+        client, acked = bench.connect(), bench.newest
+        client.mark(acked)
+        ids = prompt(versions, PROMPT, 1000 * at + index)
+        for turn in range(count):
+            if way != "keep" or outdated(acked, bench.newest, bench.config):
+                acked = bench.newest
+                client.mark(acked)
+            sampled = await bench.sample(client, ids, ANSWER, f"{index}")
+            lags.extend([bench.newest.step - acked.step] * len(sampled))
+            ids += tuple(sampled) + prompt(versions, REPLY, turn)
+
+    async def updates() -> None:
+        for step in range(at + 1, at + 10_000):
+            await asyncio.sleep(every)
+            await bench.load(await asyncio.to_thread(versions.publish, step, bench.apart))
+
+    start, updating = time.perf_counter(), asyncio.create_task(updates())
+    first = len(bench.clients)
+    await asyncio.gather(*(episode(index) for index in range(episodes)))
+    seconds = time.perf_counter() - start
+    updating.cancel()
+    await asyncio.gather(updating, return_exceptions=True)
+    uses = [client.use for client in bench.clients[first:]]
+    prompts, cached = sum(use.prompt_tokens for use in uses), sum(use.cached_tokens for use in uses)
+    return [
+        way,
+        f"{bench.newest.step - at}",
+        f"{prompts - cached}",
+        f"{cached / prompts:.2f}",
+        f"{statistics.mean(lags):.2f}, {max(lags)}",
+        f"{seconds:.1f}",
+    ]
+
+
+# -- many --------------------------------------------------------------------------------------------------
+
+
+async def many(bench: Bench, count: int) -> list[list[str]]:
+    lines = []
+    for step in range(count + 1):
+        await bench.load(bench.versions.publish(step, bench.apart))
+        await bench.sample(bench.client, prompt(bench.versions, 16, step), 8, "one")
+        if step in (20, 50, 100, 150, 200, 400, count):
+            used = sum(process.memory_full_info().pss for process in bench.server.processes())
+            listed = len(await bench.loader.api.adapters())
+            lines.append([f"{step}", f"{used / MB:.0f}", f"{listed}"])
+    return lines
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("push", "turns", "many"))
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--episodes", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--every", type=float, default=2.0)
+    parser.add_argument("--versions", type=int, default=200)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ |= SINGLE_THREAD
+    model = args.model or (SMOLLM if args.part == "push" else DEMO)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-adapters-") as name:
+        directory = Path(name)
+        versions = Versions(model, args.rank, args.dtype, directory)
+
+        def started(apart: bool) -> AbstractAsyncContextManager[Bench]:
+            return Bench.started(versions, model, args.rank, args.dtype, apart, directory)
+
+        lines = []
+        if args.part == "push":
+            header = [
+                "way",
+                "MB",
+                "write s",
+                "load s",
+                "tokens/s",
+                "5 pushes",
+                "tokens/CPU s",
+                "5 pushes",
+                "gap",
+            ]
+            for apart in (True, False):
+                async with started(apart) as bench:
+                    lines.append(await push(bench, args.streams, args.seconds))
+        elif args.part == "turns":
+            header = ["way", "updates", "prompt tokens computed", "cache hits", "lag mean, max", "s"]
+            rest = args.episodes, args.turns, args.every
+            async with started(True) as bench:
+                for at, way in enumerate(("newest", "keep", "newest", "keep")):
+                    lines.append(await turns(bench, way, *rest, at=1000 * at))
+            async with started(False) as bench:
+                for at in range(2):
+                    lines.append(await turns(bench, "in place", *rest, at=1000 * at))
+        else:
+            header = ["versions", "PSS MB", "adapters listed"]
+            async with started(True) as bench:
+                lines = await many(bench, args.versions)
+        print(table(header, lines))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
