@@ -237,7 +237,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def scorer_places(self) -> list[tuple[str, int]]:
         """Return the name of each scorer's server, and its number among those of that name."""
-        return [(name, number) for name, one in self.scorers.items() for number in range(one.keepers)]
+        return [(name, k) for name in self.scorers_used for k in range(self.scorers[name].keepers)]
+
+    @property
+    def scorers_used(self) -> list[str]:
+        """Return those that have something to score: without training, the reward."""
+        return [name for name in self.scorers if self.total_steps or name == "reward"]
 
     def serving(self, name: str) -> RunConfig:
         """The configuration of the servers of a scorer: its model and how many there are, in place of the
@@ -394,7 +399,7 @@ def _check_combinations(config: RunConfig) -> None:
             config.checkpoint.best
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
-    } | scorer_refusals(config.scorers, config.rollout.temperature, config.kl.reference)
+    } | scorer_refusals(config.scorers, config.rollout, config.kl.reference)
     for message, refused in refusals.items():
         if refused:
             raise ConfigError(message)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from asyncrl.config.base import Positive, Section
+from asyncrl.config.base import Positive, Section, texts
+from asyncrl.config.episodes import RolloutConfig
 
 ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
 
@@ -34,22 +35,25 @@ class ScorerConfig(Section, frozen=True):
 
 
 def scorer_refusals(
-    scorers: Mapping[str, ScorerConfig], temperature: float, reference: str
+    scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str
 ) -> dict[str, bool]:
     """Scorers that would read nothing, or the same as others, or at another temperature."""
     teachers = [name for name in scorers if name.startswith("teacher")]
     named = [source for name in teachers for source in scorers[name].sources or [""]]
     lacking = [name for name, one in scorers.items() if not (one.path or one.urls)]
+    asked = {text.removeprefix("scorer:") for text in texts(rollout.reward) if text.startswith("scorer:")}
     return {
+        f"rollout.reward asks scorer:{', '.join(sorted(asked - {*scorers}))}, which is not among scorers; "
+        "add it there": bool(asked - {*scorers}),
         f"scorers.{', '.join(lacking)}: neither a model nor servers; set path, or urls": bool(lacking),
         "scorers: sources are for teachers; the reference scores all turns, and rollout.reward asks the "
         "reward model": any(one.sources for name, one in scorers.items() if name not in teachers),
         f"scorers: {' and '.join(teachers)} score the same data source; give each its own in sources": (
             len({*named}) < len(named)
         ),
-        f"rollout.temperature ({temperature:g}): servers give log-probs of what they read at "
+        f"rollout.temperature ({rollout.temperature:g}): servers give log-probs of what they read at "
         "temperature 1 only; set 1, or leave out scorers.reference and teachers": (
-            temperature != 1 and bool({*scorers} - {"reward"})
+            rollout.temperature != 1 and bool({*scorers} - {"reward"})
         ),
         "kl.reference and scorers.reference are two references; leave one out": (
             bool(reference) and "reference" in scorers

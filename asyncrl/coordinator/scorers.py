@@ -71,7 +71,7 @@ class ScorerHandler:
     def gauges(self, uses: Mapping[str, Counter[str]]) -> dict[str, float]:
         """Metrics per scorer, by what its servers have done for the workers."""
         found: dict[str, float] = {}
-        for name in self.state.config.scorers:
+        for name in self.state.config.scorers_used:
             mine = [keeper for keeper in self.keepers if keeper.name.split()[1] == name]
             total = sum((uses[keeper.name] for keeper in mine), Counter[str]())
             found[f"scorer/{name}/servers"] = float(sum(keeper.beat.healthy for keeper in mine))

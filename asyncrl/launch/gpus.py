@@ -64,14 +64,17 @@ def _why_unusable() -> str:
 
 
 def servers_here(config: RunConfig) -> bool:
-    return config.engine.remote and not config.engine.urls and config.launch.kind == "local"
+    engines = config.engine.remote and not config.engine.urls
+    started = engines or any(not config.scorers[name].urls for name in config.scorers_used)
+    return started and config.launch.kind == "local"
 
 
 def grouped(config: RunConfig) -> bool:
     """Tell whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or both together."""
     from torch.cuda import is_available
 
-    tp = config.engine.tp if servers_here(config) else 1
+    sizes = [config.engine.tp, *(one.tp for one in config.scorers.values())]
+    tp = max(sizes) if servers_here(config) else 1
     return is_available() and (max(config.trainer.ranks, tp) > 1 or config.weights.transport != "disk")
 
 

@@ -81,7 +81,7 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
     program exists is left to `check_servers`."""
     engine = inputs.config.engine
     program = engine.server_command[0] if engine.server_command else sys.executable
-    if not engine.remote:
+    if not (engine.remote or inputs.config.scorers):
         yield ok(f"not used: engine.name is {engine.name}")
     elif not servers_here(inputs.config):
         yield ok("on other machines, or started already: not looked at here")
@@ -133,7 +133,8 @@ def check_ports(inputs: Inputs) -> Iterator[Note]:
 def check_files(inputs: Inputs) -> Iterator[Note]:
     """Each process has three connections to the coordinator, at most."""
     config = inputs.config
-    wanted = 3 * (config.rollout.workers + config.engine.keepers + config.trainer.ranks)
+    keepers = config.engine.keepers + len(config.scorer_places)
+    wanted = 3 * (config.rollout.workers + keepers + config.trainer.ranks)
     room = ROLE_FILES - 2 * SPARE
     text = f"{ROLE_FILES} per process of a run (ulimit -n: {FILES}, at most {HARD_FILES})"
     more = f"{text}: {wanted} connections to the coordinator have no room; raise the hard limit"

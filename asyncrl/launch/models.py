@@ -36,10 +36,10 @@ class HubModel(NamedTuple):
     revision: str | None
 
 
-def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}) -> RunConfig:
+def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}, scorers: bool = True) -> RunConfig:
     """The configuration with directories of this machine, and the chat template as text. What the hub has is
     fetched into its cache. `before`: that of a run which is continued: it keeps the commits of its models.
-    Raises ConfigError."""
+    `scorers`: their models are needed here, too. Raises ConfigError."""
 
     def local(key: str) -> str:
         section, _, name = key.partition(".")
@@ -65,7 +65,10 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}) -> RunConf
         weights=weights,
         kl=replace(config.kl, reference=local("kl.reference")),
         critic=replace(config.critic, path=local("critic.path")),
-        scorers={name: replace(one, path=scorer(name, one.path)) for name, one in config.scorers.items()},
+        scorers={
+            name: replace(one, path=scorer(name, one.path)) if scorers else one
+            for name, one in config.scorers.items()
+        },
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.config import CheckpointConfig, RunConfig
+from asyncrl.config import CheckpointConfig, RunConfig, texts
 from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.isolation.sandbox.detection import check_image
@@ -27,6 +27,7 @@ from asyncrl.launch.models import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
+from asyncrl.remote import SCORER
 from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.model_files import published_bytes
@@ -164,6 +165,9 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     if task_of(sample):  # what changed is judged, and no answer
         answers = []
         found.append(ok("the tests of tasks are tried by asyncrl tasks check"))
+    elif any(text.startswith(SCORER) for text in texts(parts.config.rollout.reward)):
+        answers = []
+        found.append(ok("rewards are not tried: their scorer is not up"))
     try:
         for what, answer in answers:
             said = (*sample.prompt, Message("assistant", answer))

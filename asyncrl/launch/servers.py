@@ -22,8 +22,8 @@ def check_servers(config: RunConfig) -> None:
     for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable and not os.environ.get(variable):
             raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
-    for name, one in config.scorers.items():
-        if one.urls:
+    for name in config.scorers_used:
+        if config.scorers[name].urls:
             check_urls(config, name)
         else:
             _check_command(config)

@@ -1,3 +1,13 @@
 """Models behind an OpenAI-compatible URL, which judge or play the user."""
 
-from asyncrl.remote.http import RemoteError, RemoteModel, bearer, check_url, close_sessions, post
+from asyncrl.remote.http import (
+    SCORER,
+    RemoteError,
+    RemoteLost,
+    RemoteModel,
+    bearer,
+    check_url,
+    close_sessions,
+    post,
+    scorer_servers,
+)

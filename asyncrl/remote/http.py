@@ -8,6 +8,7 @@ every other refusal                     RemoteError at once
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import weakref
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 4 << 20  # of one answer
 PAUSE = 0.5  # seconds before the first repetition
+SCORER = "scorer:"  # how a URL begins that names a scorer of the run
 AGAIN = frozenset({408, 409, 429})
 
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "aiohttp.ClientSession"]
@@ -34,6 +36,10 @@ _sessions: _Sessions = weakref.WeakKeyDictionary()
 
 class RemoteError(AsyncrlError):
     """A remote model refused, failed for good, or did not answer in time."""
+
+
+class RemoteLost(RemoteError):
+    """It does not answer, or has no room: another try, elsewhere or later, may succeed."""
 
 
 class _Busy(Exception):
@@ -45,9 +51,41 @@ class _Busy(Exception):
 
 
 def check_url(url: str) -> None:
-    """ConfigError unless it is of HTTP."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"the URL {url!r} must begin with http:// or https://")
+    """ConfigError unless it is of HTTP, or names a scorer."""
+    if not url.startswith(("http://", "https://", SCORER)):
+        raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
+
+
+class ScorerServers:
+    """Where the scorers of a run are. A worker keeps it up to date; elsewhere nothing is known."""
+
+    def __init__(self) -> None:
+        self._urls: dict[str, list[str]] | None = None
+        self._changed, self._calls = asyncio.Event(), itertools.count()
+
+    def update(self, urls: dict[str, list[str]]) -> None:
+        """The servers that answer, by scorer."""
+        self._urls = urls
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def resolve(self, url: str, seconds: float) -> str:
+        """Returns a server of the scorer that `url` names, each in turn; another URL as it is. RemoteLost
+        when none answers within this time."""
+        if not url.startswith(SCORER):
+            return url
+        if self._urls is None:
+            raise RemoteError(f"{url}: only workers of a run know where it is; give the URL of a server")
+        try:
+            async with asyncio.timeout(seconds):
+                while not (known := self._urls.get(url.removeprefix(SCORER))):
+                    await self._changed.wait()
+        except TimeoutError:
+            raise RemoteLost(f"{url}: no server within {seconds:g} s") from None
+        return known[next(self._calls) % len(known)]
+
+
+scorer_servers = ScorerServers()
 
 
 async def post(
@@ -67,8 +105,8 @@ async def post(
                     if attempt < retries:
                         await asyncio.sleep(max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0)))
     except TimeoutError:
-        raise RemoteError(f"{url}: no answer within {seconds:g} s (last: {trouble})") from None
-    raise RemoteError(f"{url}: {trouble}, after {retries + 1} tries")
+        raise RemoteLost(f"{url}: no answer within {seconds:g} s (last: {trouble})") from None
+    raise RemoteLost(f"{url}: {trouble}, after {retries + 1} tries")
 
 
 async def close_sessions() -> None:

@@ -12,7 +12,9 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +23,18 @@ from msgspec import Meta
 
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
-from asyncrl.remote import RemoteError, RemoteModel, bearer, check_url, post
-from asyncrl.rewards.base import RewardInput, rewards, runs
-from asyncrl.types import Message
+from asyncrl.remote import (
+    SCORER,
+    RemoteError,
+    RemoteLost,
+    RemoteModel,
+    bearer,
+    check_url,
+    post,
+    scorer_servers,
+)
+from asyncrl.rewards.base import RewardError, RewardInput, rewards, runs
+from asyncrl.types import FailReason, Message
 
 Of = Literal["answer", "messages"]
 Normalise = Literal["none", "sigmoid", "softmax"]
@@ -47,6 +58,18 @@ Explain in one sentence. Then write, on a line of its own, Score: and a number f
 SCORE = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
 
 
+@asynccontextmanager
+async def place_of(url: str, seconds: float) -> AsyncIterator[str]:
+    """The body asks the model at this URL, or the server of the scorer that it names. Whatever a lost server
+    spoils is no fault of the episode: its turns are kept, and it is scored again."""
+    try:
+        yield await scorer_servers.resolve(url, seconds / 2)
+    except RemoteLost as error:
+        if url.startswith(SCORER):
+            raise RewardError(str(error), FailReason.ENGINE_LOST) from error
+        raise
+
+
 class _Classified(msgspec.Struct, frozen=True):
     embedding: tuple[float, ...]
 
@@ -56,7 +79,8 @@ _classified = msgspec.json.Decoder(_Classified).decode
 
 @rewards.register("reward_model")
 class RewardModel:
-    """Asks an SGLang server at `url`, started with a reward model (`--is-embedding`), at `/classify`.
+    """Asks an SGLang server at `url`, started with a reward model (`--is-embedding`), at `/classify`; or, at
+    `scorer:reward`, those that the run starts.
 
     `tokenizer`: directory of the reward model's tokenizer, with its chat template; the server gets token ids.
     """
@@ -74,7 +98,7 @@ class RewardModel:
         retries: Annotated[int, Meta(ge=0)] = 2,
     ) -> None:
         check_url(url)
-        self._url, self._headers = f"{url.rstrip('/')}/classify", bearer(api_key_env)
+        self._url, self._headers = url, bearer(api_key_env)
         self._path, self._of = _directory("tokenizer", tokenizer), of
         self._label, self._normalise = label, normalise
         self._timeout, self._retries = timeout, retries
@@ -84,13 +108,15 @@ class RewardModel:
     async def __call__(self, given: RewardInput) -> float:
         async with self._alone:
             ids = await asyncio.to_thread(self._ids, given)
-        answer = await post(
-            self._url, {"input_ids": ids}, seconds=self._timeout, retries=self._retries, headers=self._headers
-        )
+        async with place_of(self._url, self._timeout) as place:
+            url = f"{place.rstrip('/')}/classify"
+            answer = await post(
+                url, {"input_ids": ids}, seconds=self._timeout, retries=self._retries, headers=self._headers
+            )
         try:
             values = _classified(answer).embedding
         except UNDECODABLE as error:
-            raise RemoteError(f"{self._url}: no answer of a reward model ({one_line(error)})") from error
+            raise RemoteError(f"{url}: no answer of a reward model ({one_line(error)})") from error
         return normalised_output(values, self._label, self._normalise)
 
     def _ids(self, given: RewardInput) -> list[int]:
@@ -218,7 +244,9 @@ class LLMJudge:
 
     async def __call__(self, given: RewardInput) -> float:
         question = self._prompt.render(variables(given), scale=f"{self._scale:g}")
-        answer = await self._model.chat([Message("user", question)])
+        async with place_of(self._model.url, self._model.timeout) as place:
+            url = f"{place}/v1" if self._model.url.startswith(SCORER) else place
+            answer = await replace(self._model, url=url).chat([Message("user", question)])
         found = self._score.findall(answer)
         if not found:
             raise ValueError(f"the judge gave no score: {answer[-200:]!r}")

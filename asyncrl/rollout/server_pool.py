@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -303,14 +304,15 @@ def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[
 
 def connector(config: RunConfig, scorer: str = "") -> Connect:
     """Return what makes a client of an engine, or of a scorer. ConfigError where keys or the model's
-    vocabulary cannot be read; that of a scorer whose model is not known is the policy's."""
+    vocabulary cannot be read; that of a scorer whose model is not on this machine is the policy's."""
     from asyncrl.engines.sglang.client import SGLangClient
     from asyncrl.engines.sglang.http import ServerApi
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import vocabulary_of
 
-    path = config.scorers[scorer].path if scorer else ""
-    vocabulary, secrets = vocabulary_of(path or config.model.path), keys(config.engine)
+    path = config.scorers[scorer].path if scorer else config.model.path
+    known = path if (Path(path) / "config.json").is_file() else config.model.path
+    vocabulary, secrets = vocabulary_of(known), keys(config.engine)
 
     def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
         return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)

@@ -32,6 +32,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
 from asyncrl.gateway import Gateway
 from asyncrl.isolation.calls import exits_raise
 from asyncrl.observe.timeline import START, Timeline
+from asyncrl.remote import scorer_servers
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
@@ -63,7 +64,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
     parts, remote = EpisodeParts(config).load(), config.engine.remote
     build, connect = None if remote else engine_factory(config), connector(config) if remote else None
-    scorers = {name: connector(config, name) for name in config.scorers if name != "reward"}
+    scorers = {name: connector(config, name) for name in config.scorers_used if name != "reward"}
     engine: Engine | None = None if sampling else NoEngine()
     if engine is None and build is not None:
         engine = build()
@@ -141,6 +142,7 @@ class RolloutWorker:
         gateway = Gateway(config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
         self.runner = EpisodeRunner(context, self._player)
+        self._tell_rewards()
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = 0
         self._leaves = False  # while the run goes on
@@ -235,6 +237,7 @@ class RolloutWorker:
                     self._servers = message.update(self._servers)
                     for pool in (*self._pools.values(), *self._scorers.values()):
                         pool.table(self._servers.values())
+                    self._tell_rewards()
                 case worker.Clock():
                     self._oldest = message.oldest
                     self._sampler("train").changed.notify()
@@ -334,6 +337,11 @@ class RolloutWorker:
         task = self._episodes.pop(attempt, None)
         if task is not None:
             task.cancel()
+
+    def _tell_rewards(self) -> None:
+        there = [entry for entry in self._servers.values() if entry.healthy and entry.url]
+        names = self.config.scorers
+        scorer_servers.update({name: [one.url for one in there if one.lane == name] for name in names})
 
     def _fence(self, why: str) -> None:
         if self._episodes:

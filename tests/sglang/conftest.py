@@ -34,6 +34,7 @@ STAGES = (
     ("test_server_pool",),
     ("test_experts",),
     ("test_adapters",),
+    ("test_scorers",),
     ("test_training",),
 )
 

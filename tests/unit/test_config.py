@@ -100,6 +100,10 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"scorers__reward": {"path": "m", "sources": ["a"]}}, r"sources are for teachers"),
         ({"scorers": {"teacher": {"path": "m"}, "teacher_b": {"path": "n"}}}, r"teacher and teacher_b"),
         ({"scorers__reference__path": "m", "rollout__temperature": 0.7}, r"temperature \(0\.7\): servers"),
+        (
+            {"rollout__reward": {"reward_model": {"url": "scorer:reward"}}},
+            r"asks scorer:reward, which is not",
+        ),
         ({"scorers__reference__path": "m", "kl__reference": "n"}, r"two references"),
         ({"trainer__router_replay": True}, r"trainer\.router_replay needs engine=sglang"),
         (

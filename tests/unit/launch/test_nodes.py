@@ -68,6 +68,11 @@ def placed(nodes: list[Node], *overrides: str) -> list[str]:
             ("trainer.ranks=1", *SERVERS),
             ["coordinator-0, trainer-0", "engine-0, engine-1, rollout-0"],
         ),
+        (  # those of scorers, too
+            (1, 2, 2),
+            ("scorers.reference={path: m, servers: 2, tp: 2}", "scorers.teacher={urls: [u]}"),
+            ["coordinator-0, scorer-2, trainer-0", "scorer-0, rollout-0", "scorer-1"],
+        ),
         (  # servers are spread; workers are where they are
             (1, 2, 2, 0),
             (*SERVERS, "rollout.workers=4"),

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
+from asyncrl.remote import scorer_servers
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.rewards.models import normalised_output
-from asyncrl.types import Message, Sample
+from asyncrl.types import FailReason, Message, Sample
+from tests.fakes.loop import settle
 from tests.fakes.sglang import scripted
 
 DEMO = Path(__file__).parents[3] / "examples/multiturn/calculator/model"
@@ -98,6 +101,36 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
                 await episode_reward.score(GIVEN)
         finally:
             await episode_reward.close()
+
+
+async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Path) -> None:
+    """The class is the one in docs/rewards.md."""
+    shown = (DEMO.parents[3] / "docs/rewards.md").read_text().partition("class EachTurn")
+    code = shown[0].rpartition("```python\n")[2] + shown[1] + shown[2].partition("```")[0]
+    (tmp_path / "process.py").write_text(code)
+    named = {f"{tmp_path}/process.py:EachTurn": {"url": "scorer:reward", "tokenizer": str(DEMO)}}
+    given = replace(GIVEN, turns=2)
+    reward = EpisodeReward(load_rewards(named), 60.0)
+    async with scripted() as script:
+        script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
+        try:
+            with pytest.raises(RewardError, match="only workers of a run know where it is") as caught:
+                await reward.score(given)
+            assert caught.value.reason is FailReason.REWARD_ERROR
+            scorer_servers.update({"reward": []})
+            scoring = asyncio.create_task(reward.score(given))
+            await settle()
+            assert not script.asked
+            scorer_servers.update({"reward": [script.url]})
+            assert (await scoring).turns == (0.25, 0.25) and len(script.asked) == 2
+            script.says("/classify", 503)
+            lost = EpisodeReward(load_rewards({"reward_model": {**named.popitem()[1], "retries": 0}}), 60.0)
+            with pytest.raises(RewardError, match="status 503") as caught:
+                await lost.score(given)
+            assert caught.value.reason is FailReason.ENGINE_LOST
+        finally:
+            scorer_servers.__init__()  # type: ignore[misc]
+            await reward.close()
 
 
 def test_directories_are_looked_for_at_the_start(tmp_path: Path) -> None:

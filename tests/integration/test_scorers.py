@@ -1,0 +1,101 @@
+"""Servers of frozen models as real processes that are killed; tests/sglang has real models on them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from asyncrl.buffer.payloads import decode_turn
+from asyncrl.engines.sglang.client import SGLangClient
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.rollout.server_pool import ServerPool
+from asyncrl.runtime.activity import BusyTimer, Waits
+from asyncrl.store.reader import RunReader
+from asyncrl.types import TokenScores
+from asyncrl.wire.messages.worker import EngineEntry, EngineUse
+from tests.fakes import scorer_server
+from tests.fakes.loop import Intervals
+from tests.fakes.servers import entry
+from tests.fakes.sglang import sglang_config
+from tests.integration.runs import ROOT, Run
+from tools.faults.audit import trained_uids
+
+MODEL = ROOT / "examples/multiturn/calculator/model"
+PROGRAM = [sys.executable, scorer_server.__file__]
+HALF = np.full(3, scorer_server.LOGPROB, "<f4").tobytes()
+
+
+def serve() -> tuple[subprocess.Popen[bytes], str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["--model-path", str(MODEL), "--host", "127.0.0.1", "--port", str(port)]
+    return subprocess.Popen([*PROGRAM, *arguments]), f"http://127.0.0.1:{port}"
+
+
+async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> None:
+    def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
+        return SGLangClient(ServerApi(entry.url), sglang_config(64), 600, use, entry.incarnation)
+
+    waits, began = Waits(), [serve(), serve()]
+    pool = ServerPool("reference", connect, waits, BusyTimer(Intervals()))
+    try:
+        for _, url in began:
+            api = ServerApi(url)
+            while not await api.alive():  # noqa: ASYNC110 (another process: there is no event)
+                await asyncio.sleep(0.02)
+            await api.close()
+        (first, url), (_, other) = began
+        pool.table([entry("scorer reference 0", url=url, lane="reference")])
+        assert await pool.read("s", (1, 2, 3, 4, 5), 3) == TokenScores("reference", HALF)
+        first.send_signal(signal.SIGSTOP)  # it has the request, and no answer will come
+        reading = asyncio.create_task(pool.read("s", (1, 2, 3, 4, 5, 6), 3))
+        while waits.longest() == "":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert waits.longest().startswith("scorers.reference: reads turns")
+        first.kill()
+        first.send_signal(signal.SIGCONT)
+        while "no server" not in waits.longest():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert waits.longest().startswith("scorers.reference: no server (1 known, 0 healthy)")
+        pool.table([entry("scorer reference 0", url=other, incarnation="2", lane="reference")])
+        assert await reading == TokenScores("reference", HALF)
+        assert pool.uses["scorer reference 0"].lost == 1
+    finally:
+        await pool.close()
+        for process, _ in began:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["server", "keeper"])
+def test_a_run_waits_for_a_killed_scorer_and_loses_nothing(tmp_path: Path, victim: str) -> None:
+    keys = [f"engine.server_command={msgspec.json.encode(PROGRAM).decode()}", "total_steps=8"]
+    keys += [f"scorers.reference.path={MODEL}", "kl.where=loss", "kl.coef=0.01", "data.test=''"]
+    with Run(tmp_path, *keys) as run:
+        run.until_step(2)
+        keeper = run.children()["scorer-0"]
+        dying = keeper.children()[0] if victim == "server" else keeper
+        os.kill(dying.pid, signal.SIGKILL)
+        psutil.wait_procs([dying], 30)
+        summary = run.completed(8)
+        assert summary["conserved"] and set(trained_uids(run.path).values()) == {1}
+        assert summary["flow"]["failed"] == 0
+        assert any("scorer-0" in line and "is restarted" in line for line in run.text().splitlines())
+        assert all(row.get("timing_s/ref", 0.0) == 0 for row in run.rows())
+        reader = RunReader.open(run.path)
+        frames = (frame for uid in trained_uids(run.path) for frame in reader.frames(uid, 9, ("generated",)))
+        turns = [*map(decode_turn, filter(None, frames))]
+        assert turns and all(len(turn.scores) == 1 for turn in turns)
+        reader.close()
