@@ -247,7 +247,8 @@ class Turn(msgspec.Struct, frozen=True):
     asked for it, by the `model` of the request, where an agent program leads the episode. `routes`: of the
     tokens of its row up to here that no turn before it has routes of. `untrained`: it answers a side request
     of the agent (`rollout.untrained_agents`), and no loss, baseline or normaliser knows it. `scores`: by the
-    scorers that read it; none in validation.
+    scorers that read it; none in validation. `taught`: what a teacher reads in place of the context of a turn
+    that begins a row (`kl.prompt`).
     """
 
     index: int
@@ -264,6 +265,7 @@ class Turn(msgspec.Struct, frozen=True):
     routes: Routes | None = None
     untrained: bool = False
     scores: tuple[TokenScores, ...] = ()
+    taught: tuple[Token, ...] = ()
 
 
 class TurnPart(msgspec.Struct, frozen=True, array_like=True):

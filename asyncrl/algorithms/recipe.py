@@ -282,7 +282,7 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _has_teacher(config: RunConfig) -> bool:
     """A model other than the policy, or its start, is named that a KL may lead to."""
-    return bool(config.kl.reference or {*config.scorers} - {"reward"})
+    return bool(config.kl.reference or config.kl.prompt or {*config.scorers} - {"reward"})
 
 
 def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
@@ -316,13 +316,19 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         and config.kl.in_loss
         and config.kl.coef >= 1
         and not _has_teacher(config),
+        "kl.prompt is for a teacher in the trainer, and for episodes played turn by turn; leave out scorers "
+        "and rollout.agent": bool(config.kl.prompt)
+        and bool({*config.scorers} - {"reward"} or config.rollout.agent or recipe.loss.demonstrations),
+        "kl.prompt makes rows of another length, which ranks would cut otherwise; set "
+        "trainer.sequence_parallel=1": bool(config.kl.prompt) and config.trainer.sequence_parallel > 1,
         f"kl.top_k is of divergences, and kl.estimator is {recipe.kl_estimator}; use "
         f"{', '.join(DIVERGENCES)}, or leave it out": config.kl.top_k > 0 and not recipe.divergence,
         "kl has settings, but where=none: they have no effect; set kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
-        f"kl.estimator {recipe.kl_estimator} compares distributions, and scorers give log-probs of sampled "
-        "tokens; use k2 or straight_through, or kl.reference": bool(recipe.divergence)
-        and config.scored_reference,
+        f"kl.estimator {recipe.kl_estimator} is over the whole vocabulary, and scorers name the likeliest "
+        "tokens only; set kl.top_k, or use kl.reference": bool(recipe.divergence)
+        and config.scored_reference
+        and not config.kl.top_k,
         "scorers.reference has no effect: kl.where is none; set kl.where": (
             "reference" in config.scorers and not recipe.reference
         ),

@@ -146,6 +146,9 @@ class KLConfig(Section, frozen=True):
     reference: str = ""
     """Model directory or hub repository of the reference; empty: the initial policy (with LoRA: the base of
     the adapter)."""
+    prompt: str = ""
+    """Put in front of the first message of what the reference reads, so that the policy is taught by itself,
+    or another model, with a better prompt. `{ground_truth}`: of the sample."""
     offload: bool = False
     """Keep the reference's shards in main memory between its forwards."""
 

@@ -25,12 +25,13 @@ from asyncrl.types import (
 @dataclass(frozen=True)
 class Rules:
     """Settings that all episodes of a run share. `config` has their limits. `rows_apart`: a row is of one
-    agent, as adapters are by agent."""
+    agent, as adapters are by agent. `privilege`: what a teacher's prompt begins with, `kl.prompt`."""
 
     chat: Chat
     parse: Parser
     config: RolloutConfig
     rows_apart: bool = False
+    privilege: str = ""
 
     def shorten(self, text: str) -> str:
         """A tool's reply, or an environment's message, as much of it as the model reads."""

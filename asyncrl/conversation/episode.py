@@ -22,6 +22,7 @@ same state on any worker: `resume` repeats them from the recorded turns.
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Sequence
 
 import msgspec
@@ -191,6 +192,8 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
     if trouble := problem(rules.chat.stop_ids, asked.max_new_tokens, generation):
         return _fail(episode, FailReason.ENGINE_ERROR, trouble)
     turn = make_turn(len(episode.turns), asked.row, asked.ids[len(before) :], generation)
+    if rules.privilege and not before:
+        turn = replace(turn, taught=_privileged(rules, episode))
     rows = (*episode.rows[: asked.row], asked.ids + generation.ids)
     parsed = read_turn(rules, turn, episode.opened.tools)
     episode = replace(episode, rows=rows, turns=(*episode.turns, turn), read=(*episode.read, parsed))
@@ -321,6 +324,15 @@ def _fail(episode: Episode, reason: FailReason, detail: str) -> Episode:
 def _prompt(rules: Rules, episode: Episode) -> tuple[int, ...]:
     """The ids that begin a row: the whole conversation, with the tools."""
     return rules.chat.prompt_ids(conversation(rules, episode), episode.opened.tools)
+
+
+def _privileged(rules: Rules, episode: Episode) -> tuple[int, ...]:
+    """The ids that begin the row as the teacher reads it: its first message says more."""
+    first, *others = conversation(rules, episode)
+    truth = json.loads(episode.sample.ground_truth)
+    told = rules.privilege.replace("{ground_truth}", truth if isinstance(truth, str) else json.dumps(truth))
+    messages = (replace(first, content=f"{told}\n\n{first.content}"), *others)
+    return rules.chat.prompt_ids(messages, episode.opened.tools)
 
 
 def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:

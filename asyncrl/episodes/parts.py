@@ -111,7 +111,8 @@ class EpisodeParts:
     @cached_property
     def rules(self) -> Rules:
         """The chat template, the parser and the limits: what the episode machine needs."""
-        return Rules(self.chat, self.parser, self.config.rollout, bool(self.config.agents))
+        apart = bool(self.config.agents)
+        return Rules(self.chat, self.parser, self.config.rollout, apart, self.config.kl.prompt)
 
     def load(self, *names: str) -> EpisodeParts:
         """Make these, or all of them: what is wrong with a name or a file is found here."""

@@ -79,8 +79,8 @@ class Sampler(Protocol):
 class Reader(Protocol):
     """The servers of a scorer."""
 
-    async def read(self, session: str, ids: tuple[int, ...], count: int) -> TokenScores:
-        """Score the last `count` of these ids. Raises EngineError."""
+    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        """Score the last `count` of these ids, and name the `top` likeliest tokens. Raises EngineError."""
 
     def release(self, session: str) -> None:
         """The episode is over."""
@@ -89,7 +89,8 @@ class Reader(Protocol):
 @dataclass
 class EpisodeContext:
     """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least.
-    `readers`: the scorers that read the turns of episodes of a data source."""
+    `readers`: the scorers that read the turns of episodes of a data source, and name the `top` likeliest
+    tokens at each place."""
 
     rules: Rules
     reward: EpisodeReward
@@ -98,6 +99,7 @@ class EpisodeContext:
     oldest: Callable[[], int]
     snapshots: Snapshots | None = None
     readers: Callable[[str], Sequence[Reader]] = lambda source: ()
+    top: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -167,7 +169,8 @@ class EpisodeRun:
         ids, count = prefix + sampled.ids, len(sampled.ids)
         if not count or self.assign.lane == "eval" or not self.assign.temperature:
             return sampled
-        found = await asyncio.gather(*(reader.read(session, ids, count) for reader in self._readers))
+        top = self.context.top
+        found = await asyncio.gather(*(reader.read(session, ids, count, top) for reader in self._readers))
         return msgspec.structs.replace(sampled, scores=tuple(found))
 
     def recall(self, frames: Sequence[bytes]) -> None:

@@ -138,6 +138,7 @@ class RolloutWorker:
             oldest=lambda: self._oldest,
             snapshots=self._snapshots,
             readers=lambda source: [self._scorers[name] for name in config.readers(source)],
+            top=config.kl.top_k,
         )
         gateway = Gateway(config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None

@@ -28,6 +28,7 @@ from asyncrl.conversation.turns import trained
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.teacher import Told, likeliest, scores_of, taught_rows
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -43,6 +44,8 @@ class Example:
     before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
     asks for them. `routes`: of each row the experts of its first tokens, [·, layers * k], -1 for a gap.
     `agents`: of each row the place of its adapter, where there are several.
+    `taught`: the rows as a teacher reads them, where their prompts are others. `likeliest`: what a teacher on
+    servers told of each token, [T_i, k] ids and log-probs.
     """
 
     planned: PlannedTrajectory
@@ -60,6 +63,8 @@ class Example:
     exact: np.ndarray
     routes: tuple[np.ndarray, ...] = ()
     agents: tuple[int, ...] = ()
+    taught: tuple[np.ndarray, ...] = ()
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
     excluded: bool = False
     advantage: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -123,8 +128,9 @@ class MicroBatch:
     `agent`: the place of its adapter, where there are several: those of each are an episode by themselves.
 
     `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
-    contribute: not stale, not excluded. The optional fields are those of ADDED that the recipe asks for;
-    `prox` is None where the policy does not change between now and the optimizer step.
+    contribute: not stale, not excluded. `taught`: the same tokens behind the prompts of a teacher, if these
+    are others. The last fields are those of ADDED that the recipe asks for; `prox` is None where the policy
+    does not change between now and the optimizer step.
     """
 
     selected: Selected
@@ -137,12 +143,18 @@ class MicroBatch:
     exact: Tensor
     counted: Tensor
     agent: Tensor | None = None
+    taught: Selected | None = None
     advantage: Tensor | None = None
     returns: Tensor | None = None
     prox: Tensor | None = None
     reference: Tensor | None = None
     value: Tensor | None = None
     prepared: Tensor | None = None
+
+    @property
+    def for_reference(self) -> Selected:
+        """What the reference reads."""
+        return self.taught or self.selected
 
     def updated(self, examples: Sequence[Example]) -> MicroBatch:
         """With the fields added to the examples since they were collated; no others are copied again."""
@@ -207,13 +219,14 @@ def example(
     *,
     mask_truncated: bool = False,
     choices: int = 0,
-    scored: bool = False,
+    scored: int | None = None,
     agents: Sequence[str] = ("",),
 ) -> Example:
     """Join the turns of a trajectory token for token, for batch `step`, with the share of its aggregation
     rule, rewards and lags of its tokens, and which tokens are over `bound`. `choices` of experts that the
     model makes for a token, if they are to be made as the servers did. `scored`: turns bring the log-probs of
-    the reference; those of a turn without are NaN, so that its tokens are left out. `agents` have adapters.
+    the reference, and as many likeliest tokens of each place; those of a turn without are NaN, so that its
+    tokens are left out. `agents` have adapters.
 
     Raises ProtocolError when a turn's arrays do not fit each other, or its row.
     """
@@ -247,20 +260,13 @@ def example(
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
-        reference=_scored(turns) if scored else None,
+        reference=None if scored is None else scores_of(turns),
         routes=row_routes(turns, [*map(len, rows)], choices) if choices else (),
         agents=tuple(whose[row] for row in range(len(rows))) if len(agents) > 1 else (),
+        taught=taught_rows(rows, turns),
+        likeliest=likeliest(turns, scored) if scored else None,
         excluded=mask_truncated and planned.own.end.truncated,
     )
-
-
-def _scored(turns: Sequence[Turn]) -> np.ndarray:
-    """Returns what the first scorer of each turn makes of its tokens: the reference, or else a teacher."""
-    told = [
-        np.frombuffer(turn.scores[0].logprobs, "<f4") if turn.scores else np.full(len(turn.ids), np.nan)
-        for turn in turns
-    ]
-    return np.concatenate([np.empty(0), *told])
 
 
 def row_routes(turns: Sequence[Turn], lengths: Sequence[int], choices: int) -> tuple[np.ndarray, ...]:
@@ -287,7 +293,6 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
     counts = [e.tokens for e in examples]
     if not sum(counts):
         return _dummy(dtype, packing)
-    first = np.cumsum([0, *(len(e.rows) for e in examples[:-1])])  # row of each example
 
     def spread(values: Sequence[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(dtype)
@@ -295,21 +300,25 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
     def join(name: str) -> Tensor:
         return _join(examples, name)
 
+    row_of = np.repeat(np.cumsum([0, *(len(e.rows) for e in examples[:-1])]), counts) + join("row_of").numpy()
+    position, temperature = join("position").numpy(), spread([e.planned.temperature for e in examples])
+    rows = [row for e in examples for row in e.rows]
+    routes = [own for e in examples for own in e.routes or [NO_ROUTES] * len(e.rows)]
     episode, agent = np.repeat(np.arange(len(examples)), counts), None
     agents = [at for e in examples for at in e.agents]
     if agents:
         agent = np.concatenate([np.asarray(e.agents)[e.row_of] for e in examples])
         episode = np.unique(episode * (max(agents) + 1) + agent, return_inverse=True)[1]
+    selected = Selected.of(rows, row_of, position, temperature, packing, routes, agents)
+    taught = None
+    if theirs := [row for e in examples for row in e.taught]:
+        longer = np.array([len(other) - len(own) for other, own in zip(theirs, rows, strict=True)])
+        taught = Selected.of(theirs, row_of, position + longer[row_of], temperature, packing)
+    if told := [e.likeliest for e in examples if e.likeliest is not None]:
+        selected = replace(selected, told=Told.of(told, join("reference").to(dtype)))
     return MicroBatch(
-        selected=Selected.of(
-            [row for e in examples for row in e.rows],
-            np.repeat(first, counts) + join("row_of").numpy(),
-            join("position").numpy(),
-            spread([e.planned.temperature for e in examples]),
-            packing,
-            [own for e in examples for own in e.routes or [NO_ROUTES] * len(e.rows)],
-            agents,
-        ),
+        selected=selected,
+        taught=taught,
         episode=torch.from_numpy(episode),
         agent=None if agent is None else torch.from_numpy(agent),
         turn=join("turn"),
@@ -344,9 +353,10 @@ def with_values(examples: Sequence[Example], name: str, values: Tensor) -> list[
 def _dummy(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     zero, no = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.bool)
     index = torch.zeros(1, dtype=torch.int64)
+    told = Told(index[:, None], zero[:, None], zero)
     ids, first, second = np.zeros(2, dtype=np.int64), np.array([0]), np.array([1])
     return MicroBatch(
-        selected=Selected.of([ids], first, second, zero + 1, packing),
+        selected=replace(Selected.of([ids], first, second, zero + 1, packing), told=told),
         episode=index,
         turn=index,
         mu=zero,
@@ -355,5 +365,6 @@ def _dummy(dtype: torch.dtype, packing: Packing) -> MicroBatch:
         fresh=no,
         exact=no,
         counted=no,
+        taught=None,
         **dict.fromkeys(ADDED, zero),
     )

@@ -29,7 +29,7 @@ from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, 
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
-from asyncrl.trainer.objective import evaluate
+from asyncrl.trainer.objective import evaluate, teacher_of
 from asyncrl.trainer.optimizer import (
     SpikeError,
     learning_rate,
@@ -120,7 +120,7 @@ class Learner:
                 *(planned, turns, self.step, self.bound, rule),
                 mask_truncated=masked,
                 choices=choices,
-                scored=self.scored,
+                scored=self.config.kl.top_k if self.scored else None,
                 agents=self.agents,
             )
             for planned, turns in work
@@ -196,18 +196,18 @@ class Learner:
         if not (of_policy or recipe.critic or self.reference is not None):
             return list(held)
         for part in self._micro_batches(held):
-            tokens = self._collate(part).selected
+            micro = self._collate(part)
             found: dict[str, Tensor | None] = {}
             with torch.no_grad():
                 if of_policy:
-                    scores = self.policy(tokens, collision=recipe.advantage.whole_group)
+                    scores = self.policy(micro.selected, collision=recipe.advantage.whole_group)
                     found |= {"prox": scores.logp, "collision": scores.collision, "value": scores.value}
                 if self.critic is not None:
                     with self.watch.phase("values"):
-                        found["value"] = self.critic(tokens)
+                        found["value"] = self.critic(micro.selected)
             if self.reference is not None and recipe.scores_reference:
                 with self.watch.phase("ref"):
-                    found["reference"] = self.reference.logp(tokens)
+                    found["reference"] = self.reference.logp(micro.for_reference)
             for name, values in found.items():
                 if values is not None and not (name == "prox" and recipe.prox != "recompute"):
                     part = with_values(part, name, values)
@@ -265,7 +265,7 @@ class Learner:
         if not self.behind_barrier and self.reference is not None:
             if self.recipe.scores_reference:
                 with self.watch.phase("ref"):
-                    tokens = self._collate(examples).selected
+                    tokens = self._collate(examples).for_reference
                     examples = with_values(examples, "reference", self.reference.logp(tokens))
             if not self.recipe.critic:
                 examples = self._credited(examples, tally)
@@ -282,9 +282,9 @@ class Learner:
         self._computed += computed
         self._flops += computed * self._flop_count.body + scored * self._flop_count.head
         entropy_grad, teacher = self.config.algorithm.entropy_coef > 0, None
-        if self.reference is not None and self.recipe.divergence:
+        if self.recipe.divergence:
             with self.watch.phase("ref"):
-                teacher = self.reference.teacher(micro.selected, self.recipe.divergence, self.config.kl.top_k)
+                teacher = teacher_of(micro, self.reference, self.recipe.divergence, self.config.kl.top_k)
         scores = self.policy(micro.selected, entropy_grad=entropy_grad, teacher=teacher)
         value = scores.value
         if self.critic is not None:

@@ -37,10 +37,10 @@ from asyncrl.trainer.scores import (
     Scores,
     Selected,
     SplitModel,
-    Teacher,
     in_parts,
     score_chunks,
 )
+from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import SequenceRanks, World
 from asyncrl.weights.adapters import Adapters, owner
 from asyncrl.weights.names import kept_buffers, pieces

@@ -17,7 +17,9 @@ from asyncrl.algorithms.losses import LossInput, TokenLoss, value_loss
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.config import RunConfig
 from asyncrl.trainer.batch import MicroBatch
+from asyncrl.trainer.model import Reference
 from asyncrl.trainer.scores import Scores
+from asyncrl.trainer.teacher import Teacher
 
 KL_CAP = 2.0  # of rho before a KL term that no correction weighs
 Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no count: per D
@@ -101,11 +103,18 @@ def evaluate(
     return Evaluated(total, state, terms)
 
 
+def teacher_of(micro: MicroBatch, reference: Reference | None, divergence: str, top_k: int) -> Teacher:
+    """What a divergence compares the policy with: a model here, or what servers told. A collective."""
+    if reference is not None:
+        return reference.teacher(micro.for_reference, divergence, top_k)
+    return Teacher(divergence, top_k)
+
+
 def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
     """Return the inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
     pi = scores.logp.detach()
     prox, fresh = proximal(micro, pi, recipe, progress), micro.fresh
-    reference = micro.reference if scores.reference is None else scores.reference
+    reference = scores.reference if micro.reference is None else micro.reference
     for numbers in (micro.mu, pi, prox, reference, scores.divergence):
         fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
     # It must be gone before exp: weight zero times infinity is not zero.

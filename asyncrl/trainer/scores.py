@@ -18,12 +18,12 @@ from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from asyncrl.algorithms.kl import divergence, lumped
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import ForestAttention
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.teacher import Teacher, Told, distances
 from asyncrl.trainer.world import SequenceRanks
 
 CHUNK = 512  # tokens whose logits exist at once
@@ -49,17 +49,6 @@ class Scores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """What the policy is compared with, and how: a name of DIVERGENCES, over the whole vocabulary or classes
-    (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and their logits, without gradient."""
-
-    name: str
-    top_k: int
-    features: Tensor
-    logits_of: Logits
-
-
-@dataclass(frozen=True)
 class Selected:
     """The tokens to score. `ids` [B, T]; token i of N is labels[i], predicted by the hidden state of
     ids[predictor[i]] (which stays on the host) of the flattened ids and logits divided by temperature[i].
@@ -68,6 +57,7 @@ class Selected:
     `ids` is a sequence by itself, padded on the right. `routes` [B * T, ·]: the experts of every token, those
     of the first row for what rows share; -1: not known. `ranks`: those that have a part of the sequence each.
     `agents` [B, T]: the places of the tokens' adapters (Adapters.use); rows of different ones share nothing.
+    `told`: by a teacher.
     """
 
     ids: Tensor
@@ -79,6 +69,7 @@ class Selected:
     routes: Tensor | None = None
     ranks: SequenceRanks | None = None
     agents: Tensor | None = None
+    told: Told | None = None
 
     @classmethod
     def of(
@@ -118,7 +109,8 @@ class Selected:
         moved: dict[str, Any] = {
             name: x.to(device) for name, x in given.items() if isinstance(x, Tensor | ForestAttention)
         }
-        return replace(self, **moved)
+        told = self.told and Told(*(column.to(device) for column in self.told))
+        return replace(self, told=told, **moved)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -180,12 +172,17 @@ def score_chunks(
         if collision:
             found["collision"] = collision_of(table)
         if teacher is not None:
-            with torch.no_grad():
-                other = log_probs(teacher.logits_of, taught[0], temperature)
-            found |= distances(table, other, labels, teacher)
+            if teacher.logits_of is None:
+                found |= distances(table, labels, Told(*taught), teacher)
+            else:
+                with torch.no_grad():
+                    other = log_probs(teacher.logits_of, taught[0], temperature)
+                found |= distances(table, labels, other, teacher)
         return found
 
-    taught = () if teacher is None else (teacher.features,)
+    taught: Sequence[Tensor] = ()
+    if teacher is not None:
+        taught = tokens.told or () if teacher.features is None else (teacher.features,)
     columns = (features, tokens.labels, tokens.temperature)
     parts = zip(*(column.split(CHUNK) for column in (*columns, *taught)), strict=True)
     found = [
@@ -199,20 +196,6 @@ def log_probs(logits_of: Logits, features: Tensor, temperature: Tensor) -> Tenso
     """Log-probs [N, V] at each token's temperature."""
     logits = widened(logits_of(features))
     return (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
-
-
-def distances(table: Tensor, other: Tensor, labels: Tensor, teacher: Teacher) -> dict[str, Tensor]:
-    """The divergence between a teacher's table `other` and one's own, [N, V], and its log-probs of labels."""
-    sampled = labels[:, None]
-    reference = other.gather(1, sampled)[:, 0]
-    if teacher.top_k:
-        known = other[:, : table.shape[1]]  # vocabularies may be filled up to different sizes
-        ids = known.topk(min(teacher.top_k, known.shape[1])).indices
-        table, other = (
-            lumped(one.gather(1, ids), one.gather(1, sampled)[:, 0], ids == sampled) for one in (table, other)
-        )
-    found = divergence(table, other, teacher.name).to(reference.dtype)
-    return {"divergence": found, "reference": reference}
 
 
 def entropy_of(logp: Tensor) -> Tensor:
@@ -267,7 +250,10 @@ def _part(tokens: Selected, mine: np.ndarray, ranks: SequenceRanks) -> Selected:
     chosen = torch.from_numpy(mine).to(ids.device)
     labels, temperature = tokens.labels[chosen], tokens.temperature[chosen]
     predictor = tokens.predictor[mine] - start
-    return Selected(ids, labels, predictor, temperature, positions, tokens.forest, routes, ranks, agents)
+    told = tokens.told and Told(*(column[chosen] for column in tokens.told))
+    return Selected(
+        ids, labels, predictor, temperature, positions, tokens.forest, routes, ranks, agents, told
+    )
 
 
 Product = Callable[[Tensor], Tensor]  # hidden [..., H] → logits [..., V]

@@ -37,7 +37,7 @@ EXPECTED = {
     "cispo_scalerl": Parts("dr_grpo", "cispo_scalerl", (), "prompt_mean", 1, "batch_std"),
     "dapo": Parts("grpo", "ppo", optimizer_steps=2),
     "decoupled_ppo": Parts("dr_grpo", "ppo", optimizer_steps=2),
-    "distill": Parts("dr_grpo", "reinforce"),
+    "distill": Parts("dr_grpo", "reinforce", ("truncate",)),
     "dr_grpo": Parts("dr_grpo", "reinforce"),
     "gkd": Parts("dr_grpo", "reinforce"),
     "gpg": Parts("gpg", "reinforce", scale="nonzero"),

@@ -32,7 +32,10 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from lagged import Player
 
-PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml") if path.stem != "sft")
+NO_TASK = {"sft", "distill", "gkd"}  # they learn from conversations, or from a teacher
+PRESETS = sorted(
+    path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml") if path.stem not in NO_TASK
+)
 ARMS = ["start", "shuffled", "none", *PRESETS]
 LAGS = [0, 4, 16, 1, 8]  # the telling ones first
 STEPS = 40

@@ -156,6 +156,14 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
             "no teacher: there is nothing to learn from",
         ),
         ({"kl": {"where": "reward", "estimator": "js"}, "buffer": UNFILTERED}, "use kl.where=loss, or k1"),
+        (
+            {"kl": {"where": "loss", "prompt": "Think."}, "rollout": {"agent": "codex"}},
+            "leave out scorers and",
+        ),
+        (
+            {"kl": {"where": "loss", "prompt": "Think."}, "trainer": {"sequence_parallel": 2, "ranks": 2}},
+            "set trainer.sequence_parallel=1",
+        ),
         ({"kl": {"where": "loss", "top_k": 8}}, "kl.top_k is of divergences, and kl.estimator is k2"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -357,3 +358,20 @@ def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
     assert isinstance(episode.command, CallTools)
     episode = advance(made, episode, replies(episode.command, "x" * 90))
     assert episode.command == Score("", EpisodeEnd.LENGTH)
+
+
+def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
+    """With what only it is told; the turns that follow in a row are the same, also after a restart."""
+    made = dataclasses.replace(rules(), privilege="It is {ground_truth}.")
+    given = sample("2 plus 2", ground_truth='"4"')
+    episode = start(made, given)
+    for text in (call("add"), "4"):
+        episode = advance(made, episode, TurnGenerated(generation(text)))
+        if isinstance(episode.command, CallTools):
+            episode = advance(made, episode, replies(episode.command))
+    first, second = episode.turns
+    assert "It is 4.\n\n2 plus 2" in FakeChat().decode(first.taught) and second.taught == ()
+    assert first.context == start(rules(), given).command.ids  # type: ignore[union-attr]
+    assert resume(made, given, OPENED, episode.turns).turns == episode.turns
+    plain = start(rules(), given)
+    assert advance(rules(), plain, TurnGenerated(generation("4"))).turns[0].taught == ()

@@ -51,7 +51,7 @@ def test_turns_join_token_for_token() -> None:
 def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
     scores = (TokenScores("reference", np.array([-1, -2], "<f4").tobytes()), TokenScores("teacher", bytes(8)))
     turns = [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]]
-    e = example(ROW, turns, 5, 1, TOKEN_MEAN, scored=True)
+    e = example(ROW, turns, 5, 1, TOKEN_MEAN, scored=0)
     assert e.reference is not None
     np.testing.assert_array_equal(e.reference, [-1, -2, np.nan, np.nan, np.nan])
     assert joined(turns).reference is None

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.barrier import deal
+from asyncrl.trainer.batch import collate
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.objective import teacher_of
 from asyncrl.trainer.world import World
-from asyncrl.types import Turn
+from asyncrl.types import TokenScores, Turn
 from tests.fakes.recipes import COMPARING, RECIPES, UNFILTERED, trained
 from tests.fakes.reference import gradients, token_log_probs
 from tests.fakes.training import (
@@ -111,14 +114,27 @@ def entropy(model: Any, episode: Episode) -> Tensor:
     return -(table.exp() * table).sum()
 
 
+def with_prompt(turns: list[Turn], taught: tuple[int, ...]) -> list[Turn]:
+    return [msgspec.structs.replace(turns[0], context=taught), *turns[1:]]
+
+
 @pytest.mark.parametrize("steps", [{}, {"loss": "cispo_scalerl", "prox": "recompute"}])
-@pytest.mark.parametrize("estimator", ["forward", "reverse", "js"])
-def test_a_divergence_in_the_loss(
-    made: Made, model: Any, episodes: list[Episode], estimator: str, steps: dict[str, Any]
+@pytest.mark.parametrize(
+    ("estimator", "prompted"),
+    [("forward", False), ("reverse", False), ("js", False), ("js", True), ("k2", True)],
+)
+def test_what_distils(
+    made: Made, model: Any, episodes: list[Episode], estimator: str, prompted: bool, steps: dict[str, Any]
 ) -> None:
-    """Every model token counts, however far its own ratio is off: streamed and behind a barrier."""
-    kl = {"where": "loss", "coef": 0.3, "estimator": estimator}
-    learner, without = made(kl=kl, algorithm=steps), made(algorithm=steps)
+    """In a divergence every model token counts, however far its own ratio is off: streamed and behind a
+    barrier. `prompted`: the teacher reads another prompt, of another length in each episode."""
+    kl = {"where": "loss", "coef": 0.3, "estimator": estimator, "prompt": "Think." if prompted else ""}
+    if prompted:
+        own = [(row, list(turns)) for row, turns in episodes]
+        for i, (_, turns) in enumerate(own):
+            turns[0] = msgspec.structs.replace(turns[0], taught=(*range(i), 5, *turns[0].context[1:]))
+        episodes = own
+    learner, without = made(kl=kl, algorithm=steps, buffer=UNFILTERED), made(algorithm=steps)
     run_batch(learner, [[episodes]])
     learner.step, initial = 0, copy.deepcopy(model)
     moved = full_state(learner.policy)
@@ -127,7 +143,17 @@ def test_a_divergence_in_the_loss(
         parameter.data.copy_(next(p for n, p in learner.policy.lm.named_parameters() if n == name).data)
     total = torch.zeros((), dtype=torch.float64)
     for episode in episodes:
-        p, t = tables(model, episode), tables(initial, episode).detach()
+        row, turns = episode
+        read = (row, with_prompt(turns, turns[0].taught)) if prompted else episode
+        p, t = tables(model, episode), tables(initial, read).detach()
+        if estimator == "k2":
+            pi, mu = logp(model, episode)
+            rho = (pi - mu).detach().exp()
+            weight = (
+                rho.clamp(max=2.0) if steps else truncated(pi - mu, torch.full_like(pi, centred(episode)))
+            )
+            total = total + (weight * (pi - logp(initial, read)[0].detach()) ** 2 / 2).sum()
+            continue
         m = ((p.exp() + t.exp()) / 2).log()
         total = (
             total
@@ -142,6 +168,49 @@ def test_a_divergence_in_the_loss(
     assert all(wanted[name].norm() > 1e-4 for name in wanted)
     together = {name: gradient + policy[name] for name, gradient in wanted.items()}
     assert gradient_gap(learner, episodes, together) < TOLERANCE
+
+
+@pytest.mark.parametrize("steps", [{}, {"loss": "ppo", "steps_per_batch": 2}])
+def test_a_teacher_on_servers_teaches_what_one_in_the_trainer_does(
+    made: Made, model: Any, model_path: str, episodes: list[Episode], steps: dict[str, Any]
+) -> None:
+    """By its likeliest tokens, as they come with the turns. A turn that no scorer has read is left out."""
+    kl = {"where": "loss", "coef": 1.0, "estimator": "js", "top_k": 4}
+    here = made(kl={**kl, "reference": model_path}, algorithm=steps, buffer=UNFILTERED)
+    there = made(kl=kl, scorers={"teacher": {"urls": ["http://t"]}}, algorithm=steps, buffer=UNFILTERED)
+    assert there.reference is None
+    scored = [(row, read(model, (row, turns), 4)) for row, turns in episodes]
+    for learner in (here, there):
+        change(learner)
+    wanted = final_gradients(here, [[episodes[:5]], [episodes[5:]]])
+    assert difference(final_gradients(there, [[scored[:5]], [[]], [scored[5:]]]), wanted) < 1e-6  # float32
+    idle = collate([], torch.float64, there.packing)
+    found = there.policy(idle.selected, teacher=teacher_of(idle, None, "js", 4)).divergence
+    assert found is not None and found.isfinite().all()  # of a rank that has no episode
+    unread = [(row, [msgspec.structs.replace(turns[0], scores=()), *turns[1:]]) for row, turns in scored]
+    partly = final_gradients(there, [[unread]])
+    assert difference(partly, wanted) > 1e-4 and all(g.isfinite().all() for g in partly.values())
+
+
+def change(learner: Learner) -> None:
+    with torch.no_grad():
+        for i, parameter in enumerate(learner.policy.parameters()):
+            parameter += 0.03 * (i % 3 - 1)
+
+
+@torch.no_grad()
+def read(model: Any, episode: Episode, top: int) -> list[Turn]:
+    """The turns with the scores of a server of `model`."""
+    _, turns = episode
+    sizes = [len(turn.ids) for turn in turns]
+    found = []
+    for turn, table in zip(turns, tables(model, episode).split(sizes), strict=True):
+        logs, ids = table.topk(top)
+        own = table.gather(1, torch.tensor(turn.ids)[:, None])
+        parts = (own.numpy().astype("<f4"), ids.numpy().astype("<i4"), logs.numpy().astype("<f4"))
+        scores = TokenScores("teacher", *(part.tobytes() for part in parts))
+        found.append(msgspec.structs.replace(turn, scores=(scores,)))
+    return found
 
 
 def std_of(episodes: list[Episode]) -> float:
