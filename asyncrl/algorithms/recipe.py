@@ -163,7 +163,12 @@ def default_rules(loss: Loss) -> Mapping[str, Options]:
 def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Combinations of valid values that are wrong: message → whether it applies."""
     parts = (_of_ratios, _of_groups, _of_filters, _of_demonstrations, _of_no_effect)
-    return {message: refused for part in parts for message, refused in part(config, recipe).items()}
+    one_head = (
+        "agents have adapters of their own, and a value head on the policy would be one for all; set "
+        "critic.backbone=own"
+    )
+    found = {one_head: bool(config.agents and recipe.shared_critic)}
+    return found | {message: no for part in parts for message, no in part(config, recipe).items()}
 
 
 def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:

@@ -6,7 +6,7 @@ the string under a field is its documentation.
 """
 
 from asyncrl.config.base import Options, Plugin, Section, divisors, leaves, texts, without_defaults
-from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.episodes import AgentConfig, EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.run import (
     DataConfig,
     LaunchConfig,

@@ -54,10 +54,6 @@ class ModelConfig(Section, frozen=True):
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
 
-    @property
-    def adapters(self) -> dict[str, tuple[int, float]]:
-        return {"": (self.lora_rank, self.lora_alpha)} if self.lora_rank else {}
-
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A source among several: its share of the draws is its weight by the sum of all weights."""
@@ -261,8 +257,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def adapters(self) -> dict[str, tuple[int, float]]:
         """Rank and alpha of the adapter of each agent; '': of all others."""
-        alpha = self.model.lora_alpha
-        return self.model.adapters | {name: (own.lora_rank, alpha) for name, own in self.agents.items()}
+        ranks = {"": self.model.lora_rank} | {name: own.lora_rank for name, own in self.agents.items()}
+        return {agent: (rank, self.model.lora_alpha) for agent, rank in ranks.items() if rank}
 
     @property
     def adapters_apart(self) -> bool:
@@ -271,10 +267,15 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return bool(self.adapters) and (known if self.weights.adapters == "auto" else self.weights.adapters)
 
     @property
-    def adapters_held(self) -> int:
-        """Adapters that requests at one server use at once: those within the usual staleness, and the one
-        before them, whose requests are about to end. 0: servers have none."""
+    def versions_held(self) -> int:
+        """Versions of adapters that requests at one server use at once: those within the usual staleness, and
+        the one before them, whose requests are about to end. 0: servers have none."""
         return self.buffer.usual_staleness + 2 if self.adapters_apart and self.engine.remote else 0
+
+    @property
+    def adapters_held(self) -> int:
+        """Adapters of these versions. Servers count the base, too, where an agent has none of its own."""
+        return self.versions_held * len(self.adapters) + ("" not in self.adapters)
 
     @property
     def group_bytes(self) -> int:
@@ -361,10 +362,8 @@ def _check_combinations(config: RunConfig) -> None:
         "agents: only the requests of an agent program have names; set rollout.agent": bool(
             config.agents and not config.rollout.agent
         ),
-        "agents need versions of adapters alone; set engine=torch, weights.transport=disk, full_every=1 and "
-        "adapters=auto": bool(config.agents and (config.engine.remote or not config.adapters_apart)),
-        "agents: a value head on the policy has one set of weights, and they have several; set "
-        "critic.backbone=own": bool(config.agents and config.critic.backbone == "shared"),
+        "agents need versions of adapters alone; set weights.transport=disk, full_every=1 and, with "
+        "engine.urls, adapters=true": bool(config.agents and not config.adapters_apart),
         "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
             config.trainer.router_replay and not config.engine.remote
         ),

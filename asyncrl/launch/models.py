@@ -59,6 +59,10 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}, scorers: b
     weights = config.weights
     if config.adapters_apart and weights.adapters == "auto" and config.engine.remote:
         weights = replace(weights, adapters=bool(served_modules(model.path)))
+        if config.agents and not weights.adapters:
+            raise ConfigError(
+                f"agents: SGLang has no adapters for some layers of {model.path}; set engine=torch"
+            )
     return replace(
         config,
         model=model,

@@ -37,8 +37,8 @@ from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Check
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from asyncrl.weights.adapters import A, B, alone, named, owner, peft_name
-from asyncrl.weights.manifest import AdapterSpec
+from asyncrl.weights.adapters import A, B, named, owner, peft_name
+from asyncrl.weights.manifest import AdapterSpec, alone
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]
@@ -265,7 +265,8 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out: 
         load_shards({"model": tensors}, storage_reader=source, no_dist=True)
     layers = tuple(sorted({name.rpartition(".")[0] for name in tensors}))
     for agent, size in config.adapters.items():
-        mine = {alone(peft_name(name), agent): t for name, t in tensors.items() if owner(name) == agent}
+        every = {alone(peft_name(name), agent): tensor for name, tensor in tensors.items()}
+        mine = {name: tensor for name, tensor in every.items() if name}
         (out / agent).mkdir(exist_ok=True)
         save_file(mine, out / agent / "adapter_model.safetensors", {"format": "pt"})
         transposed = any(_transposed(layer, agent, stored) for layer in layers)

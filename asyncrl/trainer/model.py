@@ -78,8 +78,10 @@ class Policy(nn.Module):
         self.attention = lm.config._attn_implementation  # of padded rows
         self.replay: ForcedRoutes | None = None  # of its routers
         self.adapters: Adapters | None = None
-        if sizes := config.adapters if adapters is None else adapters:
-            self.adapters = Adapters(lm, sizes)
+        if adapters is None and config.lora_rank:
+            adapters = {"": (config.lora_rank, config.lora_alpha)}
+        if adapters:
+            self.adapters = Adapters(lm, adapters)
         if value_head:
             add_value_head(lm, lm.get_output_embeddings().weight.shape[-1])
         self.cut = SplitModel(lm, fp32_head=config.fp32_head)

@@ -146,11 +146,6 @@ def peft_name(parameter: str) -> str:
     return ".".join(filter(None, ("base_model.model", layer, role, agent, weight)))
 
 
-def alone(name: str, agent: str) -> str:
-    """The name of an agent's tensor in a file of its own."""
-    return name.replace(f".{agent}.weight", ".weight") if agent else name
-
-
 def coverage(shapes: Mapping[str, Sequence[int]], adapted: Container[str]) -> str:
     """The matrices that adapters adapt and those they leave, by kind, with their number and their share of
     all parameters. (Stacked experts are no linear layers.)"""

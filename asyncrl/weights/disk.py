@@ -223,17 +223,17 @@ def delete_damaged(ref: WeightsRef) -> None:
         delete(part)
 
 
-def bytes_needed(version_bytes: int, deltas: bool, caches: int, adapters: int = 0) -> int:
+def bytes_needed(version_bytes: int, deltas: bool, caches: int, held: int = 0) -> int:
     """Bytes that the versions kept at once may take, the one being written and one being read included. With
     deltas: two lineages, each a whole version and deltas of about as much, and readers' `caches`, if they are
-    beside the versions. `adapters` that a server holds: it maps copies in its reader's cache."""
-    return version_bytes * (KEEP + 2 + (2 + caches if deltas else 0) + caches * adapters)
+    beside the versions. `held` by a server, of adapters: it maps copies in its reader's cache."""
+    return version_bytes * (KEEP + 2 + (2 + caches if deltas else 0) + caches * held)
 
 
 def space_needed(config: RunConfig, version_bytes: int) -> int:
     """Bytes that a run's versions may take at once."""
     deltas = config.weights.full_every > 1
-    return bytes_needed(version_bytes, deltas, config.engine.keepers, config.adapters_held)
+    return bytes_needed(version_bytes, deltas, config.engine.keepers, config.versions_held)
 
 
 def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:

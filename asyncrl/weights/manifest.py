@@ -137,6 +137,15 @@ class AdapterSpec(msgspec.Struct, frozen=True):
         }
 
 
+_OF_AGENT = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
+
+
+def alone(name: str, agent: str) -> str:
+    """The name that a tensor of an agent's adapter has in a file of its own; '': it is not of that agent."""
+    found = _OF_AGENT.fullmatch(name)
+    return f"{found[1]}.weight" if found and (found[2] or "") == agent else ""
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same for a version
     that is published whole and one that is published as a `delta`. `adapters`: they are those of adapters, by

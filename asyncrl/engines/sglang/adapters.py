@@ -1,6 +1,7 @@
 """Loads published adapters into one server, each under a name of its own, beside what the server does.
 
     version: verified, in PEFT's layout ──► loaded as `label@attachment` ──► old ones unloaded
+                                            (of agents: `label/agent@attachment`)
 
 Nothing is paused: a request names its adapter, and keeps it to its end. A load that fails changes nothing.
 Files are the server's only while it reads them: of an unloaded adapter it remembers the path, and would load
@@ -25,16 +26,17 @@ from asyncrl.engines.sglang.stream import BASE_LABEL
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef, version_of
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef, alone, version_of
+from asyncrl.weights.ranges import write_file
 
 log = logging.getLogger("asyncrl.keeper")
 
-_NAME = re.compile(r"(e\d+-v\d+)@(.+)")
+_NAME = re.compile(r"(e\d+-v\d+)(?:/[\w-]+)?@(.+)")
 
 
-def adapter_name(version: PolicyVersion, attachment: str) -> str:
+def adapter_name(version: PolicyVersion, attachment: str, agent: str) -> str:
     """Names a version's adapter on a server, which outlives runs: they give the same labels to others."""
-    return f"{version.label}@{attachment}"
+    return f"{version.label}{agent and f'/{agent}'}@{attachment}"
 
 
 def outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
@@ -65,12 +67,14 @@ class AdapterLoader:
         async with self._loading:
             if not self._based:
                 await self._load_base()
-            name, files = self._name(ref), self._cache / uuid.uuid4().hex
+            files = self._cache / uuid.uuid4().hex
             with disk.lock_version(ref):
                 manifest = await asyncio.to_thread(self._lay_out, ref, files)
             try:
-                if name not in await self.api.adapters():  # whose load this one's caller gave up
-                    await self.api.load_adapter(name, str(files.absolute()), self._deadline)
+                loaded = await self.api.adapters()  # some, where this one's caller gave up a load
+                for agent, name in self._names(ref).items():
+                    if name not in loaded:
+                        await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
             finally:
                 await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
             self.loaded = ref
@@ -80,16 +84,17 @@ class AdapterLoader:
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probs of ids[1:] with the version that was loaded last, at temperature 1; NaN where the server
-        has none."""
-        adapter = self._name(self.loaded) if self.loaded is not None else ""
+        has none. Of several adapters, the first one."""
+        adapter = next(iter(self._names(self.loaded).values())) if self.loaded is not None else ""
         return await self.api.score(ids, self._deadline, adapter)
 
     async def label(self) -> str:
         """What the server holds: the label of the version that was loaded last, if it is there."""
         base, ref = await self.api.weight_label(), self.loaded
-        if base != BASE_LABEL or ref is None or self._name(ref) in await self.api.adapters():
-            return base if base != BASE_LABEL or ref is None else ref.label
-        return "no adapter of this run"
+        if base != BASE_LABEL or ref is None:
+            return base
+        names = set(self._names(ref).values())
+        return ref.label if names <= await self.api.adapters() else "no adapter of this run"
 
     async def close(self) -> None:
         if self._unloading is not None:
@@ -98,8 +103,10 @@ class AdapterLoader:
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
 
-    def _name(self, ref: WeightsRef) -> str:
-        return adapter_name(ref.version, self._attachment)
+    def _names(self, ref: WeightsRef) -> dict[str, str]:
+        """The names of a version's adapters, by agent."""
+        agents = self._config.adapters
+        return {agent: adapter_name(ref.version, self._attachment, agent) for agent in agents}
 
     async def _load_base(self) -> None:
         """The server has the weights of another directory, or of another run."""
@@ -109,16 +116,20 @@ class AdapterLoader:
         self._based = True
 
     def _lay_out(self, ref: WeightsRef, files: Path) -> Manifest:
-        """Write PEFT's directory. The server may map its files for as long as it has the adapter: no links to
-        those of the version, which other machines may delete."""
-        manifest = disk.verify(ref)
+        """Write PEFT's directories. The server may map their files for as long as it has the adapters: no
+        links to those of the version, which other machines may delete."""
+        manifest, arrays = disk.read_arrays(ref)
         if not manifest.adapters:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
-        settings = manifest.adapters[""].peft(self._config.model.path)
         try:
-            files.mkdir(parents=True)
-            (files / "adapter_config.json").write_bytes(msgspec.json.encode(settings))
-            shutil.copyfile(disk.payload(Path(ref.path)), files / "adapter_model.safetensors")
+            for agent, spec in manifest.adapters.items():
+                own = [one for one in manifest.layout if alone(one.name, agent)]
+                layout = tuple(one._replace(name=alone(one.name, agent)) for one in own)
+                (files / agent).mkdir(parents=True, exist_ok=True)
+                settings = msgspec.json.encode(spec.peft(self._config.model.path))
+                (files / agent / "adapter_config.json").write_bytes(settings)
+                with (files / agent / "adapter_model.safetensors").open("wb") as file:
+                    write_file(file, layout, (arrays[one.name] for one in own))
         except OSError as error:
             raise WeightsError(f"weights {ref.path}: cannot be copied to {files} ({error})") from error
         return manifest

@@ -96,7 +96,8 @@ class SGLangClient:
         may have an answer."""
         try:
             async with self._room:
-                return await self.api.score(ids, self._config.engine.request_timeout, self._adapter)
+                adapter = self._adapter(next(iter(self._config.adapters), ""))
+                return await self.api.score(ids, self._config.engine.request_timeout, adapter)
         except ServerGone as error:
             raise self._lost(error, None) from error
 
@@ -133,10 +134,11 @@ class SGLangClient:
         for call in calls:
             call.reschedule(now)
 
-    @property
-    def _adapter(self) -> str:
-        """The name of the newest one; "": versions are whole."""
-        return adapter_name(self._acked, self._salt) if self._adapters else ""
+    def _adapter(self, agent: str) -> str:
+        """The name of an agent's newest one; "": versions are whole, or it has none."""
+        own = agent if agent in self._config.agents else ""
+        named = self._adapters and own in self._config.adapters
+        return adapter_name(self._acked, self._salt, own) if named else ""
 
     def _clipped(self, request: Request) -> Request:
         """Asks for no more than fits within `rollout.max_tokens`."""
@@ -184,8 +186,8 @@ class SGLangClient:
         }
         if self._config.trainer.router_replay and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
-        if self._adapters:
-            body["lora_path"] = self._adapter  # which is part of what the cache goes by
+        if adapter := self._adapter(request.agent):
+            body["lora_path"] = adapter  # which is part of what the cache goes by
         elif self._in_place:
             # The cache outlives updates. What a request finds under its salt is no older than the salt says.
             body["cache_salt"] = f"{self._salt}/{self._acked.label}"

@@ -53,7 +53,7 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, sc
     if config.adapters_apart:
         own |= {
             "enable-lora": True,
-            "max-lora-rank": config.model.lora_rank,
+            "max-lora-rank": max(rank for rank, _ in config.adapters.values()),
             "lora-target-modules": sorted(served_modules(config.model.path)) or ["all"],
             "max-loras-per-batch": config.adapters_held,
         }

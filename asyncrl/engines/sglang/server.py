@@ -86,7 +86,7 @@ def _holds(model: ModelInfo, path: str) -> bool:
 
 
 def _cache(config: RunConfig, index: int) -> Path:
-    run_dir, size = Path(config.run_dir) / config.name, published_bytes(config) * max(1, config.adapters_held)
+    run_dir, size = Path(config.run_dir) / config.name, published_bytes(config) * max(1, config.versions_held)
     return cache_directory(config.weights.directory, run_dir, config.name, size, index)
 
 
@@ -226,7 +226,7 @@ def _check_room(url: str, info: ServerInfo, needed: int) -> None:
 
 
 def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
-    rank, used = config.model.lora_rank, config.adapters_held
+    rank, used = max(rank for rank, _ in config.adapters.values()), config.adapters_held
     loaded = used + 1  # one that is being loaded
     lacks = {
         "--enable-lora": not info.enable_lora,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_news_extend_the_row_after_the_very_ids_of_the_model() -> None:
     assert place.context == (*encode("and?"), 2)
     answered(branches, place, "43")
     assert shape(branches) == [0, 0]
+
+
+def test_where_adapters_are_by_agent_a_row_is_of_one() -> None:
+    for apart, rows in ((False, [0, 0]), (True, [0, 1])):
+        branches = Branches(dataclasses.replace(rules(), rows_apart=apart))
+        said = say(branches, "42", USER, agent="planner")
+        say(branches, "43", USER, said, AGAIN, agent="coder")
+        assert shape(branches) == rows
 
 
 def look(arguments: str = "{}", *, content: str = "look", name: str = "a", **fields: Any) -> Message:

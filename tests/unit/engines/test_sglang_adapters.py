@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from asyncrl.config import RunConfig
+from asyncrl.config import AgentConfig, RunConfig
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.adapters import AdapterLoader
 from asyncrl.engines.sglang.client import SGLangClient
@@ -75,10 +75,12 @@ class Server:
 
 
 @asynccontextmanager
-async def loading(tmp_path: Path, based: bool = True) -> AsyncIterator[tuple[Server, AdapterLoader]]:
+async def loading(
+    tmp_path: Path, based: bool = True, config: RunConfig = CONFIG
+) -> AsyncIterator[tuple[Server, AdapterLoader]]:
     async with asyncio.timeout(60), scripted() as script:
         server = Server(script)
-        loader = AdapterLoader(ServerApi(script.url), CONFIG, tmp_path / "cache", "mine", based, "a server")
+        loader = AdapterLoader(ServerApi(script.url), config, tmp_path / "cache", "mine", based, "a server")
         try:
             yield server, loader
         finally:
@@ -146,9 +148,9 @@ async def test_a_server_with_other_weights_loads_those_of_the_model_first(tmp_pa
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[Script, SGLangClient]]:
+async def connected(config: RunConfig = CONFIG) -> AsyncIterator[tuple[Script, SGLangClient]]:
     async with asyncio.timeout(60), scripted() as script:
-        client = SGLangClient(ServerApi(script.url), CONFIG, vocabulary=64, salt="mine")
+        client = SGLangClient(ServerApi(script.url), config, vocabulary=64, salt="mine")
         client.mark(PolicyVersion(1, 7))
         try:
             yield script, client
@@ -199,6 +201,44 @@ async def test_a_turn_with_an_outdated_adapter_ends_where_it_is() -> None:
         generation = await turn
         assert generation.ids == (5,) and generation.stop is StopReason.ABORT
         assert generation.spans == (VersionSpan(0, 1, 7, 7),)
+
+
+TWO = msgspec.structs.replace(
+    CONFIG,
+    model=msgspec.structs.replace(CONFIG.model, lora_rank=0),
+    agents={"planner": AgentConfig(2), "coder": AgentConfig(4)},
+)
+
+
+async def test_a_version_of_several_agents_is_an_adapter_each(tmp_path: Path) -> None:
+    specs = {agent: AdapterSpec(own.lora_rank, 4.0, (LAYER,)) for agent, own in TWO.agents.items()}
+    names = {
+        f"base_model.model.{LAYER}.lora_{role}.{agent}.weight": agent for role in "AB" for agent in specs
+    }
+    tensors = {name: torch.full((2, 2), float(len(agent))) for name, agent in names.items()}
+    async with loading(tmp_path, config=TWO) as (server, loader):
+        for step in range(OLDEST + 3):
+            await loader.load(publish(tensors, tmp_path, PolicyVersion(1, step), specs))
+        assert await loader.label() == f"e1-v{step}"
+        assert loader._unloading is not None
+        await loader._unloading
+        kept = {f"e1-v{at}/{agent}@mine" for at in range(1, step + 1) for agent in specs}
+        assert server.adapters.keys() == kept and len(kept) + 1 == TWO.adapters_held, "and the base"
+        for name, files in server.adapters.items():
+            assert files.keys() == {f"base_model.model.{LAYER}.lora_{role}.weight" for role in "AB"}
+            assert {float(one.mean()) for one in files.values()} == {7.0 if "planner" in name else 5.0}
+        del server.adapters[f"e1-v{step}/coder@mine"]
+        assert await loader.label() == "no adapter of this run"
+
+
+@pytest.mark.parametrize(("agent", "path"), [("coder", "e1-v7/coder@mine"), ("other", None)])
+async def test_a_request_names_the_adapter_of_its_agent(agent: str, path: str | None) -> None:
+    async with connected(TWO) as (script, client):
+        script.streams(event([5], 1, "default"), event([6], 2, "default", LENGTH), DONE)
+        request = msgspec.structs.replace(ask((1, 2), 2), agent=agent)
+        assert (await client.generate(request)).spans == (VersionSpan(0, 2, 7, 7),)
+        [(_, body, _)] = script.asked
+        assert body.get("lora_path") == path
 
 
 def server_info(**changes: object) -> dict[str, object]:

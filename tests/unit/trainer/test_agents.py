@@ -15,6 +15,8 @@ from torch import Tensor
 
 from asyncrl import cli
 from asyncrl.config import parse
+from asyncrl.conversation.requests import AgentRequest
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.learner import Learner
@@ -48,7 +50,6 @@ TWO: dict[str, Any] = {
     "agents": AGENTS,
     "model": {"lora_alpha": ALPHA},
     "rollout": {"agent": "some.py:agent"},
-    "critic": {"backbone": "own"},
 }
 PROMPT = tuple(range(1, 25))  # of both agents: long enough that a tree would share it
 
@@ -263,8 +264,7 @@ def test_each_is_written_by_itself(save: Any, world: World, tmp_path: Path) -> N
         ({"rollout": {}}, "set rollout.agent"),
         ({"weights": {"adapters": False}}, "adapters alone"),
         ({"weights": {"full_every": 2}}, "adapters alone"),
-        ({"engine": {"name": "sglang"}}, "engine=torch"),
-        ({"critic": {"backbone": "shared"}}, "critic.backbone=own"),
+        ({"engine": {"name": "sglang", "urls": ["http://a"]}}, "adapters=true"),
         ({"agents": {"a.b": {"lora_rank": 1}}}, "agents"),
         ({"agents": {"a": {"lora_rank": 0}}}, "lora_rank"),
     ],
@@ -274,3 +274,16 @@ def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
     assert parse(run).agents
     with pytest.raises(ConfigError, match=said):
         parse(run | changed)
+
+
+def test_a_value_head_on_the_policy_is_refused(model_path: str, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"critic\.backbone=own"):
+        made(model_path, world, algorithm={"advantage": "gae"}, critic={"backbone": "shared"})
+
+
+def test_what_no_adapter_answers_is_not_trained() -> None:
+    run = {"name": "t", "data": {"train": "x"}, **copy.deepcopy(TWO)}
+    asked = {name: AgentRequest((), agent=name) for name in ("planner", "coder", "other", "")}
+    for rank, untrained in ((0, {"other", ""}), (4, set())):
+        parts = EpisodeParts(parse(run | {"model": {"path": "x", "lora_rank": rank}}))
+        assert {name for name, request in asked.items() if parts.untrained(request)} == untrained
