@@ -147,6 +147,10 @@ def check_model(config: RunConfig) -> None:
             "fetch or save the model anew"
         )
     _check_width(path, settings)
+    if config.kl.reference:
+        from asyncrl.engines.sglang.server import check_vocabulary
+
+        check_vocabulary(config, "kl.reference", config.kl.reference)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(
             f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"

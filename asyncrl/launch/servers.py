@@ -97,4 +97,4 @@ def _check_model(config: RunConfig, scorer: str) -> None:
     if not weight_files(path):
         raise ConfigError(f"scorers.{scorer}.path: {path} has no model.safetensors; give a model directory")
     if scorer != "reward":
-        check_vocabulary(config, scorer, path)
+        check_vocabulary(config, f"scorers.{scorer}", path)

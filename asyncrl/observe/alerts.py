@@ -33,6 +33,7 @@ BY_LENGTH = "staleness/by_length/*/masked_frac"
 FAILING, FEW = 0.2, 8  # share of the attempts, or of the tool calls; failed attempts that are no alert yet
 LIMITING = 0.5  # of the time
 SILENT, SLOWER = 300.0, 6.0  # seconds without a step or an episode, and times what a step takes
+TEACHES = 0.1  # kl.coef of a teacher; a penalty is less
 CONNECTING = 60.0  # seconds that workers may come after the first one
 LOWEST, HIGHEST = "rollout/score/min", "rollout/score/max"
 FAILED = "rollout/attempts_failed/"
@@ -91,6 +92,13 @@ class Seen(NamedTuple):
             for row in self.validations
         ]
         return found if found and (found[-1][0] or not self.last) else []
+
+    @property
+    def taught(self) -> bool:
+        """A teacher teaches, whatever the rewards are."""
+        named = any(self.keys.get(key) for key in ("kl.reference", "kl.prompt", "scorers"))
+        in_loss = str(self.keys.get("kl.where")).startswith("loss")
+        return named and in_loss and self.keys.get("kl.coef", 0.0) >= TEACHES
 
     @property
     def success(self) -> float:
@@ -268,6 +276,10 @@ def _often(name: str, what: str, least: float = MOST) -> Callable[[Seen], Found 
     return lambda seen: Found(f"{share:.0%} {what}") if (share := seen.mean(name)) >= least else None
 
 
+def _by_rewards(find: Callable[[Seen], Found | None]) -> Callable[[Seen], Found | None]:
+    return lambda seen: None if seen.taught else find(seen)
+
+
 def _nothing_taught(seen: Seen) -> Found | None:
     share, score = seen.mean(metric.ZERO_ADVANTAGE), seen.mean(metric.REWARD)
     scores = f"mean score {score:.3g}, highest {seen.highest:.3g}"
@@ -344,10 +356,10 @@ RULES: dict[str, Callable[[Seen], Found | None]] = {
     "attempts fail": _failing,
     "no progress": _stalled,
     "account is not exact": _account,
-    "constant reward": _constant,
+    "constant reward": _by_rewards(_constant),
     "everything truncated": _cut_off,
     "all groups filtered": _often("rollout/discarded_group_frac", "of the groups were filtered or dropped"),
-    "nothing to learn": _nothing_taught,
+    "nothing to learn": _by_rewards(_nothing_taught),
     "a process was lost": _lost,
     "tools fail": _often("rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING),
     "entropy collapse": _collapse,
@@ -356,5 +368,5 @@ RULES: dict[str, Callable[[Seen], Found | None]] = {
     "many tokens masked": _masked,
     "success is set low": _beyond,
     "limited": _limited,
-    "little to learn": _little_taught,
+    "little to learn": _by_rewards(_little_taught),
 }

@@ -92,7 +92,8 @@ def work(options: argparse.Namespace, folder: Path) -> None:
     path = save(player, learner, folder)
     for seed in options.seeds:
         for arm in ("teacher", "start", *options.arms):
-            if (arm, seed) not in done:
+            once = arm in ARMS or seed == options.seeds[0]
+            if once and (arm, seed) not in done:
                 lag, own = ARMS.get(arm, (0, ["trainer.lr=1e-9", "total_steps=1"]))
                 begin = [f"model.path={path}"] if arm == "teacher" else []
                 keys = [

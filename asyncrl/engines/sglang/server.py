@@ -134,23 +134,23 @@ def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, mod
         raise ConfigError(f"server {url} serves another model than scorers.{scorer}.path: {differences[0]}")
     if scorer != "reward":
         _check_room(url, info, config.rollout.max_tokens)
-        check_vocabulary(config, scorer, path or info.model_path)
+        check_vocabulary(config, f"scorers.{scorer}", path or info.model_path)
 
 
-def check_vocabulary(config: RunConfig, scorer: str, path: str) -> None:
-    """ConfigError where a scorer's model has other tokens than the policy, by their tokenizer.json, or else
-    by the sizes in config.json; what is not on this machine is not compared."""
+def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
+    """ConfigError where the model that `key` names has other tokens than the policy, by their tokenizer.json,
+    or else by the sizes in config.json; what is not on this machine is not compared."""
     mine, theirs = (Path(one) / "tokenizer.json" for one in (config.model.path, path))
     if theirs.is_file():
         same = _tokens(mine) == _tokens(theirs)
     elif (Path(path) / "config.json").is_file():
         same = vocabulary_of(path) == vocabulary_of(config.model.path)
     else:
-        log.warning("scorers.%s: %s is not here, so its vocabulary is not compared", scorer, path)
+        log.warning("%s: %s is not here, so its vocabulary is not compared", key, path)
         return
     if not same:
         raise ConfigError(
-            f"scorers.{scorer}: {path} has another vocabulary than the policy, whose token ids it is to "
+            f"{key}: {path} has another vocabulary than the policy, whose token ids it is to "
             "score; use a model with the same tokenizer"
         )
 

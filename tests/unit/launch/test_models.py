@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +21,7 @@ from asyncrl.config import KLConfig, RunConfig, parse
 from asyncrl.engines.sglang.process import arguments
 from asyncrl.errors import ConfigError
 from asyncrl.launch import estimates
-from asyncrl.launch.models import resolve_models
+from asyncrl.launch.models import check_model, resolve_models
 from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
 from asyncrl.launch.role import execute
@@ -279,3 +280,23 @@ def test_started_servers_get_adapters_where_they_know_all_layers(
         assert " ".join(command).endswith(
             "--enable-lora --max-lora-rank 2 --lora-target-modules down_proj q_proj --max-loras-per-batch 6"
         )
+
+
+def test_a_teacher_in_the_trainer_has_the_policy_s_tokens(tmp_path: Path) -> None:
+    model = Path(__file__).parents[3] / "examples" / "multiturn" / "calculator" / "model"
+    shutil.copytree(model, tmp_path / "other")
+    told = json.loads((model / "tokenizer.json").read_text())
+    one, two, *_ = told["model"]["vocab"]
+    told["model"]["vocab"] |= {one: told["model"]["vocab"][two], two: told["model"]["vocab"][one]}
+    for reference, refused in ((model, False), (tmp_path / "other", True)):
+        (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(told))
+        kl = {"where": "loss", "reference": str(reference)}
+        config = parse({"name": "t", "model": {"path": str(model)}, "data": {"train": "x"}, "kl": kl})
+        config = msgspec.structs.replace(
+            config, rollout=msgspec.structs.replace(config.rollout, max_tokens=256)
+        )
+        if not refused:
+            check_model(config)
+            continue
+        with pytest.raises(ConfigError, match=r"^kl\.reference: .* another vocabulary"):
+            check_model(config)

@@ -239,3 +239,10 @@ def test_rows_in_the_middle_of_a_run_change_nothing() -> None:
 
 def test_every_rule_has_its_text() -> None:
     assert rules().keys() == RULES.keys()
+
+
+def test_rewards_that_tie_are_no_fault_where_a_teacher_teaches() -> None:
+    rows = run({"rollout/score/max": 0.0, "rollout/score/min": 0.0, "critic/zero_advantage_frac": 1.0})
+    penalty = {"kl.where": "loss", "kl.reference": "m", "kl.coef": 0.01}
+    assert alerts(rows, status(), KEYS | penalty)
+    assert not alerts(rows, status(), KEYS | penalty | {"kl.coef": 1.0})
