@@ -334,8 +334,8 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "tokens only; set kl.top_k, or use kl.reference": bool(recipe.divergence)
         and config.scored_reference
         and not config.kl.top_k,
-        "scorers.reference has no effect: kl.where is none; set kl.where": (
-            "reference" in config.scorers and not recipe.reference
+        "scorers: a reference or teacher has no effect with kl.where=none; set kl.where": (
+            config.scored_reference and not recipe.reference
         ),
         f"critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "
         "leave them out": not recipe.critic and config.critic != CriticConfig(),

@@ -55,7 +55,7 @@ def scorer_refusals(
         "temperature 1 only; set 1, or leave out scorers.reference and teachers": (
             rollout.temperature != 1 and bool({*scorers} - {"reward"})
         ),
-        "kl.reference and scorers.reference are two references; leave one out": (
-            bool(reference) and "reference" in scorers
+        "kl.reference and scorers are two references; leave one out": (
+            bool(reference) and bool({*scorers} - {"reward"})
         ),
     }

@@ -78,6 +78,14 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
 def load_data(inputs: Inputs) -> Iterator[Note]:
     with _quiet():
         data = inputs.samples
+    config = inputs.config
+    of_some = config.scored_reference and not config.readers("")  # each teacher has sources of its own
+    sources = {sample.data_source for sample in data.train} if of_some else set()
+    if untaught := sorted(source for source in sources if not config.readers(source)):
+        raise ConfigError(
+            f"scorers: no teacher has the data source {untaught[0]} among its sources, and its turns would "
+            "not be trained; name it there, or add a teacher without sources"
+        )
     held_out = f", {len(data.test)} held out" if data.test is not None else ""
     yield ok(f"{len(data.train)} samples{held_out}")
     yield from map(warning, data.warnings)

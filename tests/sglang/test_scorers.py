@@ -88,6 +88,6 @@ def test_a_run_whose_reference_is_killed_trains_on_the_numbers_of_a_rank(tmp_pat
         found = [gap for turns in filter(None, episodes) for gap in differences(turns)]
         print(f"{len(found)} turns, largest difference {max(found):.2g} nats")
         assert len(found) > 100 and max(found) < 1e-4
-        first, last = run.rows()[0], run.rows()[-1]
-        assert first["actor/ref_kl"] < 1e-6 < last["actor/ref_kl"]
+        distances = [row["actor/ref_kl"] for row in run.rows() if "actor/ref_kl" in row]
+        assert distances[0] < 1e-6 < distances[-1]
         assert all(row.get("timing_s/ref", 0.0) == 0 for row in run.rows())

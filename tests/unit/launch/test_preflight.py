@@ -162,3 +162,12 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     assert broken.level == "warning" and "OSError: no network" in broken.text
     assert right == ok("its ground truth as the answer scores 0.25")
     assert nothing.level == "warning" and "division by zero" in nothing.text and "own.py:2" in nothing.text
+
+
+def test_each_data_source_has_a_teacher_or_the_run_is_refused(given: Given) -> None:
+    given.keys |= {"scorers.teacher": {"urls": ["http://t"], "sources": ["elsewhere"]}, "kl.where": "loss"}
+    with pytest.raises(ConfigError, match=r"no teacher has the data source \S+ among its sources") as caught:
+        list(preflight.load_data(Inputs(given.config())))
+    source = str(caught.value).split("data source ")[1].split()[0]
+    given.keys["scorers.teacher"]["sources"].append(source)
+    assert list(preflight.load_data(Inputs(given.config())))

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,10 +15,16 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import Policy, load_policy, load_reference
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
+from asyncrl.types import TokenScores, Turn
 from tests.fakes.training import (
     VOCABULARY,
+    Recorder,
+    difference,
     few_tokens,
+    final_gradients,
     full_state,
+    gradients_and_metrics,
+    make_learner,
     plain_logp,
     plain_model,
     save_tiny_model,
@@ -177,3 +185,37 @@ def test_two_vocabularies_are_compared_by_classes_only(world: World, path: str, 
         reference = load_reference(config, world, policy)
         found = policy(few_tokens(), teacher=reference.teacher(few_tokens(), "js", top_k)).divergence
         assert found is not None and (found > 0).all() and found.isfinite().all()
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_from_a_scorer_it_makes_the_same_gradients(
+    world: World, path: str, tmp_path: Path, where: str
+) -> None:
+    """Its log-probs are in float32. A turn that no scorer has read is left out."""
+    changed, other = plain_model(path, torch.float32), str(tmp_path)
+    for number, parameter in enumerate(changed.parameters()):
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    changed.save_pretrained(other)
+    episodes = Recorder(plain_model(path), noise=0.2).groups(2, 2, [0])
+    buffer = {"group_policy": "complete", "filter_zero_variance": False}
+    keys: dict[str, Any] = {"kl": {"where": where, "coef": 0.5}, "buffer": buffer}
+    scorer = Recorder(plain_model(other))
+
+    def read(turns: list[Turn]) -> list[Turn]:
+        pairs = zip(turns, scorer.scored(turns, random.Random(0)), strict=True)
+        told = [(turn, np.array(scored.logprobs, "<f4").tobytes()) for turn, scored in pairs]
+        return [msgspec.structs.replace(t, scores=(TokenScores("reference", log),)) for t, log in told]
+
+    in_rank = tiny_config(path, **keys | {"kl": keys["kl"] | {"reference": other}})
+    wanted = final_gradients(make_learner(in_rank, world), [[episodes]])
+    learner = make_learner(tiny_config(path, **keys, scorers={"reference": {"path": other}}), world)
+    assert learner.reference is None
+    scored = [(row, read(turns)) for row, turns in episodes]
+    found, metrics = gradients_and_metrics(learner, [[scored]])
+    assert difference(found, wanted) < 1e-6 and "timing_s/ref" not in metrics
+    assert metrics["actor/ref_kl"] > 0.01
+    silent = [
+        (row, [msgspec.structs.replace(turn, scores=()) for turn in turns]) for row, turns in scored[:1]
+    ]
+    partly, metrics = gradients_and_metrics(learner, [[[*silent, *scored[1:]]]])
+    assert difference(partly, wanted) > 1e-3 and np.isfinite(metrics["actor/grad_norm"])
