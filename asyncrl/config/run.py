@@ -114,8 +114,8 @@ class WeightsConfig(Section, frozen=True):
     """Update servers one after another, so that generation never stops everywhere."""
     adapters: Literal["auto"] | bool = "auto"
     """With model.lora_rank: publish the adapters alone, which engines load beside the model. false: merged
-    into its weights. auto: alone, but for `collective`, `full_every`, servers of `engine.urls`, and models
-    with layers or experts that SGLang knows no adapters of."""
+    into its weights, which servers sample faster with. auto: alone for the embedded engine, and for servers
+    that are started where `agents` have adapters of their own."""
 
     @property
     def whole_files(self) -> bool:
@@ -263,7 +263,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def adapters_apart(self) -> bool:
         """Versions are of adapters alone."""
-        known = self.weights.whole_files and not self.engine.urls
+        known = self.weights.whole_files and (
+            not self.engine.remote or (bool(self.agents) and not self.engine.urls)
+        )
         return bool(self.adapters) and (known if self.weights.adapters == "auto" else self.weights.adapters)
 
     @property

@@ -57,12 +57,15 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}, scorers: b
         dtype=_dtype(config, (before.get("model") or {}).get("dtype")),
     )
     weights = config.weights
-    if config.adapters_apart and weights.adapters == "auto" and config.engine.remote:
-        weights = replace(weights, adapters=bool(served_modules(model.path)))
-        if config.agents and not weights.adapters:
-            raise ConfigError(
-                f"agents: SGLang has no adapters for some layers of {model.path}; set engine=torch"
+    if config.adapters_apart and config.engine.remote:
+        if not served_modules(model.path):
+            key, instead = (
+                ("agents", "engine=torch") if config.agents else ("weights.adapters", "it to false")
             )
+            raise ConfigError(
+                f"{key}: SGLang has no adapters for some layers, or experts, of {model.path}; set {instead}"
+            )
+        weights = replace(weights, adapters=True)  # also for those that join with servers of their own
     return replace(
         config,
         model=model,

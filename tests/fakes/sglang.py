@@ -32,7 +32,7 @@ def sglang_config(
     rollout = {"max_tokens": max_tokens, "max_new_tokens": max_tokens}
     engine = {"name": "sglang", "request_timeout": silence}
     sections = {"rollout": rollout, "engine": engine, "trainer": {"router_replay": replay}}
-    return parse(required | sections | {"weights": {"mode": mode}})
+    return parse(required | sections | {"weights": {"mode": mode, "adapters": lora_rank > 0}})
 
 
 class Script:

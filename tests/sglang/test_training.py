@@ -117,14 +117,27 @@ def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) ->
             check_urls(parse(required | {"engine": engine}))
 
 
-@pytest.mark.parametrize("replaced", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_servers_keepers_and_the_coordinator_die_in_mid_run(tmp_path: Path, replaced: bool) -> None:
+BROADCAST = ("weights.transport=collective", "weights.bucket_bytes=100000")
+ADAPTERS = ("model.lora_rank=8", "weights.adapters=true", "trainer.lr=1e-4")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "weights"),
+    [
+        (False, BROADCAST),
+        pytest.param(True, BROADCAST, marks=pytest.mark.full),
+        pytest.param(True, ADAPTERS, marks=pytest.mark.full),
+    ],
+    ids=["broadcast", "broadcast-replaced", "adapters-replaced"],
+)
+def test_servers_keepers_and_the_coordinator_die_in_mid_run(
+    tmp_path: Path, replaced: bool, weights: tuple[str, ...]
+) -> None:
     """Episodes continue on the other server, and everything is accounted for. `replaced`: a new one comes,
     and then the other one's keeper dies."""
     slow = "+rollout.tool_args.calculator.latency_mean=0.5"  # leaves a server that starts some of the CPU
     longer = "total_steps=1000"  # however long a server takes to come back, it is in mid-run
-    broadcast = ("weights.transport=collective", "weights.bucket_bytes=100000")
-    with Run(tmp_path, *SGLANG, *broadcast, slow, longer, "data.test=''", "launch.stop_timeout=60") as run:
+    with Run(tmp_path, *SGLANG, *weights, slow, longer, "data.test=''", "launch.stop_timeout=60") as run:
         reach(run, 2)
         kill(server_of(run, "engine-1"))
         reach(run, run.step + 2)  # on the other server alone

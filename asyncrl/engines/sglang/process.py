@@ -54,7 +54,7 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, sc
         own |= {
             "enable-lora": True,
             "max-lora-rank": max(rank for rank, _ in config.adapters.values()),
-            "lora-target-modules": sorted(served_modules(config.model.path)) or ["all"],
+            "lora-target-modules": sorted(served_modules(config.model.path)),
             "max-loras-per-batch": config.adapters_held,
         }
     command = engine.server_command or [sys.executable, "-m", "sglang.launch_server"]

@@ -248,7 +248,7 @@ def test_a_resumed_run_keeps_its_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "apart"),
+    ("weights", "served"),
     [
         (["layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight", "embed_tokens.weight"], True),
         (["h.0.attn.c_attn.weight"], False),  # GPT-2
@@ -256,8 +256,8 @@ def test_a_resumed_run_keeps_its_template(tmp_path: Path) -> None:
     ],
     ids=["known", "unknown", "experts"],
 )
-def test_started_servers_get_adapters_where_they_know_all_layers(
-    tmp_path: Path, weights: list[str], apart: bool
+def test_servers_get_adapters_on_demand_and_where_they_know_all_layers(
+    tmp_path: Path, weights: list[str], served: bool
 ) -> None:
     save_file({name: torch.ones(2, 2) for name in weights}, tmp_path / "model.safetensors")
 
@@ -266,20 +266,22 @@ def test_started_servers_get_adapters_where_they_know_all_layers(
         sections = {"model": model, "engine": engine, "weights": {"adapters": adapters}}
         return resolve_models(parse({"name": "x", "data": {"train": "d"}} | sections))
 
-    assert resolved(name="sglang").weights.adapters is apart
-    assert resolved(True, name="sglang").weights.adapters is True, "whoever says so knows better"
-    attached = resolved(name="sglang", urls=["http://s"])
-    assert not attached.adapters_apart, "they were started for something else"
+    assert not resolved(name="sglang").adapters_apart
+    assert "--enable-lora" not in arguments(resolved(name="sglang"), 0, "h", 1, gpus=0)
     assert resolved(name="torch").adapters_apart
-    size = published_bytes(resolved(name="torch"))  # rank 2 on layers of 2 x 2, in float32
-    assert size == 2 * (2 + 2) * 4 * (2 if apart else 1)
-    assert space_needed(resolved(True, name="sglang", servers=3), size) == size * (KEEP + 2 + 3 * 6)
-    command = arguments(resolved(name="sglang"), 0, "h", 1, gpus=0)
-    assert ("--enable-lora" in command) is apart
-    if apart:
-        assert " ".join(command).endswith(
-            "--enable-lora --max-lora-rank 2 --lora-target-modules down_proj q_proj --max-loras-per-batch 6"
-        )
+    if not served:
+        with pytest.raises(
+            ConfigError, match=r"weights\.adapters: SGLang has no adapters for .*set it to false"
+        ):
+            resolved(True, name="sglang")
+        return
+    apart = resolved(True, name="sglang", servers=3)
+    command = " ".join(arguments(apart, 0, "h", 1, gpus=0))
+    lora = "--enable-lora --max-lora-rank 2 --lora-target-modules down_proj q_proj --max-loras-per-batch 6"
+    assert command.endswith(lora)
+    size = published_bytes(apart)  # rank 2 on two layers of 2 x 2, in float32
+    assert size == 2 * 2 * (2 + 2) * 4
+    assert space_needed(apart, size) == size * (KEEP + 2 + 3 * apart.versions_held)
 
 
 def test_a_teacher_in_the_trainer_has_the_policy_s_tokens(tmp_path: Path) -> None:
