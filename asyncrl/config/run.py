@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text, divisors
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
-from asyncrl.config.scorers import ScorerConfig, ScorerName, scorer_refusals
+from asyncrl.config.scorers import ScorerConfig, ScorerName, readers_of, scorer_refusals
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -223,12 +223,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return max(self.rollout.full_rows, budget // self.rollout.max_tokens)
 
     def readers(self, source: str) -> tuple[str, ...]:
-        """Return the scorers that read each turn of an episode of this data source: the reference, and a
-        teacher."""
-        teachers = {name: one.sources for name, one in self.scorers.items() if name.startswith("teacher")}
-        own = [name for name, sources in teachers.items() if source in sources]
-        others = [name for name, sources in teachers.items() if not sources]
-        return (*(["reference"] if "reference" in self.scorers else []), *(own or others))
+        """Return the scorers that read each turn of an episode of this data source."""
+        return readers_of(self.scorers, source)
 
     @property
     def scorer_places(self) -> list[tuple[str, int]]:
@@ -282,7 +278,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""
-        episode = self.rollout.rows * self.rollout.max_tokens * BYTES_PER_TOKEN
+        readers = len({name.partition("_")[0] for name in self.scorers} - {"reward"})
+        each = BYTES_PER_TOKEN + readers * (4 + 8 * self.kl.top_k)
+        episode = self.rollout.rows * self.rollout.max_tokens * each
         return self.buffer.episodes_per_group * episode
 
 

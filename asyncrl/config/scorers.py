@@ -34,6 +34,14 @@ class ScorerConfig(Section, frozen=True):
         return len(self.urls) or self.servers
 
 
+def readers_of(scorers: Mapping[str, ScorerConfig], source: str) -> tuple[str, ...]:
+    """Return those that read each turn of an episode of this data source: the reference, and a teacher."""
+    teachers = {name: one.sources for name, one in scorers.items() if name.startswith("teacher")}
+    own = [name for name, sources in teachers.items() if source in sources]
+    others = [name for name, sources in teachers.items() if not sources]
+    return (*(["reference"] if "reference" in scorers else []), *(own or others))
+
+
 def scorer_refusals(
     scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str
 ) -> dict[str, bool]:

@@ -123,6 +123,7 @@ def test_each_data_source_has_its_teacher() -> None:
     config = parse(with_keys(scorers={**teachers, "reference": {"path": "r"}, "reward": {"path": "w"}}))
     assert config.readers("gsm8k") == ("reference", "teacher_math")
     assert config.readers("chat") == ("reference", "teacher")
+    assert config.group_bytes == 8 * 4096 * (24 + 2 * 4)
 
 
 def test_a_missing_key_is_named() -> None:
