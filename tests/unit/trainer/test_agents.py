@@ -197,14 +197,21 @@ def test_clips_and_metrics_are_by_agent(model_path: str, world: World) -> None:
     assert sum(losses) == pytest.approx(metrics["actor/pg_loss"]) and min(map(abs, losses)) > 0
 
 
+def sharing(world: World, folder: Path) -> Any:
+    """Ranks that compute each sequence together."""
+    return trained(world.arranged(1, world.size), folder)
+
+
 def trained(world: World, folder: Path) -> Any:
     """Two steps, the second resumed; one rank may have no tokens of an agent, or none at all."""
     if world.rank == 0 and not (folder / "model").is_dir():
         save_tiny_qwen(folder / "model")
     world.gather(0, int)
     path = str(folder / "model")
+    parallel = world.sequence.count if world.sequence else 1
+    ranks = {"ranks": world.size, "sequence_parallel": parallel, "packing": "tree"}
     with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
-        learner, other = made(path, world), made(path, world)
+        learner, other = (made(path, world, trainer=dict(ranks)) for _ in range(2))
     first = [episode if i % 2 else alone_named(episode, "planner") for i, episode in enumerate(games(2))]
     run_batch(learner, [[first] + [[]] * (world.data_ranks - 1)])
     step = save_checkpoint(folder / "checkpoints", learner, CheckpointManifest(step=1, trainer_epoch=1))
@@ -226,8 +233,9 @@ def alone_named(episode: Episode, agent: str) -> Episode:
 
 
 @pytest.mark.full
-def test_two_ranks_do_what_one_does_and_a_checkpoint_goes_on(world: World, tmp_path: Path) -> None:
-    one, two = trained(world, tmp_path / "one"), run_ranks(2, trained, tmp_path / "two")
+@pytest.mark.parametrize("work", [trained, sharing])
+def test_two_ranks_do_what_one_does_and_a_checkpoint_goes_on(work: Any, world: World, tmp_path: Path) -> None:
+    one, two = trained(world, tmp_path / "one"), run_ranks(2, work, tmp_path / "two")
     assert one.keys() == two.keys() and len(one) == 2 * 2 * 14
     assert all(torch.allclose(one[name], two[name], rtol=1e-6, atol=1e-9) for name in one)
 
