@@ -198,7 +198,8 @@ def test_an_episode_of_side_requests_alone_fails() -> None:
     end = bench.failed()
     assert (end.reason, end.detail) == (
         FailReason.AGENT_ERROR,
-        "the agent ended without asking the model, but for side requests (rollout.untrained_agents)",
+        "the agent ended without asking the model, but for side requests (rollout.untrained_agents, or not "
+        "of `agents`)",
     )
 
 
