@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from asyncrl.config import ModelConfig
@@ -61,6 +62,8 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
     model = tiny_models["qwen2"]
     server, trained = sglang_server(model, *ROOM), Trained(model, tmp_path / "published", world)
     config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(model))
+    weights = replace(config.weights, directory="run")
+    config = replace(config, run_dir=str(tmp_path), weights=weights)
     oldest, used = (
         config.buffer.usual_staleness,
         SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a"),
