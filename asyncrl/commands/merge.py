@@ -39,6 +39,8 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(work, ignore_errors=True)  # of a command that was killed
     work.mkdir(parents=True)
     try:
+        if options.adapters == "merged" and run_dir is not None and read_config(run_dir).agents:
+            raise ConfigError(f"{options.checkpoint}: agents have an adapter each; add --adapters apart")
         if options.adapters == "apart":
             if run_dir is None:
                 raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")

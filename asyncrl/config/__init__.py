@@ -7,6 +7,7 @@ the string under a field is its documentation.
 
 from asyncrl.config.base import Options, Plugin, Section, divisors, leaves, texts, without_defaults
 from asyncrl.config.episodes import AgentConfig, EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.parsing import parse
 from asyncrl.config.run import (
     DataConfig,
     LaunchConfig,
@@ -14,7 +15,6 @@ from asyncrl.config.run import (
     RunConfig,
     WeightedSource,
     WeightsConfig,
-    parse,
     read_config,
 )
 from asyncrl.config.scorers import ScorerConfig

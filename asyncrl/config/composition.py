@@ -15,7 +15,8 @@ import msgspec
 
 import asyncrl
 from asyncrl.config.base import Plugin, leaves
-from asyncrl.config.run import RunConfig, parse
+from asyncrl.config.parsing import parse
+from asyncrl.config.run import RunConfig
 from asyncrl.config.training import KLConfig
 from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_line
 

@@ -39,7 +39,7 @@ class RecordHandler:
         # Some began under another configuration.
         began = (one.tokens + one.untrained_tokens for one in state.buffer.episodes.values())
         rollout = state.config.rollout  # side requests have as many rows for themselves
-        limit = rollout.rows * rollout.max_tokens * (2 if rollout.untrained_agents else 1)
+        limit = rollout.rows * rollout.max_tokens * (2 if state.config.side_requests else 1)
         self._most_tokens = max([limit, *began])  # of an episode
 
     def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:

@@ -217,6 +217,7 @@ def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None
 
 
 AGENT = "actor/agent/"  # + name / metric: of what trains the adapter of an agent
+OTHERS = "others"  # in place of no name: those that have no adapter of their own
 
 
 def tally_agents(
@@ -231,14 +232,14 @@ def tally_agents(
     sums = columns.new_zeros(3, len(names)).index_add(1, agent, columns).T.tolist()
     for name, (fresh, entered, loss) in zip(names, sums, strict=True):
         tally.total(f"_fresh/{name}", fresh)
-        tally.total(f"{AGENT}{name}/tokens", entered)
-        tally.ratio(f"{AGENT}{name}/pg_loss", loss, denominator)
+        tally.total(f"{AGENT}{name or OTHERS}/tokens", entered)
+        tally.ratio(f"{AGENT}{name or OTHERS}/pg_loss", loss, denominator)
 
 
 def without_tokens(whole: MetricSums, names: Sequence[str], beside: bool) -> list[str]:
     """The agents, of several, that have nothing to learn from a batch. `beside`: what the correction drops
     counts for terms beside the policy loss."""
-    counts = {name: f"_fresh/{name}" if beside else f"{AGENT}{name}/tokens" for name in names}
+    counts = {name: f"_fresh/{name}" if beside else f"{AGENT}{name or OTHERS}/tokens" for name in names}
     return [name for name in names if len(names) > 1 and not whole.totals.get(counts[name])]
 
 
@@ -253,7 +254,7 @@ def note_norms(whole: MetricSums, names: Sequence[str], norms: Sequence[float]) 
     """The gradient norms of a step: of all, and of several agents' adapters."""
     whole.high("actor/grad_norm", math.hypot(*norms))
     for name, norm in zip(names, norms, strict=True) if len(names) > 1 else ():
-        whole.high(f"{AGENT}{name}/grad_norm", norm)
+        whole.high(f"{AGENT}{name or OTHERS}/grad_norm", norm)
 
 
 def tally_unscored(tally: MetricSums, examples: Sequence[Example], names: Sequence[str]) -> None:
@@ -263,7 +264,7 @@ def tally_unscored(tally: MetricSums, examples: Sequence[Example], names: Sequen
     tally.total("_D", denominator)
     tally.ratio("actor/pg_loss", 0.0, denominator)
     for name in names if len(names) > 1 else ():
-        tally.ratio(f"{AGENT}{name}/pg_loss", 0.0, denominator)
+        tally.ratio(f"{AGENT}{name or OTHERS}/pg_loss", 0.0, denominator)
     for e in examples:
         enters = e.fresh & np.isfinite(e.mu)
         kept = e.lag[enters]
@@ -271,7 +272,7 @@ def tally_unscored(tally: MetricSums, examples: Sequence[Example], names: Sequen
         if e.agents:
             counts = np.bincount(np.asarray(e.agents)[e.row_of[enters]], minlength=len(names))
             for name, count in zip(names, counts.tolist(), strict=True):
-                tally.total(f"{AGENT}{name}/tokens", count)
+                tally.total(f"{AGENT}{name or OTHERS}/tokens", count)
         for lag, count in zip(*np.unique(kept, return_counts=True), strict=True):
             tally.total(f"{KEPT_PREFIX}{lag}", int(count))
 

@@ -92,7 +92,7 @@ class Adapters:
             return output
         for agent, scale in self._scales.items():
             inner = scale * linear(args[0], getattr(layer, named(A, agent)))  # scaled where it is small
-            if len(self._scales) > 1:
+            if len(self._scales) > 1 or agent:  # tokens of others
                 part = self._parts[agent]
                 inner = inner * (part.view(*inner.shape[:-1], 1) if isinstance(part, Tensor) else part)
             output = output + linear(inner, getattr(layer, named(B, agent)))

@@ -38,8 +38,7 @@ from typing import Any
 import msgspec
 from common import ROOT, SINGLE_THREAD, table
 
-from asyncrl.config import RunConfig
-from asyncrl.config.run import parse
+from asyncrl.config import RunConfig, parse
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.version_server import root

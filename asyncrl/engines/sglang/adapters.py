@@ -57,6 +57,7 @@ class AdapterLoader:
     ) -> None:
         self.api, self.description = api, description
         self.loaded: WeightsRef | None = None  # last
+        self._told: WeightsRef | None = None  # the one before: who sends requests has heard of it
         self._config, self._cache, self._attachment, self._based = config, cache, attachment, based
         self._deadline = config.weights.deadline
         self._loading = asyncio.Lock()
@@ -68,16 +69,16 @@ class AdapterLoader:
             if not self._based:
                 await self._load_base()
             files = self._cache / uuid.uuid4().hex
-            with disk.lock_version(ref):
-                manifest = await asyncio.to_thread(self._lay_out, ref, files)
             try:
+                with disk.lock_version(ref):
+                    manifest = await asyncio.to_thread(self._lay_out, ref, files)
                 loaded = await self.api.adapters()  # some, where this one's caller gave up a load
                 for agent, name in self._names(ref).items():
                     if name not in loaded:
                         await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
             finally:
                 await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
-            self.loaded = ref
+            self._told, self.loaded = self.loaded, ref
             if self._unloading is None or self._unloading.done():
                 self._unloading = asyncio.create_task(self._unload_old())
             return manifest
@@ -145,8 +146,9 @@ class AdapterLoader:
             log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
 
     def _old(self, label: str) -> bool:
-        """Outdated for one version already: requests have been told."""
+        """Outdated by the version before the last: no request names it any more."""
         version = version_of(label)
-        assert version is not None and self.loaded is not None
-        before = PolicyVersion(version.epoch, version.step + 1)
-        return outdated(before, self.loaded.version, self._config)
+        if self._told is None or version is None:
+            return False
+        told = self._told.version
+        return version < told and outdated(version, told, self._config)

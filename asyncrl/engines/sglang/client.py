@@ -51,16 +51,16 @@ class SGLangClient:
         self._acked = NO_VERSION
         self._room = asyncio.Semaphore(MAX_REQUESTS)
         # Without a deadline until `close`, or until the version of their adapter is outdated.
-        self._calls: dict[asyncio.Timeout, PolicyVersion | None] = {}  # None: waits for room
+        self._calls: dict[asyncio.Timeout, StreamedTurn | None] = {}  # None: waits for room
         self._closed = False
 
     def mark(self, version: PolicyVersion) -> None:
         """The server has confirmed this version: requests from now on see nothing older. Those whose
-        adapter is outdated end, as far as they are."""
+        adapter is outdated end, as far as they are; not before their first token, or none might come."""
         self._acked = version
         if self._adapters:
-            begun = ((call, old) for call, old in self._calls.items() if old is not None)
-            self._cut([call for call, old in begun if outdated(old, version, self._config)])
+            begun = [(call, stream) for call, stream in self._calls.items() if stream and stream.tokens]
+            self._cut(call for call, stream in begun if outdated(stream.acked, version, self._config))
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
@@ -71,8 +71,8 @@ class SGLangClient:
             async with asyncio.timeout(None) as call:
                 self._calls[call] = None
                 async with self._room:
-                    self._calls[call] = self._acked
                     stream = StreamedTurn(request, self._acked, self._in_place, self._adapters)
+                    self._calls[call] = stream
                     await self._read(request, stream)
                 sampled = stream.generation()
         except (ServerGone, ForeignWeights) as error:

@@ -115,7 +115,7 @@ class StreamedTurn:
         self.tokens: list[OutputToken] = []
         self.finish: FinishReason | None = None
         self.prompt_tokens = self.cached_tokens = self.retracted = 0
-        self._acked, self._in_place, self._adapter = acked, in_place, adapter
+        self.acked, self._in_place, self._adapter = acked, in_place, adapter
         self._started = time.perf_counter()
         self._labels: set[str] = set()
         self._spans: tuple[LabelSpan, ...] | None = None
@@ -194,7 +194,7 @@ class StreamedTurn:
         else:
             stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
         # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
-        kv = [min(version, self._acked) if self._in_place else version for _, version, _ in stamps]
+        kv = [min(version, self.acked) if self._in_place else version for _, version, _ in stamps]
         count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
         ends = [min(start, count) for start, _, _ in stamps[1:]] + [count]
         return tuple(
@@ -207,7 +207,7 @@ class StreamedTurn:
         for label in self._labels:
             if label != BASE_LABEL:
                 raise _foreign(label)
-        return [(0, self._acked, True)]
+        return [(0, self.acked, True)]
 
     def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
         """From the scheduler's own record. In place, a token that was being computed at an update is counted
@@ -218,7 +218,7 @@ class StreamedTurn:
         if not self._in_place:
             return [(start, version, True) for start, version in labelled]
         stamps: list[Stamp] = []
-        before, known = self._acked, 0
+        before, known = self.acked, 0
         for start, version in labelled:
             if version > before and start >= known:
                 stamps.append((start, before, False))
@@ -231,7 +231,7 @@ class StreamedTurn:
         """A request that did not finish has no record, only the label that the server's front end had when it
         passed on each event; tokens sampled just before an update may reach it just after. So all tokens
         count as of the oldest version that may have sampled them."""
-        versions = {self._acked, *map(_version, self._labels)}
+        versions = {self.acked, *map(_version, self._labels)}
         return [(0, min(versions), len(versions) == 1)]
 
 

@@ -164,12 +164,16 @@ class TorchEngine:
         if self._adapters is None:
             sizes = {agent: (spec.rank, spec.alpha) for agent, spec in specs.items()}
             self._adapters = Adapters(self._model, sizes)
+            for piece in self._adapters.published:  # in case the version is refused
+                torch.nn.init.zeros_(self._model.get_parameter(piece.parameter))
             self._batcher.adapt(self._adapters)
         if self._adapters.specs != specs:
             raise WeightsError(f"adapters are of {specs}, and not of {self._adapters.specs}")
         parameters = {
             piece.name: self._model.get_parameter(piece.parameter) for piece in self._adapters.published
         }
+        if parameters.keys() != tensors.keys():
+            raise WeightsError("the version's tensors are not those of its adapters")
         copy_all(parameters, tensors)
 
     def _swap(self, replace: Callable[[], None], version: int, swapped: asyncio.Future[None]) -> None:

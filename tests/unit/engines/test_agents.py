@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from asyncrl.engines.torch import recorded, step_layout
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.adapters import Adapters
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.weights import publish
 
 from .tiny import ask, assert_logprobs, prompt, serve, tiny
@@ -23,18 +23,20 @@ pytestmark = pytest.mark.slow
 SIZES = {"planner": (3, 6.0), "coder": (2, 8.0)}
 
 
-def published(folder: Path, version: int) -> tuple[WeightsRef, dict[str, PreTrainedModel]]:
-    """A version of two adapters, and of each agent the model with its adapter alone; 'other' has none."""
+def published(
+    folder: Path, version: int, sizes: dict[str, tuple[int, float]] = SIZES
+) -> tuple[WeightsRef, dict[str, PreTrainedModel]]:
+    """A version of such adapters, and of each agent the model with its adapter alone; 'other' has none."""
     both = tiny()
-    adapters = Adapters(both, SIZES)
-    alone = {"other": tiny()} | {agent: tiny() for agent in SIZES}
+    adapters = Adapters(both, sizes)
+    alone = {"other": tiny()} | {agent: tiny() for agent in sizes}
     draw = torch.Generator().manual_seed(version)
     tensors = {}
     with torch.no_grad():
         for piece in adapters.published:
             parameter = both.get_parameter(piece.parameter)
             tensors[piece.name] = 0.3 * torch.randn(parameter.shape, generator=draw)
-        for agent, size in SIZES.items():
+        for agent, size in sizes.items():
             for piece in Adapters(alone[agent], {"": size}).published:
                 name = piece.name.replace(".weight", f".{agent}.weight")
                 alone[agent].get_parameter(piece.parameter).copy_(tensors[name])
@@ -74,4 +76,25 @@ async def test_rows_of_several_agents_in_one_step(
             table = alone["planner"](torch.tensor([same])).logits[0, :-1].log_softmax(-1)
         wanted = table.gather(1, torch.tensor(same)[1:, None])[:, 0]
         assert torch.allclose(torch.tensor(scored), wanted, atol=2e-5)
+    await engine.close()
+
+
+async def test_the_opponent_of_one_agent_is_the_model_without_adapters(tmp_path: Path) -> None:
+    engine = serve(slots=2)
+    ref, alone = published(tmp_path, 1, {"planner": (3, 6.0)})
+    await engine.load(ref)
+    for agent in alone:
+        request = replace(ask(prompt(9), 4, agent), agent=agent)
+        assert_logprobs(alone[agent], request, await engine.generate(request))
+    await engine.close()
+
+
+async def test_a_first_version_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    engine = serve(slots=1)
+    specs = Adapters(tiny(), SIZES).specs
+    wrong = publish({"w": torch.ones(2)}, tmp_path, PolicyVersion(1, 1), specs)
+    with pytest.raises(WeightsError, match="not those of its adapters"):
+        await engine.load(wrong)
+    request = replace(ask(prompt(9), 4), agent="planner")
+    assert_logprobs(tiny(), request, await engine.generate(request))
     await engine.close()

@@ -132,9 +132,32 @@ async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_p
         await loader._unloading
         kept = {f"e1-v{step}@mine" for step in range(1, OLDEST + 3)}
         assert server.adapters.keys() == kept | {"of somebody else"} and len(kept) == CONFIG.adapters_held
-        await loader.load(version(tmp_path, 1, epoch=2))  # of another epoch nothing is in use
+        for step in (1, 2):  # of another epoch nothing is in use once it was told of
+            await loader.load(version(tmp_path, step, epoch=2))
         await loader._unloading
-        assert server.adapters.keys() == {"e2-v1@mine", "of somebody else"}
+        assert server.adapters.keys() == {"e2-v1@mine", "e2-v2@mine", "of somebody else"}
+
+
+async def test_what_was_not_told_of_may_be_in_use(tmp_path: Path) -> None:
+    """Keepers skip versions: requests name the one before until they hear of the new one."""
+    async with loading(tmp_path) as (server, loader):
+        for step in (0, OLDEST, 4 * OLDEST):
+            await loader.load(version(tmp_path, step))
+        assert loader._unloading is not None
+        await loader._unloading
+        assert {f"e1-v{OLDEST}@mine", f"e1-v{4 * OLDEST}@mine"} <= server.adapters.keys()
+
+
+async def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with loading(tmp_path) as (_, loader):
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("asyncrl.engines.sglang.adapters.write_file", full)
+        with pytest.raises(WeightsError, match="cannot be copied"):
+            await loader.load(version(tmp_path, 0))
+        assert not [*(tmp_path / "cache").iterdir()]
 
 
 async def test_a_server_with_other_weights_loads_those_of_the_model_first(tmp_path: Path) -> None:

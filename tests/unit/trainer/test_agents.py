@@ -241,12 +241,16 @@ def test_two_ranks_do_what_one_does_and_a_checkpoint_goes_on(work: Any, world: W
 
 
 @pytest.mark.parametrize("save", [save_tiny_model, save_tiny_qwen])
-def test_each_is_written_by_itself(save: Any, world: World, tmp_path: Path) -> None:
+def test_each_is_written_by_itself(
+    save: Any, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, run = save(tmp_path), tmp_path / "run"
     learner = made(path, world, "float32", model={"lora_rank": 1, "lora_alpha": ALPHA})
     save_checkpoint(run / "checkpoints", learner, CheckpointManifest(step=1, trainer_epoch=1))
     (run / "config.yaml").write_bytes(msgspec.yaml.encode(learner.config))
     out = tmp_path / "apart"
+    assert cli.main(["merge", str(run), str(out)]) == 2, "which of them would be merged?"
+    assert "add --adapters apart" in capsys.readouterr().err and not out.exists()
     assert cli.main(["merge", str(run), str(out), "--adapters", "apart"]) == 0
     names = ("adapter_config.json", "adapter_model.safetensors")
     assert sorted(str(file.relative_to(out)) for file in out.rglob("*.*")) == sorted(

@@ -1,0 +1,124 @@
+"""Makes a checked `RunConfig` of a plain mapping."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.base import divisors
+from asyncrl.config.run import RunConfig
+from asyncrl.config.scorers import scorer_refusals
+from asyncrl.errors import ConfigError
+
+
+def parse(mapping: Any) -> RunConfig:
+    """Validate a plain mapping. Raises ConfigError with the path of the wrong key."""
+    try:
+        config = msgspec.convert(mapping, RunConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {_plain(str(error))}") from None
+    for path, number in _numbers("", msgspec.to_builtins(config)):
+        if not math.isfinite(number):
+            raise ConfigError(f"configuration: {path}: expected a finite number, got {number}")
+    _check_combinations(config)
+    return config
+
+
+def _numbers(path: str, tree: Any) -> Iterator[tuple[str, float]]:
+    """Yield all numbers of a mapping, each with its path."""
+    if isinstance(tree, float):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _numbers(f"{path}.{name}".removeprefix("."), value)
+
+
+def _plain(complaint: str) -> str:
+    """msgspec's error with the key in front, and what to write."""
+    what, _, path = complaint.replace(" - at `key` in `$.", " - at `$.").partition(" - at `$.")
+    key = path.rstrip("`")
+    kind: Any = RunConfig
+    for name in key.partition("[")[0].split("."):
+        kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
+    hint = ""
+    if what.startswith("Invalid enum"):
+        named = [value for part in (kind, *typing.get_args(kind)) for value in typing.get_args(part)]
+        hint = f"; choose from {', '.join(str(value) for value in named if isinstance(value, str | int))}"
+    elif what.startswith("Expected `array`"):
+        hint = f"; write a list: {key}=[NAME]"
+    elif what.startswith("Expected `object`"):
+        hint = f"; it is a section, with keys of its own: {key}.KEY=…"
+    return f"{key}: {what}{hint}" if key else what
+
+
+def _check_combinations(config: RunConfig) -> None:
+    """Refuse values that are valid alone but cannot work together."""
+    buffer, algorithm, trainer = config.buffer, config.algorithm, config.trainer
+    needed, where = config.group_bytes * buffer.groups_per_batch, config.checkpoint.directory
+    uneven = (
+        f"does not divide trainer.ranks ({trainer.ranks}); set it to one of {divisors(trainer.ranks)}, or "
+        "change trainer.ranks"
+    )
+    refusals = {
+        f"buffer.target_staleness ({buffer.target:g}) exceeds max_staleness ({buffer.max_staleness}): "
+        "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
+        f"algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
+        f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
+        > buffer.groups_per_batch,
+        f"weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
+        "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
+        f"engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
+            len({url.rstrip("/") for url in config.engine.urls}) < len(config.engine.urls)
+        ),
+        f"weights.transport {config.weights.transport} needs servers; set engine=sglang, or "
+        "weights.transport=disk": (config.weights.transport != "disk" and not config.engine.remote),
+        "weights.adapters needs whole files, and adapters: set model.lora_rank, weights.transport=disk and "
+        "full_every=1, or leave it out": config.weights.adapters is True
+        and not (config.adapters and config.weights.transport == "disk" and config.weights.full_every == 1),
+        "agents: only the requests of an agent program have names; set rollout.agent": bool(
+            config.agents and not config.rollout.agent
+        ),
+        "agents need versions of adapters alone; set weights.transport=disk, full_every=1 and, with "
+        "engine.urls, adapters=true": bool(config.agents and not config.adapters_apart),
+        "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
+            config.trainer.router_replay and not config.engine.remote
+        ),
+        "trainer.router_replay does not work with trainer.compile=true; set one of them to false": (
+            config.trainer.router_replay and config.trainer.compile
+        ),
+        "weights.full_every is for files: what is sent goes straight into a server, which knows no deltas; "
+        "use weights.transport=disk": config.weights.full_every > 1 and config.weights.transport != "disk",
+        f"buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
+        f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
+            buffer.max_bytes < needed
+        ),
+        f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
+        f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
+        "rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
+        "rollout.tools, or the agent": bool(
+            config.rollout.agent and (config.rollout.environment or config.rollout.tools)
+        ),
+        f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path "
+        "or a URL": bool(where) and "://" not in where and not where.startswith("/"),
+        f"trainer.replicas ({trainer.replicas}) {uneven}": trainer.ranks % trainer.replicas > 0,
+        f"trainer.sequence_parallel ({trainer.sequence_parallel}) {uneven}": (
+            trainer.ranks % trainer.sequence_parallel > 0
+        ),
+        "trainer.sequence_parallel cuts packed rows; set trainer.packing to packed or tree": (
+            trainer.sequence_parallel > 1 and trainer.packing == "padded"
+        ),
+        "trainer.sequence_parallel is not tried with compiled layers; set trainer.compile=false": (
+            trainer.sequence_parallel > 1 and trainer.compile
+        ),
+        "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
+            config.checkpoint.best
+            and not (config.data.test and config.validation.samples and config.validation.every)
+        ),
+    } | scorer_refusals(config.scorers, config.rollout, config.kl.reference)
+    for message, refused in refusals.items():
+        if refused:
+            raise ConfigError(message)
