@@ -110,9 +110,9 @@ class WeightsConfig(Section, frozen=True):
     rolling: bool = True
     """Update servers one after another, so that generation never stops everywhere."""
     adapters: Literal["auto"] | bool = "auto"
-    """With model.lora_rank: publish the adapters alone, which engines load beside the model. false: merged
-    into its weights, which servers sample faster with. auto: alone for the embedded engine, and for servers
-    that are started where `agents` have adapters of their own."""
+    """Publish LoRA adapters alone, which engines load beside the model (true), or merged into its weights,
+    with which servers sample faster (false). auto: alone for the embedded engine, and for servers that the
+    run starts where `agents` have adapters."""
 
     @property
     def whole_files(self) -> bool:
@@ -187,13 +187,13 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Continue the run of that name: if there is one; never (an existing one is an error); or fail."""
     model: ModelConfig
     agents: dict[AgentName, AgentConfig] = {}
-    """Adapters of agents, by the `model` of their requests, e.g. `{planner: {lora_rank: 16}}`: each is
-    trained on its own turns. Those of other agents train that of `model.lora_rank`; without one, nothing."""
+    """LoRA adapters of agents by name, the `model` of their requests, e.g. `{planner: {lora_rank: 16}}`:
+    each trains on its agent's turns. Others' turns train the adapter of `model.lora_rank`, or none if 0."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     scorers: dict[ScorerName, ScorerConfig] = {}
-    """Frozen models that score turns or episodes, by name, e.g. `{reference: {path: MODEL, servers: 2}}`."""
+    """Frozen models on servers that score turns or episodes, e.g. `{reference: {path: MODEL, tp: 2}}`."""
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     kl: KLConfig = KLConfig()

@@ -136,7 +136,7 @@ class KLConfig(Section, frozen=True):
     and Jensen-Shannon over the whole vocabulary, in the loss."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
     """forward, reverse, js: over the reference's k most likely tokens, the sampled one and all others as one;
-    0: over all tokens."""
+    0: over all tokens, for which the reference has to be in the ranks."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
@@ -144,11 +144,11 @@ class KLConfig(Section, frozen=True):
     horizon: Positive = 10_000
     """target: episodes over which the coefficient adapts."""
     reference: str = ""
-    """Model directory or hub repository of the reference; empty: the initial policy (with LoRA: the base of
-    the adapter)."""
+    """Model directory or hub repository of the reference; empty: that of `scorers`, or else the initial
+    policy (with LoRA: the model without the adapter)."""
     prompt: str = ""
-    """Put in front of the first message of what the reference reads, so that the policy is taught by itself,
-    or another model, with a better prompt. `{ground_truth}`: of the sample."""
+    """Text in front of the first message that the reference reads, so that the policy, or another model,
+    teaches with a better prompt. `{ground_truth}` in it becomes that of the sample."""
     offload: bool = False
     """Keep the reference's shards in main memory between its forwards."""
 
