@@ -135,11 +135,10 @@ def correct_states(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
     level: Any = next((level for rule, level in named if rule.kind == "weight"), "token")
     led = torch.zeros_like(given.log_ratio)
     if level in ("turn", "sequence") and len(led):
-        values = torch.where(given.fresh, given.log_ratio, 0.0).double()
-        before, place = values.cumsum(0) - values, places(given, level)
-        first = torch.cat([torch.ones_like(place[:1]), place.diff()]) != 0
-        start = torch.arange(len(place), device=place.device).where(first, 0).cummax(0).values
-        led = (before - before[start]).to(led.dtype)
+        place, order = places(given, level).sort(stable=True)  # those of several agents take turns
+        values = torch.where(given.fresh, given.log_ratio, 0.0).double()[order]
+        before, start = values.cumsum(0) - values, torch.searchsorted(place, place)
+        led[order] = (before - before[start]).to(led.dtype)
     masked = correct([rule for rule, at in named if rule.kind == "mask" and at != "token"], given).masked
     weights = [replace(r, of=partial(r.of, level="token")) for r, at in named if r.kind == "weight" and at]
     found = correct(weights, replace(given, log_ratio=led, advantage=torch.zeros_like(led)))

@@ -91,7 +91,7 @@ def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
     own = logp.clamp(min=FLOOR)
     with torch.no_grad():
         value, slope = DIVERGENCES[name](own, teacher.clamp(min=FLOOR))
-    moved = (slope * own).sum(-1)
+    moved = (slope.nan_to_num() * own).sum(-1)  # zero times NaN would be NaN
     return value + moved - moved.detach()
 
 
@@ -131,13 +131,13 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-def lumped(top: Tensor, sampled: Tensor, twice: Tensor) -> Tensor:
+def lumped(top: Tensor, sampled: Tensor, apart: Tensor) -> Tensor:
     """Log-probs [N, k + 2] of k tokens, the sampled token and all others as one class, float64.
 
-    `twice` [N, k]: where the sampled token is among the k, so that it counts once. A divergence between
-    classes is at most that between their tokens, whatever the classes are.
+    `apart` [N, k]: which of the k are no class, such as the sampled token among them, so that it counts once.
+    A divergence between classes is at most that between their tokens, whatever the classes are.
     """
-    named = torch.cat([top.masked_fill(twice, -math.inf), sampled[:, None]], 1).double()
+    named = torch.cat([top.masked_fill(apart, -math.inf), sampled[:, None]], 1).double()
     others = torch.log1p(-named.exp().sum(-1, keepdim=True).clamp(max=1 - LEAST_REST))
     return torch.cat([named, others], 1)
 

@@ -17,12 +17,11 @@ from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
 from asyncrl.algorithms.kl import DIVERGENCES
 from asyncrl.algorithms.losses import Loss, losses
-from asyncrl.config import CriticConfig, KLConfig, Options, RunConfig
+from asyncrl.config import CriticConfig, KLConfig, Options, RunConfig, leaves, taught
 from asyncrl.errors import ConfigError
 from asyncrl.registry import single
 
 END_SCALARS = ("batch_std", "nonzero")
-TEACHES = 0.1  # kl.coef from which a model named as reference is a teacher; published penalties are below
 
 
 @dataclass(frozen=True)
@@ -280,14 +279,13 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "would bias; set one of them off": on and recipe.scale in ("whiten", "whiten_running"),
         f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
         "kl.where=loss": on and kl.where == "reward",
-        f"{key} discards groups of equal rewards, and the teacher (kl.reference, scorers) teaches there, "
-        "too; set it false": on and kl.in_loss and kl.coef >= TEACHES and _has_teacher(config),
+        f"{key} discards groups of equal rewards, and the teacher (kl.reference, kl.prompt, scorers) "
+        "teaches there, too; set it false": on and _has_teacher(config),
     }
 
 
 def _has_teacher(config: RunConfig) -> bool:
-    """A model other than the policy, or its start, is named that a KL may lead to."""
-    return bool(config.kl.reference or config.kl.prompt or {*config.scorers} - {"reward"})
+    return taught(dict(leaves(msgspec.to_builtins(config))))
 
 
 def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
@@ -304,6 +302,9 @@ def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"{name} reads no reward; leave out algorithm.shaping, and kl.where=reward (kl.where=loss works)": (
             demonstrations and (bool(config.algorithm.shaping) or config.kl.where == "reward")
         ),
+        f"{name}: scorers read what is sampled, and would leave all out; use kl.reference": (
+            demonstrations and config.scored_reference
+        ),
     }
 
 
@@ -316,11 +317,10 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
-        "rollout.reward none and no teacher: there is nothing to learn from; set kl.reference or "
-        "scorers.teacher": single(config.rollout.reward)[0] == "none"
-        and config.kl.in_loss
-        and config.kl.coef >= 1
-        and not _has_teacher(config),
+        f"kl.coef {config.kl.coef:g} in the loss and no teacher would only lead back to the start; set "
+        "kl.reference, kl.prompt or scorers.teacher, or a kl.coef below 1": (
+            config.kl.in_loss and config.kl.coef >= 1 and not _has_teacher(config)
+        ),
         "kl.prompt is for a teacher in the trainer, and for episodes played turn by turn; leave out scorers "
         "and rollout.agent": bool(config.kl.prompt)
         and bool({*config.scorers} - {"reward"} or config.rollout.agent or recipe.loss.demonstrations),

@@ -17,7 +17,7 @@ from asyncrl.config.run import (
     WeightsConfig,
     read_config,
 )
-from asyncrl.config.scorers import ScorerConfig
+from asyncrl.config.scorers import ScorerConfig, taught
 from asyncrl.config.training import (
     LESS_MEMORY,
     BufferConfig,

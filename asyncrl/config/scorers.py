@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -11,6 +11,9 @@ from asyncrl.config.base import Positive, Section, texts
 from asyncrl.config.episodes import RolloutConfig
 
 ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
+
+
+TEACHES = 0.5  # kl.coef from which kl.reference is a teacher; published penalties are below
 
 
 class ScorerConfig(Section, frozen=True):
@@ -40,6 +43,14 @@ def readers_of(scorers: Mapping[str, ScorerConfig], source: str) -> tuple[str, .
     own = [name for name, sources in teachers.items() if source in sources]
     others = [name for name, sources in teachers.items() if not sources]
     return (*(["reference"] if "reference" in scorers else []), *(own or others))
+
+
+def taught(keys: Mapping[str, Any]) -> bool:
+    """Return whether the loss leads to a teacher, by all keys of a configuration: a scorer of that name, a
+    prompt that says more, or a reference with a coefficient that is no penalty's."""
+    coef = keys.get("kl.coef", 0.0) if str(keys.get("kl.where")).startswith("loss") else 0.0
+    named = keys.get("kl.prompt") or any(key.startswith("scorers.teacher") for key in keys)
+    return bool(coef and named) or bool(coef >= TEACHES and keys.get("kl.reference"))
 
 
 def scorer_refusals(

@@ -40,7 +40,7 @@ KEPT = (
     *("data.columns", "data.dataset", "data.system_prompt", "data.filter_overlong", "data.order"),
     *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group", "critic.backbone"),
     *("algorithm.steps_per_batch", "trainer.optimizer", "model.lora_rank", "model.lora_alpha"),
-    *("model.template", "model.template_args", "agents"),
+    *("model.template", "model.template_args", "agents", "kl.prompt"),
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from asyncrl.buffer.records import LOSSES
-from asyncrl.config import ValidationConfig
+from asyncrl.config import ValidationConfig, taught
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.held_out import fell
 from asyncrl.observe.metrics import Row, clock, matching
@@ -33,7 +33,6 @@ BY_LENGTH = "staleness/by_length/*/masked_frac"
 FAILING, FEW = 0.2, 8  # share of the attempts, or of the tool calls; failed attempts that are no alert yet
 LIMITING = 0.5  # of the time
 SILENT, SLOWER = 300.0, 6.0  # seconds without a step or an episode, and times what a step takes
-TEACHES = 0.1  # kl.coef of a teacher; a penalty is less
 CONNECTING = 60.0  # seconds that workers may come after the first one
 LOWEST, HIGHEST = "rollout/score/min", "rollout/score/max"
 FAILED = "rollout/attempts_failed/"
@@ -92,13 +91,6 @@ class Seen(NamedTuple):
             for row in self.validations
         ]
         return found if found and (found[-1][0] or not self.last) else []
-
-    @property
-    def taught(self) -> bool:
-        """A teacher teaches, whatever the rewards are."""
-        named = any(self.keys.get(key) for key in ("kl.reference", "kl.prompt", "scorers"))
-        in_loss = str(self.keys.get("kl.where")).startswith("loss")
-        return named and in_loss and self.keys.get("kl.coef", 0.0) >= TEACHES
 
     @property
     def success(self) -> float:
@@ -277,7 +269,8 @@ def _often(name: str, what: str, least: float = MOST) -> Callable[[Seen], Found 
 
 
 def _by_rewards(find: Callable[[Seen], Found | None]) -> Callable[[Seen], Found | None]:
-    return lambda seen: None if seen.taught else find(seen)
+    """A teacher teaches, whatever the rewards are."""
+    return lambda seen: None if taught(seen.keys) else find(seen)
 
 
 def _nothing_taught(seen: Seen) -> Found | None:

@@ -28,7 +28,7 @@ from asyncrl.conversation.turns import trained
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.teacher import Told, likeliest, scores_of, taught_rows
+from asyncrl.trainer.teacher import Told, likeliest, references, taught_rows
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -260,7 +260,7 @@ def example(
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
-        reference=None if scored is None else scores_of(turns),
+        reference=None if scored is None else references(turns, scored),
         routes=row_routes(turns, [*map(len, rows)], choices) if choices else (),
         agents=tuple(whose[row] for row in range(len(rows))) if len(agents) > 1 else (),
         taught=taught_rows(rows, turns),

@@ -46,11 +46,12 @@ def forward_backward(
     tokens: Selected,
     entropy_grad: bool,
     divergence: str = "",
+    top_k: int = 0,
 ) -> None:
     """Runs of the models what a micro-batch does. Gradients are kept. A collective."""
     teacher = None
     if reference is not None and divergence:
-        teacher = reference.teacher(tokens, divergence, 0)
+        teacher = reference.teacher(tokens, divergence, top_k)
     elif reference is not None:
         reference.logp(tokens)
     scores = policy(tokens, entropy_grad=entropy_grad, teacher=teacher)
@@ -81,7 +82,7 @@ def try_largest(learner: Learner) -> None:
     for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
         micro = tried.to(learner.world.device)
         models = learner.policy, learner.critic, learner.reference
-        forward_backward(*models, micro, entropy_grad, learner.recipe.divergence)
+        forward_backward(*models, micro, entropy_grad, learner.recipe.divergence, config.kl.top_k)
     learner.size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:

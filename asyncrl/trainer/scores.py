@@ -172,12 +172,9 @@ def score_chunks(
         if collision:
             found["collision"] = collision_of(table)
         if teacher is not None:
-            if teacher.logits_of is None:
-                found |= distances(table, labels, Told(*taught), teacher)
-            else:
-                with torch.no_grad():
-                    other = log_probs(teacher.logits_of, taught[0], temperature)
-                found |= distances(table, labels, other, teacher)
+            of = teacher.logits_of
+            other = log_probs(of, taught[0], temperature) if of else Told(*taught)
+            found |= distances(table, labels, other, teacher)
         return found
 
     taught: Sequence[Tensor] = ()

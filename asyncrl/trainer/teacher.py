@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +13,6 @@ from torch import Tensor
 
 from asyncrl.algorithms.kl import divergence, lumped
 from asyncrl.types import TokenScores, Turn
-
-UNTOLD = -1e30  # a log-prob that nobody told
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Told(NamedTuple):
     def of(cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor) -> Told:
         """Those of some episodes. A token of which nothing was told, and which is not fresh, has zeros."""
         ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*likeliest, strict=True))
-        return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=UNTOLD), reference.nan_to_num())
+        return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=-math.inf), reference.nan_to_num())
 
 
 def distances(table: Tensor, labels: Tensor, other: Tensor | Told, teacher: Teacher) -> dict[str, Tensor]:
@@ -54,31 +53,34 @@ def distances(table: Tensor, labels: Tensor, other: Tensor | Told, teacher: Teac
         known = other[:, : table.shape[1]]  # vocabularies may be filled up to different sizes
         top, ids = known.topk(min(teacher.top_k, known.shape[1]))
         other = Told(ids, top, reference)
-    twice = other.ids == sampled
-    own = lumped(table.gather(1, other.ids), table.gather(1, sampled)[:, 0], twice)
-    found = divergence(own, lumped(other.top, other.sampled, twice), teacher.name)
+    ids = other.ids.clamp(0, table.shape[1] - 1)
+    again = (ids[:, :, None] == ids[:, None]).sum(-1) > 1  # SGLang calls its last id 0
+    apart = again | (ids != other.ids) | (ids == sampled)
+    own = lumped(table.gather(1, ids), table.gather(1, sampled)[:, 0], apart)
+    found = divergence(own, lumped(other.top, other.sampled, apart), teacher.name)
     return {"divergence": found.to(table.dtype), "reference": other.sampled}
 
 
-def scores_of(turns: Sequence[Turn]) -> np.ndarray:
-    """Returns what the first scorer of each turn makes of its tokens: the reference, or else a teacher."""
-    told = [
-        np.frombuffer(turn.scores[0].logprobs, "<f4") if turn.scores else np.full(len(turn.ids), np.nan)
-        for turn in turns
-    ]
-    return np.concatenate([np.empty(0), *told])
+def scores_of(turn: Turn, top: int) -> TokenScores:
+    """Returns what its first scorer makes of a turn: the reference, or else a teacher. NaN and zeros without
+    one, or where it was asked for another number of likeliest tokens."""
+    size = 4 * len(turn.ids)
+    if turn.scores and (not top or len(turn.scores[0].ids) == top * size):
+        return turn.scores[0]
+    unknown = np.full(len(turn.ids), np.nan, "<f4").tobytes()
+    return TokenScores("", unknown, bytes(top * size), bytes(top * size))
+
+
+def references(turns: Sequence[Turn], top: int) -> np.ndarray:
+    """Returns its log-probs of their tokens."""
+    told = b"".join(scores_of(turn, top).logprobs for turn in turns)
+    return np.frombuffer(told, "<f4").astype(np.float64)
 
 
 def likeliest(turns: Sequence[Turn], top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens [T, top] that this scorer finds likeliest, and their log-probs; zeros where it tells
-    nothing."""
-    ids, logs = [np.empty((0, top), "<i4")], [np.empty((0, top), "<f4")]
-    for turn in turns:
-        told = turn.scores[0] if turn.scores else TokenScores("", b"")
-        nothing = bytes(4 * top * len(turn.ids))
-        ids.append(np.frombuffer(told.ids or nothing, "<i4").reshape(len(turn.ids), -1))
-        logs.append(np.frombuffer(told.top or nothing, "<f4").reshape(len(turn.ids), -1))
-    return np.concatenate(ids), np.concatenate(logs)
+    """Returns the tokens [T, top] that this scorer finds likeliest, and their log-probs."""
+    ids, logs = (b"".join(getattr(scores_of(turn, top), name) for turn in turns) for name in ("ids", "top"))
+    return np.frombuffer(ids, "<i4").reshape(-1, top), np.frombuffer(logs, "<f4").reshape(-1, top)
 
 
 def taught_rows(rows: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:

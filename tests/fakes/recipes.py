@@ -53,10 +53,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "algorithm": {"normalise": "batch_std", "entropy_coef": 0.1},
         "kl": {"where": "loss", "coef": 0.1},
     },
-    "js": {"kl": {"where": "loss", "estimator": "js", "coef": 1.0}},
+    "js": {"kl": {"where": "loss", "estimator": "js", "coef": 0.9}},
     "reverse, top_k, steps": {
         "algorithm": {"loss": "ppo", "steps_per_batch": 2},
-        "kl": {"where": "loss", "estimator": "reverse", "top_k": 3, "coef": 1.0},
+        "kl": {"where": "loss", "estimator": "reverse", "top_k": 3, "coef": 0.9},
     },
     "batch_mean, turns": {"algorithm": {"correction": {"truncate": {"level": "turn"}, "batch_mean": {}}}},
     "gae, kl in reward": {

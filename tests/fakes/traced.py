@@ -163,6 +163,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
                 tokens,
                 config.algorithm.entropy_coef > 0,
                 compose(config).divergence,
+                config.kl.top_k,
             )
         gradients = live.now - before
         return Footprint(weights, gradients, held - weights, live.peak - live.now, rows, length)

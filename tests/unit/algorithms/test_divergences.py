@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.correction import CorrectionInput, correct_states, select_rules
 from asyncrl.algorithms.kl import DIVERGENCES, divergence, kl_tokens, lumped
+from asyncrl.trainer.teacher import Teacher, Told, distances
 from tests.fakes.enumeration import (
     ENDED,
     PI,
@@ -124,6 +125,17 @@ def test_what_a_model_excludes_leaves_everything_finite(name: str) -> None:
     assert value.isfinite().all() and (value > 0.1).all() and slope.isfinite().all()
 
 
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_teacher_s_bad_number_is_seen_and_spoils_no_gradient(name: str) -> None:
+    """As the objective leaves its token out."""
+    logits, teacher = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5).log_softmax(-1)
+    teacher[1, 3] = math.nan
+    value = divergence(logits.log_softmax(-1), teacher, name)
+    (slope,) = torch.autograd.grad(torch.where(value.isfinite(), value, 0.0).sum(), logits)
+    assert value.isfinite().tolist() == [True, False]
+    assert slope.isfinite().all() and slope[0].any() and not slope[1].any()
+
+
 # -- classes of tokens -------------------------------------------------------------------------------------
 
 WORDS = 12
@@ -177,6 +189,20 @@ def test_the_sampled_token_is_a_class_once_and_a_small_rest_is_not_lost() -> Non
     assert found.sum(-1).tolist() == pytest.approx([1.0, 1.0])
 
 
+def test_ids_that_the_policy_lacks_or_that_come_twice_are_among_the_others() -> None:
+    table = torch.arange(5.0, dtype=torch.float64).log_softmax(-1).expand(2, 5)
+    labels, teacher = torch.tensor([1, 0]), Teacher("forward", 3)
+    top = torch.tensor([[0.3, 0.2, 0.1]], dtype=torch.float64).log().expand(2, 3)
+    told = Told(torch.tensor([[2, 7, -1], [0, 3, 0]]), top, torch.full((2,), 0.25, dtype=torch.float64).log())
+    found = distances(table, labels, told, teacher)["divergence"]
+    p = table[0].exp()
+    wanted = [
+        sum(t * math.log(t / q) for t, q in ((0.3, p[2]), (0.25, p[1]), (0.45, 1 - p[2] - p[1]))),
+        sum(t * math.log(t / q) for t, q in ((0.2, p[3]), (0.25, p[0]), (0.55, 1 - p[3] - p[0]))),
+    ]
+    assert found.tolist() == pytest.approx(wanted)
+
+
 # -- states that an older policy visited -------------------------------------------------------------------
 
 
@@ -209,6 +235,14 @@ def test_the_ratio_of_what_led_to_a_state_makes_it_the_policy_s_own(name: str) -
 def test_a_weight_of_single_tokens_leaves_the_states_as_they_were_visited(rules: dict[str, Any]) -> None:
     for name in DIVERGENCES:
         assert error(off_policy(name, rules), of_states(name, behaviour=older(1.0))) < EXACT
+
+
+def test_turns_of_several_agents_between_each_other_go_on() -> None:
+    rho = torch.tensor([0, 0.1, 0, 0.1, 0, 0.1], dtype=torch.float64)
+    row, turn = torch.tensor([0, 0, 1, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    given = CorrectionInput(rho, rho, rho, row, turn, torch.ones(6, dtype=torch.bool))
+    found = correct_states(select_rules({"ratio": {"level": "sequence"}}, "rules"), given).weight
+    assert found.log().tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1])
 
 
 def test_prefixes_are_truncated_and_masks_of_episodes_hold() -> None:

@@ -149,19 +149,35 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ({"kl": {"where": "reward"}}, "looks at rewards without the KL"),
         (
             {"kl": {"where": "loss", "reference": "t", "coef": 1.0}},
-            r"the teacher \(kl.reference, scorers\) teaches there,",
+            r"the teacher \(kl.reference, kl.prompt, scorers\) teaches there,",
+        ),
+        ({"kl": {"where": "loss", "coef": 1e-3}, "scorers": {"teacher_a": {"path": "t"}}}, "teaches there"),
+        ({"kl": {"where": "loss", "coef": 1e-3, "prompt": "Think."}}, "teaches there"),
+        ({"kl": {"where": "loss", "coef": 1.0}}, "no teacher would only lead back to the start"),
+        (
+            {"kl": {"where": "loss", "coef": 1.0}, "scorers": {"reference": {"path": "m"}}},
+            "no teacher would only lead back",
         ),
         (
-            {"kl": {"where": "loss", "coef": 1.0}, "rollout": {"reward": "none"}},
-            "no teacher: there is nothing to learn from",
+            {
+                "algorithm": {"loss": "sft", "advantage": "constant"},
+                "kl": {"where": "loss"},
+                "scorers": {"reference": {"path": "m"}},
+                "buffer": UNFILTERED | {"episodes_per_group": 1},
+            },
+            "scorers read what is sampled",
         ),
         ({"kl": {"where": "reward", "estimator": "js"}, "buffer": UNFILTERED}, "use kl.where=loss, or k1"),
         (
-            {"kl": {"where": "loss", "prompt": "Think."}, "rollout": {"agent": "codex"}},
+            {"kl": {"where": "loss", "prompt": "P"}, "rollout": {"agent": "codex"}, "buffer": UNFILTERED},
             "leave out scorers and",
         ),
         (
-            {"kl": {"where": "loss", "prompt": "Think."}, "trainer": {"sequence_parallel": 2, "ranks": 2}},
+            {
+                "kl": {"where": "loss", "prompt": "Think."},
+                "trainer": {"sequence_parallel": 2, "ranks": 2},
+                "buffer": UNFILTERED,
+            },
             "set trainer.sequence_parallel=1",
         ),
         ({"kl": {"where": "loss", "top_k": 8}}, "kl.top_k is of divergences, and kl.estimator is k2"),
@@ -174,7 +190,9 @@ def test_what_cannot_work_is_refused_with_the_reason(sections: dict[str, Any], c
 
 
 def test_a_penalty_leaves_the_filter_on_and_a_teacher_learns_from_ties() -> None:
-    assert recipe(kl={"where": "loss", "reference": "t", "coef": 0.01}).reference
+    assert recipe(kl={"where": "loss", "reference": "t", "coef": 0.1}).reference
+    assert recipe(kl={"where": "loss", "coef": 0.2}).reference
+    assert recipe(kl={"where": "loss", "coef": 0.2}, scorers={"reference": {"path": "m"}}).reference
     assert recipe(kl={"where": "loss", "estimator": "reverse", "coef": 0.01}).divergence == "reverse"
     taught = recipe(kl={"where": "loss", "reference": "t", "coef": 1.0}, buffer=UNFILTERED)
     assert not taught.skips_inert and not taught.divergence and taught.scores_reference

@@ -157,6 +157,7 @@ KEPT = {  # what a resumed run keeps, and another value
     "model.lora_rank": 8,
     "model.lora_alpha": 32.0,
     "critic.backbone": "shared",
+    "kl.prompt": "Think.",
 }
 ADDRESSES = [  # of the launcher, of a server
     ("127.0.0.1", "http://10.0.0.5:30000", "launch.host: 127.0.0.1 cannot be reached by http://10.0.0.5"),

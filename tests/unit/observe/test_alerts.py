@@ -243,6 +243,7 @@ def test_every_rule_has_its_text() -> None:
 
 def test_rewards_that_tie_are_no_fault_where_a_teacher_teaches() -> None:
     rows = run({"rollout/score/max": 0.0, "rollout/score/min": 0.0, "critic/zero_advantage_frac": 1.0})
-    penalty = {"kl.where": "loss", "kl.reference": "m", "kl.coef": 0.01}
-    assert alerts(rows, status(), KEYS | penalty)
-    assert not alerts(rows, status(), KEYS | penalty | {"kl.coef": 1.0})
+    penalty = KEYS | {"kl.where": "loss", "kl.reference": "m", "kl.coef": 0.1, "scorers.reference.path": "m"}
+    assert alerts(rows, status(), penalty)
+    assert not alerts(rows, status(), penalty | {"kl.coef": 1.0})
+    assert not alerts(rows, status(), penalty | {"kl.coef": 0.05, "scorers.teacher.path": "t"})

@@ -57,6 +57,22 @@ def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
     assert joined(turns).reference is None
 
 
+def test_a_turn_with_another_number_of_likeliest_tokens_is_unknown() -> None:
+    """A resumed run may ask scorers for more, or for the first time."""
+    for before, known in ((0, False), (1, False), (2, True)):
+        scores = (TokenScores("teacher", *map(bytes, (8, 8 * before, 8 * before))),)
+        e = example(
+            ROW, [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]], 5, 1, TOKEN_MEAN, scored=2
+        )
+        assert e.reference is not None and e.likeliest is not None
+        assert np.isfinite(e.reference).tolist() == [known, known, False, False, False]
+        assert [column.shape for column in e.likeliest] == [(5, 2), (5, 2)]
+    e = example(
+        ROW, [msgspec.structs.replace(t, scores=scores[:1]) for t in TURNS[:1]], 5, 1, TOKEN_MEAN, scored=0
+    )
+    assert e.reference is not None and np.isfinite(e.reference).all(), "an estimator reads the sampled token"
+
+
 @pytest.mark.parametrize("sizes", [(4, 0, 0), (8, 8, 0), (8, 12, 12), (8, 2056, 2056)])
 def test_scores_that_do_not_fit_their_turn_are_refused(sizes: tuple[int, int, int]) -> None:
     turn = msgspec.structs.replace(TURNS[0], scores=(TokenScores("teacher", *map(bytes, sizes)),))

@@ -15,7 +15,14 @@ from asyncrl.trainer import memory
 from asyncrl.trainer.memory import largest, try_largest
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
-from tests.fakes.training import full_state, make_learner, save_tiny_model, tiny_config
+from tests.fakes.training import (
+    VOCABULARY,
+    full_state,
+    make_learner,
+    plain_model,
+    save_tiny_model,
+    tiny_config,
+)
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
 
@@ -53,6 +60,19 @@ def test_all_models_run_it_and_nothing_is_left(
     assert sizes == [2, 2, 60, 60] and "3 rows of 20 tokens, was tried in" in caplog.text
     assert all(p.grad is None for m in (learner.policy, learner.critic) for p in m.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(learner.policy).items())
+
+
+def test_a_teacher_of_more_words_is_tried_by_classes(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "LAYER_MIN_PARAMETERS", 0)
+    (tmp_path / "policy").mkdir()
+    wide = plain_model(save_tiny_model(tmp_path))
+    wide.resize_token_embeddings(VOCABULARY + 8)
+    wide.save_pretrained(tmp_path / "wide")
+    kl = {"where": "loss", "coef": 1.0, "estimator": "js", "top_k": 4, "reference": str(tmp_path / "wide")}
+    config = config_of(tmp_path / "policy", kl=kl, buffer={"filter_zero_variance": False})
+    try_largest(make_learner(config, world))
 
 
 def test_too_little_memory_is_that_of_a_micro_batch(
