@@ -317,7 +317,7 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
-        f"kl.coef {config.kl.coef:g} in the loss and no teacher would only lead back to the start; set "
+        "kl.coef of 1 or more in the loss and no teacher would only lead back to the start; set "
         "kl.reference, kl.prompt or scorers.teacher, or a kl.coef below 1": (
             config.kl.in_loss and config.kl.coef >= 1 and not _has_teacher(config)
         ),
