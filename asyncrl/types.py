@@ -227,7 +227,7 @@ class TokenScores(msgspec.Struct, frozen=True):
 
 class Generation(msgspec.Struct, frozen=True):
     """An engine returns it for one request. Spans are relative to `ids`. `routes`: where asked for. `scores`:
-    added by scorers."""
+    added by a scorer."""
 
     ids: tuple[Token, ...]
     logprobs: tuple[float, ...]
@@ -235,7 +235,7 @@ class Generation(msgspec.Struct, frozen=True):
     stop: StopReason
     seconds: float = 0.0
     routes: Routes | None = None
-    scores: tuple[TokenScores, ...] = ()
+    scores: TokenScores | None = None
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -247,7 +247,7 @@ class Turn(msgspec.Struct, frozen=True):
     asked for it, by the `model` of the request, where an agent program leads the episode. `routes`: of the
     tokens of its row up to here that no turn before it has routes of. `untrained`: it answers a side request
     of the agent (`rollout.untrained_agents`), and no loss, baseline or normaliser knows it. `scores`: by the
-    scorers that read it; none in validation. `taught`: what a teacher reads in place of the context of a turn
+    scorer that reads it; none in validation. `taught`: what a teacher reads in place of the context of a turn
     that begins a row (`kl.prompt`).
     """
 
@@ -264,7 +264,7 @@ class Turn(msgspec.Struct, frozen=True):
     agent: str = ""
     routes: Routes | None = None
     untrained: bool = False
-    scores: tuple[TokenScores, ...] = ()
+    scores: TokenScores | None = None
     taught: tuple[Token, ...] = ()
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
@@ -78,11 +79,13 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
             f"{len(told.data)} bytes, which is no multiple of 2 for each token"
         )
-    for scores in turn.scores:
+    if (scores := turn.scores) is not None:
         sizes, each = (len(scores.logprobs), len(scores.ids), len(scores.top)), 4 * len(turn.ids)
         whole = sizes[0] == each and sizes[1] == sizes[2] and not (each and sizes[1] % each)
         if not whole or sizes[1] > MOST_TOP * each:
             raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {sizes} bytes, {each} expected")
+        if (lowest := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
+            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest}, which is no token")
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
-from asyncrl.config.scorers import ScorerConfig, ScorerName, readers_of
+from asyncrl.config.scorers import ScorerConfig, ScorerName
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -219,9 +219,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
         as one episode may have."""
         return max(self.rollout.full_rows, budget // self.rollout.max_tokens)
 
-    def readers(self, source: str) -> tuple[str, ...]:
-        """Return the scorers that read each turn of an episode of this data source."""
-        return readers_of(self.scorers, source)
+    def reader(self, source: str) -> str:
+        """Return the scorer that reads each turn of an episode of this data source; '': none does."""
+        named = {
+            of: name for name, one in self.scorers.items() for of in one.sources or [""] if name != "reward"
+        }
+        return named.get(source, named.get("", ""))
 
     @property
     def scorer_places(self) -> list[tuple[str, int]]:
@@ -280,8 +283,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""
-        readers = len({name.partition("_")[0] for name in self.scorers} - {"reward"})
-        each = BYTES_PER_TOKEN + readers * (4 + 8 * self.kl.top_k)
+        each = BYTES_PER_TOKEN + self.scored_reference * (4 + 8 * self.kl.top_k)
         episode = self.rollout.rows * self.rollout.max_tokens * each
         return self.buffer.episodes_per_group * episode
 

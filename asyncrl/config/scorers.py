@@ -37,14 +37,6 @@ class ScorerConfig(Section, frozen=True):
         return len(self.urls) or self.servers
 
 
-def readers_of(scorers: Mapping[str, ScorerConfig], source: str) -> tuple[str, ...]:
-    """Return those that read each turn of an episode of this data source: the reference, and a teacher."""
-    teachers = {name: one.sources for name, one in scorers.items() if name.startswith("teacher")}
-    own = [name for name, sources in teachers.items() if source in sources]
-    others = [name for name, sources in teachers.items() if not sources]
-    return (*(["reference"] if "reference" in scorers else []), *(own or others))
-
-
 def taught(keys: Mapping[str, Any]) -> bool:
     """Return whether the loss leads to a teacher, by all keys of a configuration: a scorer of that name, a
     prompt that says more, or a reference with a coefficient that is no penalty's."""
@@ -74,7 +66,7 @@ def scorer_refusals(
         "temperature 1 only; set 1, or leave out scorers.reference and teachers": (
             rollout.temperature != 1 and bool({*scorers} - {"reward"})
         ),
-        "kl.reference and scorers are two references; leave one out": (
-            bool(reference) and bool({*scorers} - {"reward"})
+        "kl.reference, scorers.reference and teachers are two references or more; leave all but one out": (
+            bool(reference) + ("reference" in scorers) + bool(teachers) > 1
         ),
     }

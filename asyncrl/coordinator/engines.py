@@ -214,9 +214,14 @@ class EngineHandler:
     # -- the table -----------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
-        """Episodes can be sampled: with servers, one of them holds a published version."""
+    def samples(self) -> bool:
+        """Turns can be sampled: with servers, one of them holds a published version."""
         return not self.remote or bool(self._serving(None))
+
+    @property
+    def lacks(self) -> str:
+        """What new episodes wait for: a server that samples, one of each scorer that reads turns."""
+        return self.scorers.lacks if self.samples else "a server that holds a published version"
 
     def send_table(self, workers: Collection[bytes], now: float) -> None:
         """Send each worker what it does not have yet of the table: all of it, or what changed. Changes are
@@ -312,7 +317,7 @@ class EngineHandler:
         held = self.state.versions.engines
         pinned = any(engine.pinned for engine in held.values())
         if not pinned and sum(engine.up for engine in held.values()) < 2:
-            return self.ready
+            return self.samples
         serving = [held[keeper.peer] for keeper in self._serving("train")]
         fit = [engine for engine in serving if engine.acked >= max(version, engine.pushed)]
         for engine in fit if all_servers else fit[: not pinned]:

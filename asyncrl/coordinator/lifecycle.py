@@ -64,7 +64,7 @@ class Lifecycle:
     def advance(self, now: float) -> None:
         """Enter the next phase if this one is over. ProtocolError when the run does not start in time."""
         match self.phase:
-            case Phase.STARTING if self.state.versions.ref and self.workers.peers and self.engines.ready:
+            case Phase.STARTING if self.state.versions.ref and self.workers.peers and not self.engines.lacks:
                 self._enter(Phase.RUNNING, now)
                 self.reporter.begin()
                 trains = self.state.config.total_steps > 0
@@ -156,5 +156,5 @@ class Lifecycle:
     def _missing(self) -> str:
         waits = [] if self.workers.peers else ["no rollout worker has reported in"]
         waits += [] if self.state.versions.ref else ["the trainer has not published the first version"]
-        waits += [] if self.engines.ready else ["no server holds a published version"]
+        waits += [f"there is not yet {self.engines.lacks}"] if self.engines.lacks else []
         return "; ".join(waits) or "unknown"

@@ -15,6 +15,7 @@ from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.worker import EngineEntry
 
 SCORER = "scorer"  # the role of their keepers
@@ -33,8 +34,8 @@ class KeeperRecord:
 
 
 class ScorerHandler:
-    """Tracks the servers of scorers. They are no engines: no version is pushed to them, and what is sampled
-    does not wait for them to be there; a turn does that is to be read."""
+    """Tracks the servers of scorers. They are no engines: no version is pushed to them. New episodes wait for
+    them, as their turns would."""
 
     def __init__(self, state: RunState) -> None:
         self.state, self._places = state, state.config.scorer_places
@@ -42,6 +43,9 @@ class ScorerHandler:
 
     def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
         """A keeper reports in, for the first time or again; its state is absolute."""
+        if message.index >= len(self._places):
+            self.state.outbox.to_control(peer, Stop(f"there is no scorer {message.index}"))
+            return
         name = "scorer {} {}".format(*self._places[message.index])
         keeper = self.keepers.hello(peer, message, now, lambda: KeeperRecord(peer, name, message, now))
         if keeper is not None:
@@ -54,6 +58,13 @@ class ScorerHandler:
             keeper.beat = message
             if message.starting:
                 self.state.liveness.alive(now)
+
+    @property
+    def lacks(self) -> str:
+        """The first scorer that reads turns and has no server; '': none is lacking."""
+        here = {self._places[keeper.hello.index][0] for keeper in self.keepers if keeper.beat.healthy}
+        lacking = (name for name, _ in self._places if name not in here and name != "reward")
+        return next((f"a server of scorers.{name}" for name in lacking), "")
 
     def table(self) -> tuple[EngineEntry, ...]:
         return tuple(

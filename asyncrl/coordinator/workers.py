@@ -196,9 +196,9 @@ class WorkerHandler:
         state, self.more = self.state, False
         if not state.buffer.waiting:
             return
-        if not self.engines.ready:
+        if lacks := self.engines.lacks:
             if self.free_slots:
-                state.waits.append("new episodes wait for a server that holds a published version")
+                state.waits.append(f"new episodes wait for {lacks}")
             return
         usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
         steps, unmet, left = self.engines.steps(), NEVER, MOST_ASSIGNED

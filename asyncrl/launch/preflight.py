@@ -79,9 +79,9 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     with _quiet():
         data = inputs.samples
     config = inputs.config
-    of_some = config.scored_reference and not config.readers("")  # each teacher has sources of its own
+    of_some = config.scored_reference and not config.reader("")  # each teacher has sources of its own
     sources = {sample.data_source for sample in data.train} if of_some else set()
-    if untaught := sorted(source for source in sources if not config.readers(source)):
+    if untaught := sorted(source for source in sources if not config.reader(source)):
         raise ConfigError(
             f"scorers: no teacher has the data source {untaught[0]} among its sources, and its turns would "
             "not be trained; name it there, or add a teacher without sources"

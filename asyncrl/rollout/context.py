@@ -12,11 +12,10 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Protocol
 
 import msgspec
@@ -79,8 +78,16 @@ class Sampler(Protocol):
 class Reader(Protocol):
     """The servers of a scorer."""
 
-    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        """Score the last `count` of these ids, and name the `top` likeliest tokens. Raises EngineError."""
+    async def read(
+        self,
+        session: str,
+        ids: tuple[int, ...],
+        count: int,
+        top: int,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> TokenScores:
+        """Score the last `count` of these ids, and name the `top` likeliest tokens. Each wait for a server is
+        within `waiting`. Raises EngineError."""
 
     def release(self, session: str) -> None:
         """The episode is over."""
@@ -89,7 +96,7 @@ class Reader(Protocol):
 @dataclass
 class EpisodeContext:
     """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least.
-    `readers`: the scorers that read the turns of episodes of a data source, and name the `top` likeliest
+    `reader`: the scorer that reads the turns of episodes of a data source, and names the `top` likeliest
     tokens at each place."""
 
     rules: Rules
@@ -98,7 +105,7 @@ class EpisodeContext:
     waits: Waits
     oldest: Callable[[], int]
     snapshots: Snapshots | None = None
-    readers: Callable[[str], Sequence[Reader]] = lambda source: ()
+    reader: Callable[[str], Reader | None] = lambda source: None
     top: int = 0
 
 
@@ -127,6 +134,8 @@ class EpisodeRun:
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
     _result: object = None  # that it saw
     _reward_s: float = 0.0
+    _off: int = 0  # rows that are off the clock
+    _off_since: float = 0.0
     _said: str = ""  # the model's last words
 
     @property
@@ -169,9 +178,10 @@ class EpisodeRun:
         ids, count = prefix + sampled.ids, len(sampled.ids)
         if not count or self.assign.lane == "eval" or not self.assign.temperature:
             return sampled
-        top = self.context.top
-        found = await asyncio.gather(*(reader.read(session, ids, count, top) for reader in self._readers))
-        return msgspec.structs.replace(sampled, scores=tuple(found))
+        if (reader := self._reader) is None:
+            return sampled
+        scores = await reader.read(session, ids, count, self.context.top, self.off_the_clock)
+        return msgspec.structs.replace(sampled, scores=scores)
 
     def recall(self, frames: Sequence[bytes]) -> None:
         """Take over the parts of turns that no earlier attempt has ended."""
@@ -200,8 +210,8 @@ class EpisodeRun:
         return max(self.assign.oldest, self.context.oldest())
 
     @property
-    def _readers(self) -> Sequence[Reader]:
-        return self.context.readers(self.assign.sample.data_source)
+    def _reader(self) -> Reader | None:
+        return self.context.reader(self.assign.sample.data_source)
 
     @property
     def seconds(self) -> float:
@@ -216,15 +226,37 @@ class EpisodeRun:
     def caught_up(self) -> None:
         """The recorded turns have been repeated, which costs the episode nothing: what is left of its time
         begins now."""
-        self.started = asyncio.get_running_loop().time() - self.assign.seconds
+        self._begin(asyncio.get_running_loop().time() - self.assign.seconds)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """The body costs the episode no time. Rows that are sampled side by side may be in it together."""
+        now = asyncio.get_running_loop().time
+        self._off += 1
+        if self._off == 1:
+            self._off_since = now()
+            self._end_at(None)
+        try:
+            yield
+        finally:
+            self._off -= 1
+            if not self._off:
+                self._begin(self.started + now() - self._off_since)
+
+    def _begin(self, started: float) -> None:
+        self.started = started
+        self._end_at(started + self.context.rules.config.episode_timeout)
+
+    def _end_at(self, when: float | None) -> None:
         if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(self.started + self.context.rules.config.episode_timeout)
+            self.limit.reschedule(when)
 
     def release(self) -> None:
         """The engines may forget the episode."""
-        places: tuple[Sampler | Reader, ...] = (self.sampler, *self._readers)
-        for session, place in product(self._sessions | {self.name}, places):
-            place.release(session)
+        for session in self._sessions | {self.name}:
+            self.sampler.release(session)
+            if self._reader is not None:
+                self._reader.release(session)
 
     def forget(self, ended: asyncio.Future[None]) -> None:
         """The episode's end is durable: nothing goes on from its snapshots."""

@@ -22,7 +22,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,6 +82,7 @@ class ServerTurn:
     losses: int = 0  # in a row that brought no token
     full: set[PooledServer] = field(default_factory=set)  # had no room, in this round
     rounds: int = 0  # in a row in which no server had room
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait for a server
 
 
 class ServerPool:
@@ -136,13 +137,22 @@ class ServerPool:
             async with self._server(turn) as server:
                 return await server.client.score(request.ids)
 
-    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int = 0) -> TokenScores:
+    async def read(
+        self,
+        session: str,
+        ids: tuple[int, ...],
+        count: int,
+        top: int = 0,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> TokenScores:
         """Have the scorer of this name score the last `count` of these ids, and name its `top` likeliest
-        tokens at each of their places. Waits for a server, and raises, as `generate` does."""
+        tokens at each of their places. Waits for a server, within `waiting`, and raises, as `generate`
+        does."""
         turn = ServerTurn(
             Request(session, ids, Sampling(0, ())),
             lambda: 0,
             asyncio.get_running_loop().time() + self._patience,
+            waiting=waiting,
         )
         while True:
             async with self._server(turn) as server:
@@ -211,7 +221,8 @@ class ServerPool:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
         span = "room on an engine" if turn.full else FRESHER if self.name in LANES else self._scores
-        with self._waits.named(self._waits_for(turn.oldest(), len(turn.full)), self._patience, span):
+        lack = self._waits_for(turn.oldest(), len(turn.full))
+        with turn.waiting(), self._waits.named(lack, self._patience, span):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()

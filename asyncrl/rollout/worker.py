@@ -137,7 +137,7 @@ class RolloutWorker:
             self.waits,
             oldest=lambda: self._oldest,
             snapshots=self._snapshots,
-            readers=lambda source: [self._scorers[name] for name in config.readers(source)],
+            reader=lambda source: self._scorers.get(config.reader(source)),
             top=config.kl.top_k,
         )
         gateway = Gateway(config.rollout.agent_address)

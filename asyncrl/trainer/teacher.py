@@ -62,11 +62,11 @@ def distances(table: Tensor, labels: Tensor, other: Tensor | Told, teacher: Teac
 
 
 def scores_of(turn: Turn, top: int) -> TokenScores:
-    """Returns what its first scorer makes of a turn: the reference, or else a teacher. NaN and zeros without
-    one, or where it was asked for another number of likeliest tokens."""
+    """Returns what the scorer of a turn makes of it; NaN and zeros without one, or where it
+    was asked for another number of likeliest tokens."""
     size = 4 * len(turn.ids)
-    if turn.scores and (not top or len(turn.scores[0].ids) == top * size):
-        return turn.scores[0]
+    if turn.scores and (not top or len(turn.scores.ids) == top * size):
+        return turn.scores
     unknown = np.full(len(turn.ids), np.nan, "<f4").tobytes()
     return TokenScores("", unknown, bytes(top * size), bytes(top * size))
 

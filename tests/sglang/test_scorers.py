@@ -45,7 +45,7 @@ def differences(turns: Sequence[Turn]) -> list[float]:
     own, found, end = table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy(), list[float](), 0
     for turn in turns:
         end += len(turn.context) + len(turn.ids)
-        scored = np.frombuffer(turn.scores[0].logprobs, "<f4")
+        scored = np.frombuffer(turn.scores.logprobs, "<f4")
         found.append(float(np.abs(scored - own[end - 1 - len(turn.ids) : end - 1]).max()))
     return found
 

@@ -105,6 +105,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
             r"asks scorer:reward, which is not",
         ),
         ({"scorers__reference__path": "m", "kl__reference": "n"}, r"two references"),
+        ({"scorers": {"teacher": {"path": "m"}, "reference": {"path": "n"}}}, r"two references"),
         ({"trainer__router_replay": True}, r"trainer\.router_replay needs engine=sglang"),
         (
             {"engine__name": "sglang", "trainer__router_replay": True, "trainer__compile": True},
@@ -120,10 +121,10 @@ def test_refusals_name_the_key(keys: dict[str, Any], complaint: str) -> None:
 
 def test_each_data_source_has_its_teacher() -> None:
     teachers = {"teacher_math": {"path": "m", "sources": ["gsm8k"]}, "teacher": {"path": "n"}}
-    config = parse(with_keys(scorers={**teachers, "reference": {"path": "r"}, "reward": {"path": "w"}}))
-    assert config.readers("gsm8k") == ("reference", "teacher_math")
-    assert config.readers("chat") == ("reference", "teacher")
-    assert config.group_bytes == 8 * 4096 * (24 + 2 * 4)
+    config = parse(with_keys(scorers={**teachers, "reward": {"path": "w"}}))
+    assert config.reader("gsm8k") == "teacher_math" and config.reader("chat") == "teacher"
+    assert config.group_bytes == 8 * 4096 * (24 + 4)
+    assert parse(with_keys(scorers={"reward": {"path": "w"}})).reader("gsm8k") == ""
 
 
 def test_a_missing_key_is_named() -> None:

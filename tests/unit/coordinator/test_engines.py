@@ -17,7 +17,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import Loaded, LoadWeights
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.trainer import Probed
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from tests.fakes.mail import Sent
@@ -160,7 +160,7 @@ class Script:
                 assert [one.peer for one in handler.keepers] == [self.peer(what)]
             case "starts":
                 assert setup.version(int(what)) == (int(more[0]) if more else None)
-                assert handler.ready is bool(more)
+                assert handler.samples is bool(more)
             case "table":
                 signs = {(True, "train"): "+", (True, "eval"): "v"}
                 table = [f"{step}{signs.get((healthy, lane), '-')}" for step, healthy, lane in setup.table()]
@@ -386,7 +386,7 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(s
 
 
 def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path: Path) -> None:
-    setup = EngineSetup(tmp_path, {"reference": {"path": "m"}, "teacher": {"urls": ["http://a", "http://b"]}})
+    setup = EngineSetup(tmp_path, {"reward": {"path": "m"}, "teacher": {"urls": ["http://a", "http://b"]}})
     scorer = b"scorer/2/s"
     setup.handler.hello(scorer, KeeperHello(2, "s", "", pid=1), 0.0)
     setup.beat(scorer, 0.0, KeeperBeat(healthy=False, starting=True))
@@ -395,10 +395,32 @@ def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path
     last = setup.handler.table()[-1]
     assert last == EngineEntry("scorer teacher 1", "http://b", "s", NO_VERSION, True, lane="teacher")
     setup.publish(1)
-    assert scorer not in setup.pushed() and not setup.handler.ready
+    assert scorer not in setup.pushed() and not setup.handler.samples
     setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
     found = setup.handler.gauges()
     assert found["scorer/teacher/cache_hit"] == 0.75 and found["scorer/teacher/servers"] == 1
-    assert found["scorer/reference/servers"] == 0 and "rollout/prefix_cache_hit" not in found
+    assert found["scorer/reward/servers"] == 0 and "rollout/prefix_cache_hit" not in found
     setup.handler.tick(11.0)  # silent for longer than its lease
     assert len(setup.handler.table()) == 0
+
+
+def test_new_episodes_wait_for_a_server_of_each_scorer_that_reads_turns(tmp_path: Path) -> None:
+    teachers = {"teacher": {"urls": ["http://a", "http://b"]}, "teacher_b": {"path": "m", "sources": ["b"]}}
+    setup = EngineSetup(tmp_path, {"reward": {"path": "m"}, **teachers})
+    assert setup.handler.lacks == "a server that holds a published version"
+    setup.serve(1)
+    for index, lacks in ((1, "a server of scorers.teacher_b"), (3, "")):
+        peer = f"scorer/{index}/s".encode()
+        assert setup.handler.lacks
+        setup.handler.hello(peer, KeeperHello(index, "s", "http://a", pid=1), 0.0)
+        setup.beat(peer, 0.0)
+        assert setup.handler.lacks == lacks
+    setup.beat(peer, 0.0, KeeperBeat(healthy=False, starting=True))
+    assert setup.handler.lacks == "a server of scorers.teacher_b" and setup.handler.samples
+
+
+def test_a_scorer_that_no_key_names_is_told_to_end(tmp_path: Path) -> None:
+    setup = EngineSetup(tmp_path, {"teacher": {"path": "m"}})
+    setup.handler.hello(b"scorer/1/s", KeeperHello(1, "s", "http://a", pid=1), 0.0)
+    setup.beat(b"scorer/1/s", 0.0)
+    assert len(setup.sent.take(Stop)) == 1 and len(setup.handler.table()) == 2

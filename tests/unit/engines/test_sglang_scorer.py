@@ -118,12 +118,12 @@ def test_what_a_scorer_lacks_is_one_line_before_the_start(tmp_path: Path) -> Non
 def test_a_server_of_a_scorer_gets_its_model_and_the_next_gpus(tmp_path: Path) -> None:
     given = config(
         tmp_path,
-        reference={"path": "r"},
-        teacher={"urls": [URL]},
+        teacher={"path": "r"},
+        teacher_b={"urls": [URL], "sources": ["b"]},
         reward={"path": "w", "tp": 2, "servers": 2},
     )
     firsts = [base_gpu(given, i, 8, name) for i, (name, _) in enumerate(given.scorer_places)]
-    assert given.scorer_places == [("reference", 0), ("teacher", 0), ("reward", 0), ("reward", 1)]
+    assert given.scorer_places == [("teacher", 0), ("teacher_b", 0), ("reward", 0), ("reward", 1)]
     assert firsts == [1, 2, 2, 4]  # after the rank; who is attached to has none here
     command = arguments(given, 3, "h", 1, 8, "reward")
     after = {

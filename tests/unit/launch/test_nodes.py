@@ -70,7 +70,7 @@ def placed(nodes: list[Node], *overrides: str) -> list[str]:
         ),
         (  # those of scorers, too
             (1, 2, 2),
-            ("scorers.reference={path: m, servers: 2, tp: 2}", "scorers.teacher={urls: [u]}"),
+            ("scorers.reference={path: m, servers: 2, tp: 2}", "scorers.reward={urls: [u]}"),
             ["coordinator-0, scorer-2, trainer-0", "scorer-0, rollout-0", "scorer-1"],
         ),
         (  # servers are spread; workers are where they are

@@ -38,13 +38,13 @@ def test_the_description_adds_up() -> None:
 
 def test_a_scorer_has_a_process_for_each_of_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 6)
-    settings = config(scorers={"reference": {"path": "r", "servers": 2, "tp": 2}, "teacher": {"urls": ["u"]}})
+    settings = config(scorers={"reference": {"path": "r", "servers": 2, "tp": 2}, "reward": {"urls": ["u"]}})
     units = processes_of(settings)
     assert [unit.name for unit in units[1:-2]] == ["scorer-0", "scorer-1", "scorer-2"]
     assert [unit.places[0].gpus for unit in units[1:-2]] == [2, 2, 0]
     assert dealt(settings, 6) == {"trainer-0": [0], "scorer-0": [1, 2], "scorer-1": [3, 4]}
     rows = [line for line in describe(settings, units, True, 6) if line.startswith("scorer")]
-    assert rows == ["scorer           3        1  reference: r; teacher: u (GPUs 1, 2, 3, 4)"]
+    assert rows == ["scorer           3        1  reference: r; reward: u (GPUs 1, 2, 3, 4)"]
 
 
 def test_threads_are_set_before_anything_numeric_is_imported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from msgspec.structs import replace
 
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
-from asyncrl.types import Generation, StopReason, TokenScores, VersionSpan
-from asyncrl.wire.messages.worker import EngineUse
+from asyncrl.rollout.context import EpisodeRun
+from asyncrl.types import FailReason, Generation, StopReason, TokenScores, VersionSpan
+from asyncrl.wire.messages.worker import EngineUse, Failed, Finished
+from tests.fakes.episodes import TurnBench
 from tests.fakes.loop import settle
 from tests.fakes.servers import (
     SECONDS,
@@ -44,6 +47,64 @@ async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -
     s.tell(entry("scorer", lane="reference", incarnation="2"))
     assert await reading == TokenScores("reference", np.array([-2, -3], "<f4").tobytes())
     assert [client.entry.name for client in s.clients] == ["scorer", "scorer"]  # no engine is asked
+
+
+@pytest.mark.parametrize("reads_s", [0.0, 15.0])
+async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
+    monkeypatch: pytest.MonkeyPatch, reads_s: float
+) -> None:
+    loop, passed = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed)
+    s, bench = Servers(lane="teacher"), TurnBench(["42"], episode_timeout=10.0)
+    bench.context.reader = lambda source: s.pool
+    episode = asyncio.create_task(bench.run())
+    while "no server" not in s.waits.longest():
+        s.now += 1.0
+        await settle()
+    passed += 15.0
+    await settle()
+    s.tell(entry("scorer", lane="teacher"))
+    s["scorer"].gate.clear()  # it reads the turn, and is killed
+    await s["scorer"].asked.wait()
+    s.tell(entry("scorer", lane="teacher", url="", incarnation="2", healthy=False))
+    while "no server" not in s.waits.longest():
+        s.now += 1.0
+        await settle()
+    passed += 15.0
+    await settle()
+    s.tell(entry("scorer", lane="teacher", incarnation="2"))
+    s["scorer"].gate.clear()
+    await s["scorer"].asked.wait()
+    passed += reads_s
+    await settle()
+    s["scorer"].gate.set()
+    await episode
+    end = bench.sent[-1]
+    if reads_s:
+        assert isinstance(end, Failed) and end.reason is FailReason.DEADLINE
+    else:
+        assert isinstance(end, Finished) and end.stats.seconds < 10.0
+        assert [turn.scores is not None for turn in bench.turns] == [True]
+
+
+async def test_rows_that_wait_side_by_side_are_off_the_clock_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, passed = asyncio.get_running_loop(), 0.0
+    monkeypatch.setattr(loop, "time", lambda: passed)
+    bench = TurnBench([], episode_timeout=10.0)
+    async with asyncio.timeout(10.0) as limit:
+        await settle()
+        run = EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, limit)
+        passed = 4.0
+        with run.off_the_clock():
+            passed = 9.0
+            with run.off_the_clock():
+                passed = 14.0
+            assert run.seconds_left == math.inf
+            passed = 19.0
+        assert (run.seconds, run.seconds_left) == (4.0, 6.0)
 
 
 # -- routing -----------------------------------------------------------------------------------------

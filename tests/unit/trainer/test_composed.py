@@ -187,7 +187,7 @@ def test_a_teacher_on_servers_teaches_what_one_in_the_trainer_does(
     idle = collate([], torch.float64, there.packing)
     found = there.policy(idle.selected, teacher=teacher_of(idle, None, "js", 4)).divergence
     assert found is not None and found.isfinite().all()  # of a rank that has no episode
-    unread = [(row, [msgspec.structs.replace(turns[0], scores=()), *turns[1:]]) for row, turns in scored]
+    unread = [(row, [msgspec.structs.replace(turns[0], scores=None), *turns[1:]]) for row, turns in scored]
     partly = final_gradients(there, [[unread]])
     assert difference(partly, wanted) > 1e-4 and all(g.isfinite().all() for g in partly.values())
 
@@ -209,7 +209,7 @@ def read(model: Any, episode: Episode, top: int) -> list[Turn]:
         own = table.gather(1, torch.tensor(turn.ids)[:, None])
         parts = (own.numpy().astype("<f4"), ids.numpy().astype("<i4"), logs.numpy().astype("<f4"))
         scores = TokenScores("teacher", *(part.tobytes() for part in parts))
-        found.append(msgspec.structs.replace(turn, scores=(scores,)))
+        found.append(msgspec.structs.replace(turn, scores=scores))
     return found
 
 
