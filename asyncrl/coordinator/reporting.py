@@ -313,6 +313,7 @@ class Reporter:
         ending["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
         status = {"phase": outcome, "gauges": self.gauges(), "failed": failures_line(state.failed.counts, "")}
         ending["alerts"] = [alert.line for alert in alerts(self._recent, status, self._keys)]
+        ending["agents"] = [*state.config.agents]
         threshold = {"success_threshold": state.config.validation.success}
         write_summary(state.run_dir, summary | threshold | ending)
 

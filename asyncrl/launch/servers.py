@@ -49,8 +49,8 @@ def _check_command(config: RunConfig) -> None:
         raise ConfigError(
             "engine.name, or scorers, need sglang, which is not installed here: for GPUs pip install "
             "'.[sglang]' -c constraints-sglang.txt in a checkout, or name a program of another environment "
-            "in engine.server_command, or attach to servers with engine.urls=[…]; on a CPU, make sglang-cpu "
-            "in a checkout, then engine=sglang_cpu"
+            "in engine.server_command, or attach to servers with engine.urls=[…], scorers.NAME.urls=[…]; on "
+            "a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
         )
 
 

@@ -76,7 +76,10 @@ def print_summary(
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
     checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
     export = checkpoints / f"step-{summary['steps']}" / "hf"
-    if export.is_dir():
+    if summary.get("agents"):
+        apart = f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart"
+        terminal.print(apart, highlight=False, soft_wrap=True)
+    elif export.is_dir():
         terminal.print(f"model: {export}", highlight=False, soft_wrap=True)
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
     if not everything:

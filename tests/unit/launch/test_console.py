@@ -270,3 +270,6 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert "fixed probe, max: 4.6e-01 (bfloat16 rounds: 0.1 to 0.6 is usual, several times" in out.getvalue()
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
         assert part in text
+    out.truncate(0)
+    print_summary(summary | {"agents": ["planner"]}, tmp_path, Terminal(file=out, width=200))
+    assert "merge" in out.getvalue() and "model: " not in out.getvalue(), "it lacks their adapters"
