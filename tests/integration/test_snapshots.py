@@ -25,7 +25,7 @@ from asyncrl.tools import load_tools, snapshots, toolbox
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import FailReason, TurnReply
 from asyncrl.wire.messages.shared import Attempt, Stop
-from asyncrl.wire.messages.worker import Failed, Finished, Generated, Record, Replied
+from asyncrl.wire.messages.worker import Failed, Finished, Generated, Record, Records, Replied
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes import worker as fake
 from tests.fakes.chat import call
@@ -71,9 +71,9 @@ class SandboxBench(TurnBench):
             self.engine.gate.clear()  # there is no turn after this one
         return self._left.pop(0)
 
-    async def _send(self, record: Record, frames: Sequence[bytes]) -> None:
-        await super()._send(record, frames)
-        if isinstance(record, Replied) and record.turn == self._last:
+    async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
+        await super()._send(records, frames)
+        if any(isinstance(record, Replied) and record.turn == self._last for record, _ in records.counted):
             self._lost.set()
 
     def lose(self) -> list[bytes]:

@@ -19,7 +19,7 @@ from asyncrl.conversation.branches import Branches
 from asyncrl.engines.base import Request
 from asyncrl.gateway import Endpoint
 from asyncrl.types import Generation, Message, Sample, Turn
-from asyncrl.wire.messages.worker import Record
+from asyncrl.wire.messages.worker import Records
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
 from tests.fakes.dialects import DIALECTS, LOOK, Dialect, events_of
@@ -102,8 +102,8 @@ class LeavingBench(AgentBench):
             patch.setattr(Branches, "mark_undelivered", marked)
             await super().run(*given, **assigned)
 
-    async def _send(self, record: Record, frames: Sequence[bytes]) -> None:
-        await super()._send(record, frames)
+    async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
+        await super()._send(records, frames)
         if not self.auto_ack:
             self.posted.set()
 
