@@ -15,9 +15,8 @@ from asyncrl.algorithms.advantages import credit_of, load_named_files
 from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
-from asyncrl.algorithms.kl import DIVERGENCES
 from asyncrl.algorithms.losses import Loss, losses
-from asyncrl.config import CriticConfig, KLConfig, Options, RunConfig, leaves, taught
+from asyncrl.config import DIVERGENCE_NAMES, CriticConfig, KLConfig, Options, RunConfig, leaves, taught
 from asyncrl.errors import ConfigError
 from asyncrl.registry import single
 
@@ -53,7 +52,7 @@ class Recipe:
     @property
     def divergence(self) -> str:
         """A divergence of the loss, of whole distributions; empty: the estimator reads sampled tokens."""
-        return self.kl_estimator if self.kl_estimator in DIVERGENCES else ""
+        return self.kl_estimator if self.kl_estimator in DIVERGENCE_NAMES else ""
 
     @property
     def scores_reference(self) -> bool:
@@ -327,7 +326,7 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "kl.prompt makes rows of another length, which ranks would cut otherwise; set "
         "trainer.sequence_parallel=1": bool(config.kl.prompt) and config.trainer.sequence_parallel > 1,
         f"kl.top_k is of divergences, and kl.estimator is {recipe.kl_estimator}; use "
-        f"{', '.join(DIVERGENCES)}, or leave it out": config.kl.top_k > 0 and not recipe.divergence,
+        f"{', '.join(DIVERGENCE_NAMES)}, or leave it out": config.kl.top_k > 0 and not recipe.divergence,
         "kl has settings, but where=none: they have no effect; set kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
         f"kl.estimator {recipe.kl_estimator} is over the whole vocabulary, and scorers name the likeliest "

@@ -19,6 +19,7 @@ from asyncrl.config.run import (
 )
 from asyncrl.config.scorers import ScorerConfig, taught
 from asyncrl.config.training import (
+    DIVERGENCE_NAMES,
     LESS_MEMORY,
     BufferConfig,
     CheckpointConfig,

@@ -11,6 +11,7 @@ from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seco
 START = 0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
 USUAL = 4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
 Packing = Literal["padded", "packed", "tree"]
+DIVERGENCE_NAMES = ("forward", "reverse", "js")  # estimators of the KL that compare whole distributions
 LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
     "trainer.activation_checkpointing=full, more trainer.ranks, trainer.sequence_parallel (with long rows), "
     "trainer.offload_optimizer=true (with a GPU), model.lora_rank, trainer.packing=padded (on a CPU, with "
@@ -159,7 +160,7 @@ class KLConfig(Section, frozen=True):
     @property
     def diverges(self) -> bool:
         """The loss compares whole distributions."""
-        return self.in_loss and self.estimator in ("forward", "reverse", "js")
+        return self.in_loss and self.estimator in DIVERGENCE_NAMES
 
 
 class CriticConfig(Section, frozen=True):

@@ -25,7 +25,7 @@ def test_a_short_run_leaves_everything_it_promises(
     with Run(tmp_path, "total_steps=6", program=("-c", TELLING, str(told))) as run:
         run.until_step(1)
         secrets = told.read_text().split()
-        assert len(secrets) == 5 and not [*leaks(run, secrets)] and [*leaks(run, ["rollout"])]
+        assert len(secrets) == 6 and not [*leaks(run, secrets)] and [*leaks(run, ["rollout"])]
         summary = run.completed(6)
     assert not [*leaks(run, secrets)]
     flow = summary["flow"]
