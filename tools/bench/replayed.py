@@ -20,6 +20,7 @@ import msgspec
 
 from asyncrl.engines.base import Engine, Request, engines
 from asyncrl.tools import Tool, tool
+from asyncrl.tools.calculator import expression_calculator
 from asyncrl.types import Generation, Sample
 
 OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
@@ -54,6 +55,24 @@ def slow_calculator(*, mu: float = 0.0, sigma: float = -1.0, seed: int = 0, log:
         def close(self) -> None:
             with Path(log).open("a") as file:
                 file.write(json.dumps([self.sample, self.member, self.began, time.time()]) + "\n")
+
+    return tool(name="calculator", replay="pure")(Calculator)
+
+
+def slow_expressions(*, mu: float, sigma: float, seed: int = 0) -> Tool:
+    """SmolLM2's calculator. The k-th call for a sample and an expression waits LN(mu, sigma) seconds."""
+    asked: Counter[tuple[int, str]] = Counter()
+
+    class Calculator:
+        def open(self, sample: Sample) -> None:
+            self.sample = sample.row
+
+        async def call(self, expression: str) -> str:
+            """Compute an arithmetic expression, e.g. 3 * (17 - 2.5)."""
+            asked[self.sample, expression] += 1
+            call = asked[self.sample, expression]
+            await asyncio.sleep(drawn(f"{seed}/{self.sample}/{expression}/{call}", mu, sigma))
+            return expression_calculator.function(expression)  # type: ignore[no-any-return]
 
     return tool(name="calculator", replay="pure")(Calculator)
 
