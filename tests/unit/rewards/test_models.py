@@ -114,6 +114,7 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
     async with scripted() as script:
         script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
         try:
+            scorer_servers.__init__()  # type: ignore[misc]  # a worker may have run in this process
             with pytest.raises(RewardError, match="only workers of a run know where it is") as caught:
                 await reward.score(given)
             assert caught.value.reason is FailReason.REWARD_ERROR
