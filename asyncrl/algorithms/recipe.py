@@ -309,6 +309,7 @@ def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Settings without effect."""
+    teachers = [name for name in config.scorers if name.startswith("teacher")]
     return {
         "algorithm.shaping overlong punishes what mask_truncated keeps out of the loss; leave one out": (
             config.algorithm.mask_truncated and "overlong" in config.algorithm.shaping
@@ -316,10 +317,10 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
-        "kl.coef of 1 or more in the loss and no teacher would only lead back to the start; set "
-        "kl.reference, kl.prompt or scorers.teacher, or a kl.coef below 1": (
-            config.kl.in_loss and config.kl.coef >= 1 and not _has_teacher(config)
-        ),
+        "kl.coef of 1 or more and no teacher would only lead back to the start; set kl.reference, kl.prompt "
+        "or scorers.teacher, or a kl.coef below 1": config.kl.where != "none"
+        and config.kl.coef >= 1
+        and not (config.kl.reference or config.kl.prompt or teachers),
         "kl.prompt is for a teacher in the trainer, and for episodes played turn by turn; leave out scorers "
         "and rollout.agent": bool(config.kl.prompt)
         and bool({*config.scorers} - {"reward"} or config.rollout.agent or recipe.loss.demonstrations),

@@ -27,7 +27,16 @@ from asyncrl.config import RunConfig, read_config, texts, training
 from asyncrl.config.composition import compose, recompose
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_summary
-from asyncrl.observe.held_out import Judged, PerSample, interval, losses, means, per_sample, sizes
+from asyncrl.observe.held_out import (
+    Judged,
+    PerSample,
+    interval,
+    losses,
+    means,
+    per_sample,
+    sizes,
+    threshold_of,
+)
 
 HELP = """\
 Evaluate a model: the episodes, tools, environments and rewards of training, without training.
@@ -197,7 +206,7 @@ class Result(NamedTuple):
         from asyncrl.episodes.recorded import evaluated
 
         samples, episodes = evaluated(run_dir)
-        numbers = per_sample(episodes, read_config(run_dir).validation.success)
+        numbers = per_sample(episodes, threshold_of(read_config(run_dir), episodes))
         rows = sorted({one.which.row for one in episodes})
         found = {row: samples[row] for row in rows}
         tasks = {row: (one.data_source, task.name) for row, one in found.items() if (task := task_of(one))}

@@ -37,6 +37,7 @@ from asyncrl.observe.held_out import (
     per_sample,
     sizes,
     succeeds,
+    threshold_of,
     uid_prefix,
 )
 from asyncrl.observe.metrics import ASKED, HIGHEST
@@ -231,7 +232,8 @@ class Validation:
         played = [one.result for one in over if one.result is not None and not one.which.scored]
         found: dict[str, float] = {}
         if not unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
-            found = means(per_sample(over, self.state.config.validation.success)) | sizes(over) | losses(over)
+            threshold = threshold_of(self.state.config, over)
+            found = means(per_sample(over, threshold)) | sizes(over) | losses(over)
             found |= {HIGHEST: max(result.judged for result in played)} if played else {}
         step, sampled = session.ref.version.step, [one for one in episodes if one.oldest >= 0]
         return found | {

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from asyncrl.config import RunConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
 EVAL = "val"  # uids of held-out episodes begin with it
@@ -71,11 +72,18 @@ def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
     return ""
 
 
-def per_sample(episodes: Iterable[Judged], threshold: float) -> PerSample:
+def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
+    """The score from which on an episode is a success; None where no reward is named and none was earned."""
+    earned = any(one.result.reward for one in episodes if one.result)
+    return config.validation.success if earned or config.rollout.reward != "none" else None
+
+
+def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample:
     """`val-core/<source>/<mode>/…` of each sample, for its source and for `all`: `success`, `mean@1`, with
     more than one episode `mean@k`, `pass@k` and, where rewards of that source report answers, `maj@k`; and
     `val-aux/<source>/<mode>/<component>/mean@1`. An episode that failed at every attempt is no success and
-    has the lowest score of all, at most 0, so that a policy which makes its episodes fail gains nothing."""
+    has the lowest score of all, at most 0, so that a policy which makes its episodes fail gains nothing.
+    Without a threshold there is no `val-core`."""
     played = [one for one in episodes if not one.which.scored]
     lowest = min([0.0, *(one.result.score for one in played if one.result)])
     answered = {one.source for one in played if one.answer}
@@ -85,7 +93,8 @@ def per_sample(episodes: Iterable[Judged], threshold: float) -> PerSample:
     found = defaultdict[str, dict[int, float]](dict)
     for (mode, row), members in groups.items():
         members.sort(key=lambda one: one.which.draw)
-        core = _core(members, lowest, threshold, members[0].source in answered)
+        votes = members[0].source in answered
+        core = {} if threshold is None else _core(members, lowest, threshold, votes)
         for source in (members[0].source, "all"):
             for name, value in core.items():
                 found[f"val-core/{source}/{mode}/{name}"][row] = value

@@ -9,5 +9,5 @@ from asyncrl.remote.http import (
     check_url,
     close_sessions,
     post,
-    scorer_servers,
+    scorer_url,
 )

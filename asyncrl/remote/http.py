@@ -8,11 +8,11 @@ every other refusal                     RemoteError at once
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,36 +56,8 @@ def check_url(url: str) -> None:
         raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
 
 
-class ScorerServers:
-    """Where the scorers of a run are. A worker keeps it up to date; elsewhere nothing is known."""
-
-    def __init__(self) -> None:
-        self._urls: dict[str, list[str]] | None = None
-        self._changed, self._calls = asyncio.Event(), itertools.count()
-
-    def update(self, urls: dict[str, list[str]]) -> None:
-        """The servers that answer, by scorer."""
-        self._urls = urls
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def resolve(self, url: str, seconds: float) -> str:
-        """Returns a server of the scorer that `url` names, each in turn; another URL as it is. RemoteLost
-        when none answers within this time."""
-        if not url.startswith(SCORER):
-            return url
-        if self._urls is None:
-            raise RemoteError(f"{url}: only workers of a run know where it is; give the URL of a server")
-        try:
-            async with asyncio.timeout(seconds):
-                while not (known := self._urls.get(url.removeprefix(SCORER))):
-                    await self._changed.wait()
-        except TimeoutError:
-            raise RemoteLost(f"{url}: no server within {seconds:g} s") from None
-        return known[next(self._calls) % len(known)]
-
-
-scorer_servers = ScorerServers()
+scorer_url: ContextVar[Callable[[str], Awaitable[str]]] = ContextVar("scorer_url")
+"""Set in workers: gives the address of a server of a scorer, by the scorer's name, once there is one."""
 
 
 async def post(

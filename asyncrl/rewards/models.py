@@ -31,7 +31,7 @@ from asyncrl.remote import (
     bearer,
     check_url,
     post,
-    scorer_servers,
+    scorer_url,
 )
 from asyncrl.rewards.base import RewardError, RewardInput, rewards, runs
 from asyncrl.types import FailReason, Message
@@ -62,12 +62,20 @@ SCORE = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
 async def place_of(url: str, seconds: float) -> AsyncIterator[str]:
     """The body asks the model at this URL, or the server of the scorer that it names. Whatever a lost server
     spoils is no fault of the episode: its turns are kept, and it is scored again."""
+    if not url.startswith(SCORER):
+        yield url
+        return
+    if (find := scorer_url.get(None)) is None:
+        raise RemoteError(f"{url}: only workers of a run know where it is; give the URL of a server")
     try:
-        yield await scorer_servers.resolve(url, seconds / 2)
+        async with asyncio.timeout(seconds / 2):
+            place = await find(url.removeprefix(SCORER))
+    except TimeoutError:
+        raise RewardError(f"{url}: no server within {seconds / 2:g} s", FailReason.ENGINE_LOST) from None
+    try:
+        yield place
     except RemoteLost as error:
-        if url.startswith(SCORER):
-            raise RewardError(str(error), FailReason.ENGINE_LOST) from error
-        raise
+        raise RewardError(str(error), FailReason.ENGINE_LOST) from error
 
 
 class _Classified(msgspec.Struct, frozen=True):

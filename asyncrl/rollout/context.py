@@ -125,7 +125,7 @@ class EpisodeRun:
     assign: Assign
     sampler: Sampler
     started: float  # loop time; moved back by what earlier attempts took
-    limit: asyncio.Timeout | None = None  # of the episode's time
+    limit: asyncio.Timeout  # of the episode's time
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
     # By row: which turn of it is under way (TurnPart.prompt), and what is durable of that.
@@ -134,8 +134,9 @@ class EpisodeRun:
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
     _result: object = None  # that it saw
     _reward_s: float = 0.0
-    _off: int = 0  # rows that are off the clock
-    _off_since: float = 0.0
+    _waiting: int = 0  # rows that wait for a scorer
+    _waiting_since: float = 0.0
+    _waited: float = 0.0  # seconds, all together
     _said: str = ""  # the model's last words
 
     @property
@@ -180,7 +181,7 @@ class EpisodeRun:
             return sampled
         if (reader := self._reader) is None:
             return sampled
-        scores = await reader.read(session, ids, count, self.context.top, self.off_the_clock)
+        scores = await reader.read(session, ids, count, self.context.top, self.waiting)
         return msgspec.structs.replace(sampled, scores=scores)
 
     def recall(self, frames: Sequence[bytes]) -> None:
@@ -220,8 +221,7 @@ class EpisodeRun:
 
     @property
     def seconds_left(self) -> float:
-        when = self.limit.when() if self.limit is not None else None
-        return math.inf if when is None else when - asyncio.get_running_loop().time()
+        return (self.limit.when() or math.inf) - asyncio.get_running_loop().time()
 
     def caught_up(self) -> None:
         """The recorded turns have been repeated, which costs the episode nothing: what is left of its time
@@ -229,27 +229,29 @@ class EpisodeRun:
         self._begin(asyncio.get_running_loop().time() - self.assign.seconds)
 
     @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """The body costs the episode no time. Rows that are sampled side by side may be in it together."""
+    def waiting(self) -> Iterator[None]:
+        """The body waits for a scorer that has no server, which costs the episode no time: at most as much
+        again as it has, in all. Rows that are sampled side by side may be in it together."""
         now = asyncio.get_running_loop().time
-        self._off += 1
-        if self._off == 1:
-            self._off_since = now()
-            self._end_at(None)
+        spare = max(0.0, self.context.rules.config.episode_timeout - self._waited)
+        if not self._waiting:
+            self._waiting_since = now()
+            self._begin(self.started, spare)
+        self._waiting += 1
         try:
             yield
         finally:
-            self._off -= 1
-            if not self._off:
-                self._begin(self.started + now() - self._off_since)
+            self._waiting -= 1
+            if not self._waiting:
+                waited = now() - self._waiting_since
+                self._waited += waited
+                self._begin(self.started + min(waited, spare))
 
-    def _begin(self, started: float) -> None:
+    def _begin(self, started: float, spare: float = 0.0) -> None:
+        """Its time began then, and for now it has some to spare."""
         self.started = started
-        self._end_at(started + self.context.rules.config.episode_timeout)
-
-    def _end_at(self, when: float | None) -> None:
-        if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(when)
+        if not self.limit.expired():
+            self.limit.reschedule(started + self.context.rules.config.episode_timeout + spare)
 
     def release(self) -> None:
         """The engines may forget the episode."""

@@ -62,7 +62,8 @@ class EpisodeRunner:
 
     async def run(self, assign: Assign, frames: Sequence[bytes], sampler: Sampler) -> None:
         """Play an episode, or the rest of one, and post its end."""
-        run = EpisodeRun(self.context, assign, sampler, asyncio.get_running_loop().time())
+        limit = asyncio.timeout(self.context.rules.config.episode_timeout)
+        run = EpisodeRun(self.context, assign, sampler, asyncio.get_running_loop().time(), limit)
         player = self.make_player(run)
         try:
             try:
@@ -76,17 +77,16 @@ class EpisodeRunner:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 
     async def _attempt(self, run: EpisodeRun, player: Player, frames: Sequence[bytes]) -> Finished | Failed:
-        limit = run.limit = asyncio.timeout(self.context.rules.config.episode_timeout)
         try:
             try:
-                async with limit, run.sampler.episode():
+                async with run.limit, run.sampler.episode():
                     count = len(frames) - run.assign.parts
                     run.recall(frames[count:])
                     if run.assign.parts and not count:
                         run.caught_up()
                     return run.final_record(await player.play(turns_of(frames[:count])))
             except TimeoutError:
-                if not limit.expired():
+                if not run.limit.expired():
                     raise
                 return run.final_record(await player.expire())
         except Exception as error:

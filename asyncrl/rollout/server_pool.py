@@ -18,14 +18,15 @@ floor(m / n) + 1 <= ceil((m + 1) / n).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
@@ -39,10 +40,11 @@ from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 if TYPE_CHECKING:
     from asyncrl.engines.sglang.client import SGLangClient
 
+T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
 
 LOAD_FACTOR = 1.25  # load of a server that is chosen for its prefix, relative to the mean
-LANES = ("train", "eval")  # of engines; others are names of scorers
+LANES = {"train", "eval"}  # of engines; others are names of scorers
 MIN_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
 MAX_LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
 PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, doubled each time
@@ -82,7 +84,7 @@ class ServerTurn:
     losses: int = 0  # in a row that brought no token
     full: set[PooledServer] = field(default_factory=set)  # had no room, in this round
     rounds: int = 0  # in a row in which no server had room
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait for a server
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait until one is there
 
 
 class ServerPool:
@@ -100,8 +102,14 @@ class ServerPool:
         patience: float = 600.0,
         uses: dict[str, EngineUse] | None = None,
     ) -> None:
-        self.name, self.changed, self._scores = name, Notifier(), f"scorers.{name}: reads turns"
-        self._connect, self._waits, self._meter, self._patience = connect, waits, meter, patience
+        self.name, self.changed = name, Notifier()
+        self._connect, self._waits, self._patience = connect, waits, patience
+        self._lanes, self._kind, self._span = LANES, "engines", FRESHER
+        self._asking: Callable[[str], AbstractContextManager[None]] = meter.turn  # around each request
+        if name not in LANES:
+            self._lanes, self._kind, self._span = {name}, f"scorers.{name}", f"scorers.{name}: reads turns"
+            self._asking = lambda _: waits.named(self._span)
+        self._calls = itertools.count()
         self.uses = {} if uses is None else uses
         self._servers: dict[str, PooledServer] = {}  # by id
         self._homes: dict[str, str] = {}  # by session: the server that holds its prefix
@@ -132,10 +140,7 @@ class ServerPool:
         return turn.sampled
 
     async def score(self, request: Request) -> tuple[float, ...]:
-        turn = ServerTurn(request, lambda: 0, asyncio.get_running_loop().time() + self._patience)
-        while True:
-            async with self._server(turn) as server:
-                return await server.client.score(request.ids)
+        return await self._ask(request, lambda client: client.score(request.ids))
 
     async def read(
         self,
@@ -148,15 +153,15 @@ class ServerPool:
         """Have the scorer of this name score the last `count` of these ids, and name its `top` likeliest
         tokens at each of their places. Waits for a server, within `waiting`, and raises, as `generate`
         does."""
-        turn = ServerTurn(
-            Request(session, ids, Sampling(0, ())),
-            lambda: 0,
-            asyncio.get_running_loop().time() + self._patience,
-            waiting=waiting,
-        )
-        while True:
-            async with self._server(turn) as server:
-                return replace(await server.client.read(ids, count, top), scorer=self.name)
+        request = Request(session, ids, Sampling(0, ()))
+        scores = await self._ask(request, lambda client: client.read(ids, count, top), waiting)
+        return replace(scores, scorer=self.name)
+
+    async def url(self) -> str:
+        """The address of a server, each in turn, once there is one."""
+        while not (servers := self._eligible(0)):
+            await self.changed.wait()
+        return servers[next(self._calls) % len(servers)].entry.url
 
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""
@@ -175,13 +180,25 @@ class ServerPool:
 
     # -- one turn ------------------------------------------------------------------------------------
 
+    async def _ask(
+        self,
+        request: Request,
+        question: Callable[[SGLangClient], Awaitable[T]],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> T:
+        """The first answer of a server; see `generate`."""
+        deadline = asyncio.get_running_loop().time() + self._patience
+        turn = ServerTurn(request, lambda: 0, deadline, waiting=waiting)
+        while True:
+            async with self._server(turn) as server:
+                return await question(server.client)
+
     @asynccontextmanager
     async def _server(self, turn: ServerTurn) -> AsyncIterator[PooledServer]:
         """The body asks a server. If that is full, or is lost, another one is to be asked."""
         server = await self._acquire(turn)
         try:
-            sampling = self.name in LANES
-            with self._meter.turn(server.entry.name) if sampling else self._waits.named(self._scores):
+            with self._asking(server.entry.name):
                 yield server
         except EngineBusy:
             server.use.busy += 1
@@ -220,9 +237,9 @@ class ServerPool:
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        span = "room on an engine" if turn.full else FRESHER if self.name in LANES else self._scores
+        span, waiting = ("room on an engine", nullcontext) if turn.full else (self._span, turn.waiting)
         lack = self._waits_for(turn.oldest(), len(turn.full))
-        with turn.waiting(), self._waits.named(lack, self._patience, span):
+        with waiting(), self._waits.named(lack, self._patience, span):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()
@@ -232,12 +249,11 @@ class ServerPool:
 
     def _waits_for(self, oldest: int, full: int = 0) -> str:
         """Name what a turn waits for."""
+        version = f" with v{oldest}" if oldest else ""
         if full:
-            return f"engines: all {full} that have v{oldest} are full"
+            return f"{self._kind}: all {full} servers{version} are full"
         known = f"({len(self._servers)} known, {len(self._eligible(0))} healthy)"
-        if self.name not in LANES:
-            return f"scorers.{self.name}: no server {known}"
-        return f"engines: none has v{oldest} {known}"
+        return f"{self._kind}: no server{version} {known}"
 
     # -- routing -------------------------------------------------------------------------------------
 
@@ -273,7 +289,7 @@ class ServerPool:
         """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
         before, self._servers = self._servers, {}
         for entry in entries:
-            if entry.url and (entry.lane == self.name or {entry.lane, self.name} <= {*LANES}):
+            if entry.url and entry.lane in self._lanes:
                 id = f"{entry.name} {entry.incarnation}"
                 use = self.uses.setdefault(entry.name, EngineUse(entry.name))
                 server = before.pop(id, None) or PooledServer(entry, self._connect(entry, use), use)

@@ -32,7 +32,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
 from asyncrl.gateway import Gateway
 from asyncrl.isolation.calls import exits_raise
 from asyncrl.observe.timeline import START, Timeline
-from asyncrl.remote import scorer_servers
+from asyncrl.remote import scorer_url
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
@@ -64,7 +64,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
     parts, remote = EpisodeParts(config).load(), config.engine.remote
     build, connect = None if remote else engine_factory(config), connector(config) if remote else None
-    scorers = {name: connector(config, name) for name in config.scorers_used if name != "reward"}
+    scorers = {name: connector(config, name) for name in config.scorers_used}
     engine: Engine | None = None if sampling else NoEngine()
     if engine is None and build is not None:
         engine = build()
@@ -93,7 +93,7 @@ class RolloutWorker:
 
     `build` makes an embedded engine with the initial weights; it may be called from a thread. `connect` makes
     a client of a server. A run has one or the other. `engine`: the one of training, if it is there already.
-    `scorers`: what makes a client of a server of each that reads turns.
+    `scorers`: what makes a client of a server of each.
     """
 
     def __init__(
@@ -143,7 +143,6 @@ class RolloutWorker:
         gateway = Gateway(config.rollout.agent_address)
         self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
         self.runner = EpisodeRunner(context, self._player)
-        self._tell_rewards()
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = 0
         self._leaves = False  # while the run goes on
@@ -159,6 +158,7 @@ class RolloutWorker:
     async def serve(self) -> int:
         """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""
         loop, endpoints = asyncio.get_running_loop(), self._endpoints
+        scorer_url.set(lambda name: self._scorers[name].url())
         if self.agents is not None:
             await self.agents.gateway.start()  # first: where it cannot, nothing is to be closed
         self._control = AsyncLink(endpoints.control, ToWorkerControl, self._name, endpoints.keys)
@@ -238,7 +238,6 @@ class RolloutWorker:
                     self._servers = message.update(self._servers)
                     for pool in (*self._pools.values(), *self._scorers.values()):
                         pool.table(self._servers.values())
-                    self._tell_rewards()
                 case worker.Clock():
                     self._oldest = message.oldest
                     self._sampler("train").changed.notify()
@@ -338,11 +337,6 @@ class RolloutWorker:
         task = self._episodes.pop(attempt, None)
         if task is not None:
             task.cancel()
-
-    def _tell_rewards(self) -> None:
-        there = [entry for entry in self._servers.values() if entry.healthy and entry.url]
-        names = self.config.scorers
-        scorer_servers.update({name: [one.url for one in there if one.lane == name] for name in names})
 
     def _fence(self, why: str) -> None:
         if self._episodes:

@@ -298,12 +298,12 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     )
     model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
     frozen = load_policy(model, world, offload=config.kl.offload, key=key)
-    sizes = frozen.vocabulary, policy.vocabulary
-    if config.kl.diverges and not config.kl.top_k and sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"kl.reference: {path} has a vocabulary of {sizes[0]}, the policy of {sizes[1]}; set kl.top_k "
-            "if one is only filled up further, else use a teacher with the policy's tokenizer"
-        )
+    known, own = frozen.vocabulary, policy.vocabulary
+    if known < own or (known > own and config.kl.diverges and not config.kl.top_k):
+        what = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
+        if known < own:
+            what = f"it cannot read the ids from {known} on, which the policy may sample; use another one"
+        raise ConfigError(f"kl.reference: {path} has a vocabulary of {known}, the policy of {own}; {what}")
     return Reference(frozen.requires_grad_(False))
 
 

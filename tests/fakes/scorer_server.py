@@ -49,4 +49,6 @@ class Answers(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     given = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
     Answers.model = given["--model-path"]
-    ThreadingHTTPServer((given["--host"], int(given["--port"])), Answers).serve_forever()
+    server = ThreadingHTTPServer((given["--host"], int(given["--port"])), Answers)
+    print(f"listens on {given['--port']}", flush=True)
+    server.serve_forever()

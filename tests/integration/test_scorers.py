@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -24,7 +26,7 @@ from asyncrl.store.reader import RunReader
 from asyncrl.types import TokenScores
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes import scorer_server
-from tests.fakes.loop import Intervals
+from tests.fakes.loop import Intervals, settle
 from tests.fakes.servers import entry
 from tests.fakes.sglang import sglang_config
 from tests.integration.runs import ROOT, Run
@@ -40,33 +42,39 @@ def serve() -> tuple[subprocess.Popen[bytes], str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = ["--model-path", str(MODEL), "--host", "127.0.0.1", "--port", str(port)]
-    return subprocess.Popen([*PROGRAM, *arguments]), f"http://127.0.0.1:{port}"
+    process = subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline(), "it has ended"
+    return process, f"http://127.0.0.1:{port}"
 
 
 async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> None:
     def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
         return SGLangClient(ServerApi(entry.url), sglang_config(64), 600, use, entry.incarnation)
 
-    waits, began = Waits(), [serve(), serve()]
-    pool = ServerPool("reference", connect, waits, BusyTimer(Intervals()))
+    lost, now, began = asyncio.Event(), 0.0, [serve(), serve()]
+    waits = Waits(lambda: now)
+    pool = ServerPool("reference", connect, waits, BusyTimer(Intervals()), patience=30.0)
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        lost.set()
+        yield
+
     try:
-        for _, url in began:
-            api = ServerApi(url)
-            while not await api.alive():  # noqa: ASYNC110 (another process: there is no event)
-                await asyncio.sleep(0.02)
-            await api.close()
         (first, url), (_, other) = began
         pool.table([entry("scorer reference 0", url=url, lane="reference")])
         assert await pool.read("s", (1, 2, 3, 4, 5), 3) == TokenScores("reference", HALF)
         first.send_signal(signal.SIGSTOP)  # it has the request, and no answer will come
-        reading = asyncio.create_task(pool.read("s", (1, 2, 3, 4, 5, 6), 3))
-        while waits.longest() == "":  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        reading = asyncio.create_task(pool.read("s", (1, 2, 3, 4, 5, 6), 3, waiting=waiting))
+        await settle()
+        now = 2.0
         assert waits.longest().startswith("scorers.reference: reads turns")
         first.kill()
         first.send_signal(signal.SIGCONT)
-        while "no server" not in waits.longest():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            await lost.wait()
+        await settle()
+        now = 4.0
         assert waits.longest().startswith("scorers.reference: no server (1 known, 0 healthy)")
         pool.table([entry("scorer reference 0", url=other, incarnation="2", lane="reference")])
         assert await reading == TokenScores("reference", HALF)
@@ -75,7 +83,7 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
         await pool.close()
         for process, _ in began:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 @pytest.mark.full

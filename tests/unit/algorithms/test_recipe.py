@@ -155,6 +155,13 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ({"kl": {"where": "loss", "coef": 1e-3, "prompt": "Think."}}, "teaches there"),
         ({"kl": {"where": "loss", "coef": 1.0}}, "no teacher would only lead back to the start"),
         (
+            {
+                "kl": {"where": "reward", "coef": 1.0},
+                "buffer": {"group_policy": "complete", "filter_zero_variance": False},
+            },
+            "no teacher would only lead back to the start",
+        ),
+        (
             {"kl": {"where": "loss", "coef": 1.0}, "scorers": {"reference": {"path": "m"}}},
             "no teacher would only lead back",
         ),

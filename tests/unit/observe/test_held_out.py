@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.observe.held_out import HeldOut, Judged, answer_of, interval, means, pass_at, per_sample
+from asyncrl.config import parse
+from asyncrl.observe.held_out import (
+    HeldOut,
+    Judged,
+    answer_of,
+    interval,
+    means,
+    pass_at,
+    per_sample,
+    threshold_of,
+)
 from asyncrl.types import EpisodeResult
 
 
@@ -82,6 +92,21 @@ def test_what_failed_is_no_success_and_has_the_lowest_score() -> None:
     found = means(per_sample(judged(0, -2.0, None) + judged(1, 1.0, None), threshold=-5.0))
     assert found["val-core/all/sampled/mean@2"] == (-2 - 2 + 1 - 2) / 4
     assert found["val-core/all/sampled/success"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reward", "scores", "success"),
+    [("none", (0.0, None), None), ("none", (0.0, 1.0), 0.5), ("exact_match", (0.0, 0.0), 0.0)],
+)
+def test_without_a_reward_success_is_known_only_where_something_earned_one(
+    reward: str, scores: tuple[float | None, ...], success: float | None
+) -> None:
+    config = parse(
+        {"name": "x", "model": {"path": "m"}, "data": {"train": "d"}, "rollout": {"reward": reward}}
+    )
+    episodes = judged(0, *scores)
+    found = means(per_sample(episodes, threshold_of(config, episodes)))
+    assert found.get("val-core/all/sampled/success") == success
 
 
 def test_the_interval_is_that_of_the_mean() -> None:

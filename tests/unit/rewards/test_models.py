@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
-from asyncrl.remote import scorer_servers
+from asyncrl.remote import scorer_url
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.rewards.models import normalised_output
 from asyncrl.types import FailReason, Message, Sample
 from tests.fakes.loop import settle
+from tests.fakes.servers import Servers, entry
 from tests.fakes.sglang import scripted
 
 DEMO = Path(__file__).parents[3] / "examples/multiturn/calculator/model"
@@ -114,15 +115,15 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
     async with scripted() as script:
         script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
         try:
-            scorer_servers.__init__()  # type: ignore[misc]  # a worker may have run in this process
             with pytest.raises(RewardError, match="only workers of a run know where it is") as caught:
                 await reward.score(given)
             assert caught.value.reason is FailReason.REWARD_ERROR
-            scorer_servers.update({"reward": []})
+            servers = Servers("an engine", lane="reward")
+            scorer_url.set(lambda name: servers.pool.url())
             scoring = asyncio.create_task(reward.score(given))
             await settle()
             assert not script.asked
-            scorer_servers.update({"reward": [script.url]})
+            servers.tell(entry("reward", url=script.url, lane="reward"))
             assert (await scoring).turns == (0.25, 0.25) and len(script.asked) == 2
             script.says("/classify", 503)
             lost = EpisodeReward(load_rewards({"reward_model": {**named.popitem()[1], "retries": 0}}), 60.0)
@@ -130,7 +131,6 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
                 await lost.score(given)
             assert caught.value.reason is FailReason.ENGINE_LOST
         finally:
-            scorer_servers.__init__()  # type: ignore[misc]
             await reward.close()
 
 

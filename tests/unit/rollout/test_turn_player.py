@@ -280,7 +280,9 @@ def out_of_time(bench: TurnBench, busy: asyncio.Event) -> Outcome:
 
     async def main() -> Outcome:
         service = asyncio.create_task(bench.outbox.run())
-        player = bench.player(EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0))
+        player = bench.player(
+            EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, asyncio.timeout(60))
+        )
         play = asyncio.create_task(player.play(()))
         async with asyncio.timeout(60):
             await busy.wait()
