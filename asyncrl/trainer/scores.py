@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,20 +161,20 @@ def score_chunks(
     teacher: Teacher | None = None,
 ) -> Scores:
     """Scores from what the output layer reads of each selected token, [N, ·]."""
+    compiled = features.is_cuda and teacher is None
 
     def chunk(
         part: Tensor, labels: Tensor, temperature: Tensor, taught: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        table = log_probs(logits_of, part, temperature)
-        found = {
-            "logp": table.gather(1, labels[:, None])[:, 0],
-            "entropy": entropy_of(table if entropy_grad else table.detach()),
-        }
-        if collision:
-            found["collision"] = collision_of(table)
+        given = logits_of(part), labels, temperature, entropy_grad, collision
+        if compiled:
+            torch._dynamo.mark_static(given[0], 1)
+            of_all: dict[str, Tensor] = _compiled_scores()(*given)
+            return of_all
+        found, table = scores_of(*given)
         if teacher is not None:
             of = teacher.logits_of
-            other = log_probs(of, taught[0], temperature) if of else Told(*taught)
+            other = log_probs(of(taught[0]), temperature) if of else Told(*taught)
             found |= distances(table, labels, other, teacher)
         return found
 
@@ -181,7 +182,8 @@ def score_chunks(
     if teacher is not None:
         taught = tokens.told or () if teacher.features is None else (teacher.features,)
     columns = (features, tokens.labels, tokens.temperature)
-    parts = zip(*(column.split(CHUNK) for column in (*columns, *taught)), strict=True)
+    size = 4 * CHUNK if compiled else CHUNK  # the same memory: two numbers of 2 bytes a logit, or four of 4
+    parts = zip(*(column.split(size) for column in (*columns, *taught)), strict=True)
     found = [
         checkpoint(chunk, *part[:3], part[3:], use_reentrant=False, preserve_rng_state=False)
         for part in parts
@@ -189,9 +191,29 @@ def score_chunks(
     return Scores(**{name: torch.cat([one[name] for one in found]) for name in found[0]})
 
 
-def log_probs(logits_of: Logits, features: Tensor, temperature: Tensor) -> Tensor:
+def scores_of(
+    logits: Tensor, labels: Tensor, temperature: Tensor, entropy_grad: bool, collision: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Scores of n tokens by name, from their logits [n, V]; and all log-probs [n, V]."""
+    table = log_probs(logits, temperature)
+    found = {
+        "logp": table.gather(1, labels[:, None])[:, 0],
+        "entropy": entropy_of(table if entropy_grad else table.detach()),
+    }
+    if collision:
+        found["collision"] = collision_of(table)
+    return found, table
+
+
+@cache
+def _compiled_scores() -> Any:
+    """The scores alone, for a GPU: what is [n, V] in float32 is never written to memory."""
+    return torch.compile(lambda *given: scores_of(*given)[0], dynamic=True)
+
+
+def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
     """Log-probs [N, V] at each token's temperature."""
-    logits = widened(logits_of(features))
+    logits = widened(logits)
     return (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
 
 

@@ -178,6 +178,9 @@ class Driver:
         paths = f"{HERE / 'site'}{os.pathsep}{HERE}"
         offline = {"HF_HUB_OFFLINE": "1"}  # without a network it would try again and again
         environment = os.environ | offline | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        # An image may have come without bytecode, and forbid to write it: 12 s more at every process's start.
+        environment["PYTHONPYCACHEPREFIX"] = str(self.work / "bytecode")
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         here = [sys.executable, str(HERE / "check.py"), "--part", part.name, "--device", self.device]
         given = ["--findings", str(findings), "--work", str(own), "--seconds", f"{granted:.1f}"]
         return subprocess.Popen(

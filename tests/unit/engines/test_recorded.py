@@ -30,8 +30,12 @@ def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
     return {kind: isinstance(step, torch.jit.ScriptModule) for kind, step in steps.items()}
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
-async def test_a_recording_serves_other_batches(family: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("family", "changes"), [("Qwen3", {}), ("Qwen3Moe", {}), ("Llama", {"pad_token_id": 2})]
+)
+async def test_a_recording_serves_other_batches(
+    family: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(step_layout, "_WORTH", 32)
     monkeypatch.setattr(step_layout, "_SHORT", 8)
 
@@ -43,8 +47,8 @@ async def test_a_recording_serves_other_batches(family: str, monkeypatch: pytest
             assert_logprobs(reference, request, generation)
             ids += generation.ids + prompt(1 + index % 4, turn)
 
-    reference = tiny(family)
-    engine = serve(tiny(family), slots=7, budget=24)
+    reference = tiny(family, **changes)
+    engine = serve(tiny(family, **changes), slots=7, budget=24)
     move = Mock(wraps=engine._batcher.cache.move)
     monkeypatch.setattr(engine._batcher.cache, "move", move)
     await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(9))), 120)

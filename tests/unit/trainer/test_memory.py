@@ -57,7 +57,7 @@ def test_all_models_run_it_and_nothing_is_left(
         model.register_forward_hook(lambda model, args, out: sizes.append(args[0].ids.numel()))
     with caplog.at_level(logging.INFO):
         try_largest(learner)
-    assert sizes == [2, 2, 60, 60] and "3 rows of 20 tokens, was tried in" in caplog.text
+    assert sizes == [3, 3, 60, 60] and "3 rows of 20 tokens, was tried in" in caplog.text
     assert all(p.grad is None for m in (learner.policy, learner.critic) for p in m.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(learner.policy).items())
 

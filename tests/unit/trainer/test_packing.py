@@ -21,7 +21,7 @@ from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer import attention, prefix_tree
-from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, RowKernel, Scoring
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant
@@ -240,6 +240,29 @@ def test_flex_attention_with_the_mask_is_that_of_the_nodes() -> None:
             query, key, value, Scoring(0.4, window, softcap)
         )
         assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> None:
+    """In bfloat16, as on a GPU; what is not plain goes to the other kernel."""
+    forest = plant([*rows(), rows()[0]], shared=shared)
+    generator, other = torch.Generator().manual_seed(0), NodeKernel(forest)
+    given = [torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2)]
+    weight = torch.randn(len(forest.ids), 4, 16, generator=generator)
+    kernel = RowKernel(forest, torch.device("cpu"), other)
+
+    def run(kernel: attention.AttentionKernel) -> list[torch.Tensor]:
+        tensors = [tensor.bfloat16().requires_grad_() for tensor in given]
+        found = kernel.attend(*tensors, Scoring(0.4))
+        (found * weight).sum().backward()
+        return [found.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+    for a, b in zip(run(kernel), run(other), strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(other, "attend", lambda *_: "the other's")
+        assert kernel.attend(*given, Scoring(0.4)) == "the other's"
+        assert kernel.attend(*(x.bfloat16() for x in given), Scoring(0.4, window=3)) == "the other's"
 
 
 @pytest.mark.parametrize("window", [None, 3000])

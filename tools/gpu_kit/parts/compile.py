@@ -22,7 +22,7 @@ from asyncrl.trainer.world import World, join, leave
 from parts.common import Context, Finding, failure, release, synchronize
 from parts.steps import episodes, make_learner, train
 
-SECONDS = 60
+SECONDS = 120
 GOAL = "no graph after the first batch"
 OPTIONAL = True
 

@@ -20,7 +20,7 @@ import psutil
 
 from parts.common import Context, Finding
 
-SECONDS = 110
+SECONDS = 180
 SMALL_SECONDS = 300
 GOAL = "≥ 95% sampled success, conserved, kill -9 of the trainer survived"
 
@@ -50,7 +50,7 @@ def run(context: Context) -> Iterator[Finding]:
 
 def command(context: Context) -> list[str]:
     data = context.kit / "examples/multiturn/calculator/data"
-    steps, samples = (24, 64) if context.small else (50, 256)
+    steps, samples = (40, 64) if context.small else (50, 256)
     return [
         *(sys.executable, "-m", "asyncrl.cli", "train", "experiment=calculator", "name=demo"),
         *(f"data.train={data / 'train.jsonl'}", f"data.test={data / 'test.jsonl'}"),

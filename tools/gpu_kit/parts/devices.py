@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from parts.common import Context, Finding, attempt, timed
 
-SECONDS = 40  # where nothing has been read before, the imports take most of it
+SECONDS = 60  # where nothing has been read before, the imports take most of it
 GOAL = "everything imports"
 
 PACKAGES = ["torch", "transformers", "accelerate", "numpy", "safetensors", "tokenizers"]
@@ -47,6 +47,11 @@ def imports(context: Context) -> Iterator[Finding]:
         except Exception as error:
             missing.append(f"{name}: {type(error).__name__}: {error}")
     yield Finding("imports", "; ".join(missing) or "all", "everything imports", not missing)
+    import torch
+
+    cached = os.path.join(os.path.dirname(torch.__file__), "__pycache__")
+    kept = "is there" if os.path.isdir(cached) else "is not there: each process compiles torch, or writes it"
+    yield Finding("bytecode of torch", kept)
     where = getattr(sys.modules.get("asyncrl"), "__file__", "nowhere")
     yield Finding("asyncrl is at", where.removeprefix(f"{context.kit}/"))
     there = [name for name in OPTIONAL_ONES if importlib.util.find_spec(name)]
@@ -85,11 +90,7 @@ def gpus() -> Iterator[Finding]:
             f"{facts.name}, compute {facts.major}.{facts.minor}, {facts.multi_processor_count} processors, "
             f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
         )
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
-    yield Finding(
-        "CUDA",
-        f"torch is built for {torch.version.cuda}; the driver has {driver}; NCCL {torch.cuda.nccl.version()}",
-    )
+    yield Finding("CUDA", f"torch is built for {torch.version.cuda}; NCCL {torch.cuda.nccl.version()}")
 
 
 def products(context: Context) -> Finding:

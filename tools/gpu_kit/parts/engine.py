@@ -33,7 +33,7 @@ from asyncrl.types import Generation, PolicyVersion
 from parts.common import Context, Finding, attempt, exact_float32
 from tests.fakes.weights import publish
 
-SECONDS = 90
+SECONDS = 180
 GOAL = "float32 1e-4; bfloat16 within twice its noise floor"
 
 SESSIONS, MODEL = 16, "qwen3-0.6b"
