@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, RowKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest, plant
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -39,6 +39,29 @@ def test_flex_attention_is_that_of_the_buckets_with_its_gradients(scoring: Scori
     wanted = run(NodeKernel(planted), torch.device("cpu"))
     for a, b in zip(run(FlexKernel(planted, device), device), wanted, strict=True):
         assert torch.allclose(a, b, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8, reason="no bfloat16"
+)
+def test_rows_one_by_one_are_those_of_the_buckets_with_their_gradients() -> None:
+    """In bfloat16, by norm."""
+    planted, device = forest(0), torch.device("cuda")
+    size, generator = len(planted.ids), torch.Generator().manual_seed(0)
+    given = [torch.randn(heads, size, 64, generator=generator) for heads in (8, 2, 2)]
+    weight = torch.randn(size, 8, 64, generator=generator)
+
+    def run(kernel: object, place: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        tensors = [tensor.to(place, dtype).detach().requires_grad_() for tensor in given]
+        found = kernel.attend(*tensors, Scoring(0.125))  # type: ignore[attr-defined]
+        (found * weight.to(place)).sum().backward()
+        return [found.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
+
+    node = NodeKernel(planted)
+    rows = RowKernel(planted, device, node)
+    pairs = zip(run(rows, device, torch.bfloat16), run(node, torch.device("cpu"), torch.float32), strict=True)
+    for a, b in pairs:
+        assert (a.float() - b).norm() < 0.02 * b.norm()
 
 
 def test_other_lengths_do_not_compile_again() -> None:
