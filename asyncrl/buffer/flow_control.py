@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from asyncrl.buffer.lifetimes import Lifetimes
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.config import RunConfig
-from asyncrl.config.training import START
+from asyncrl.config import BufferConfig, RunConfig
 
 GAIN = 0.015  # how fast the level moves: slowly, as one late group masks many tokens at once
 FIRST_GAIN = 0.03  # until something is measured for the first time
+QUICK_GAIN = 0.5  # added until then, if trainer and episodes did nothing but wait
+QUICK = 4  # and while groups live for less than a fourth of the bound
 MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
@@ -48,30 +49,31 @@ class Crossings:
 class FlowControl:
     """`limit`: live groups that rule 1 allows now.
 
-    Args:
-        groups: groups per batch, G: the limit is never less.
-        ahead: usual staleness, in batches: the limit is never more than (1 + ahead) * groups.
-
     Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of its tokens over the bound leads to
-    16 · exp(0.015 · (1 − 0.2)) = 16.19, one with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07.
+    16 · exp(0.015 · (1 − 0.2)) = 16.19, one with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07. At the beginning
+    one with none leads from 12 to 12 · exp(0.03 + 0.5 · 0.4) = 15.10, if trainer and episodes waited for 40%.
     """
 
-    def __init__(self, groups: int, ahead: int) -> None:
-        self.groups, self.most = groups, (1 + ahead) * groups
-        self.level = (1 + min(START, ahead)) * groups
-        self._gain = FIRST_GAIN
+    def __init__(self, config: BufferConfig) -> None:
+        self.groups, self.most = config.groups_per_batch, config.max_live_groups
+        self.level = (1 + config.target) * self.groups
+        self.quick = config.max_staleness * self.groups / QUICK  # L groups live for L / G steps on average
+        self._measured = False
 
     @property
     def limit(self) -> int:
         return round(self.level)
 
-    def update(self, shares: Iterable[tuple[float, float]], grows: bool) -> None:
+    def update(self, shares: Iterable[tuple[float, float]], grows: bool, waits: float) -> None:
         """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as
-        the trainer idles and the limit is reached; engines, slots and memory still have room then."""
+        the trainer idles and the limit is reached; engines, slots and memory still have room then. `waits`:
+        the share of the step that the trainer idled, times the share of their lives that the episodes which
+        landed in it waited for tools and rewards."""
         used = max(share / budget for share, budget in shares)
-        if used > 0:
-            self._gain = GAIN
-        step = self._gain * (1 - used)
+        self._measured |= used > 0
+        step = (GAIN if self._measured else FIRST_GAIN) * (1 - used)
+        if not self._measured and self.level < self.quick:
+            step += QUICK_GAIN * waits
         if step < 0 or grows:
             level = self.level * math.exp(max(step, -MOST))
             self.level = min(max(level, self.groups), self.most)
@@ -140,7 +142,7 @@ class LiveLimit:
         section = config.buffer
         self.buffer, self.adapts = buffer, section.target_staleness == "auto"
         self.budget = section.stale_budget
-        self.control = FlowControl(section.groups_per_batch, section.usual_staleness)
+        self.control = FlowControl(section)
         self.kv = KvCap(section.groups_per_batch, section.usual_staleness)
         self._servers = config.engine.remote
         self.crossings = Crossings(buffer.waiting_tokens, section.max_staleness)
@@ -164,7 +166,9 @@ class LiveLimit:
         if self.adapts:
             if plain:
                 grows = self._idle >= BUSY and live >= self.control.limit
-                self.control.update([(self._crossed, self.budget)], grows)
+                outside = row.get("timing_s/tools/mean", 0.0) + row.get("timing_s/reward/mean", 0.0)
+                waits = self._idle * outside / max(1e-9, outside, row.get("timing_s/episode/mean", 0.0))
+                self.control.update([(self._crossed, self.budget)], grows, waits)
                 self._crossed = 0.0
             self.buffer.live_limit = min(self.control.limit, self.kv.limit)
 

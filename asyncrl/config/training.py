@@ -32,7 +32,8 @@ class BufferConfig(Section, frozen=True):
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
     `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins with
-    min(1/2, max_staleness), and is at most 4, or max_staleness / 4 if that is more."""
+    min(1/2, max_staleness), grows quickly while trainer and episodes only wait (for tools, for the reward),
+    and is at most 4, or max_staleness / 4 if that is more."""
     stale_budget: Annotated[float, Meta(gt=0, le=1)] = 0.01
     """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
     with slow tools or long episodes faster, but the first tokens of more of these episodes are not trained:

@@ -99,7 +99,7 @@ class Simulation:
         prompts = Prompts(1, lambda epoch: [0])
         self.buffer = ReplayBuffer(keys, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
         self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
-        self.control = FlowControl(keys.groups_per_batch, keys.usual_staleness)
+        self.control = FlowControl(keys)
         self.crossings = Crossings(self.buffer.waiting_tokens, keys.max_staleness)
         self.steps: list[SimulatedStep] = []
         self._order = count()
@@ -114,6 +114,7 @@ class Simulation:
         self._working, self._micro, self._refused = False, 0, (-1, 0)
         self._published: list[float] = []  # when the engines got version 1, 2 …
         self._busy, self._worked, self._began = 0.0, 0.0, 0.0  # of the step: engines, trainer; its start
+        self._waited, self._lived = 0.0, 0.0  # seconds of episodes that landed in it: without sampling, all
         self._lags: list[tuple[np.ndarray, np.ndarray]] = []  # of the batch: lags, tokens
 
     # -- time ----------------------------------------------------------------------------------------
@@ -202,6 +203,8 @@ class Simulation:
         """Rewards of a group differ, unless it is to be filtered."""
         episode, self._changed = play.episode, True
         self._held -= 1
+        self._waited += self.now - play.began - sum(ended - began for began, ended, _ in play.turns)
+        self._lived += self.now - play.began
         self._turns[episode.uid] = play.turns
         _, filtered = self._groups[episode.group]
         result = EpisodeResult(0.0 if filtered else float(episode.member))
@@ -253,8 +256,10 @@ class Simulation:
         self.steps.append(SimulatedStep(limit, seconds, self._worked, self._busy, masked, tuple(within)))
         crossed = self.crossings.committed(masked, total, self.now)
         if self.buffer.config.target_staleness == "auto":
-            grows = 1 - self._worked / seconds >= BUSY and live >= limit
-            self.control.update([(crossed, self.buffer.config.stale_budget)], grows)
+            idle, grows = 1 - self._worked / seconds, live >= limit
+            waits = idle * self._waited / max(1e-9, self._lived)
+            self.control.update([(crossed, self.buffer.config.stale_budget)], grows and idle >= BUSY, waits)
             self.buffer.live_limit = self.control.limit
         self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0
+        self._waited, self._lived = 0.0, 0.0
         self._working, self._micro, self._changed = False, 0, True

@@ -1,8 +1,9 @@
 """Flow control in simulated runs: tokens/s, masked tokens and lag of eight workloads, with four seeds each;
-or what settings give under heavy tails, beside the most that any setting can give.
+how runs begin; or what settings give under heavy tails, beside the most that any setting can give.
 
     python tools/bench/flow_control.py                     # a minute; prints a table for docs/log.md
     python tools/bench/flow_control.py --budget 0.02       # of another buffer.stale_budget
+    python tools/bench/flow_control.py --begin             # five minutes on two cores; for docs/staleness.md
     python tools/bench/flow_control.py --settings          # ten minutes on two cores; `--settings tail`: two
 
 T is seconds per step, charged for masked tokens: the time in which so many unmasked tokens are trained as a
@@ -26,6 +27,7 @@ import numpy as np
 from common import table
 from msgspec.structs import replace
 
+from asyncrl.buffer import flow_control
 from asyncrl.buffer.lifetimes import Deadlines
 from asyncrl.planning.simulator import PARTS, Recorded, RecordedTurn, SimulatedStep, Simulation, Workload
 
@@ -97,6 +99,27 @@ WORKLOADS = {
     "lengths": replace(PLAIN, recorded=drawn(4, 1, (100.0, 1.0)), slots=256),
     "synchronous": with_keys(SLOW_TOOL, max_staleness=0),
 }
+
+
+def beginning(work: Workload, t: float = 0.085, bound: int = 16) -> Workload:
+    """With a trainer that takes `t` seconds, and with slots that are no limit. g is about 0.2 s."""
+    return with_keys(replace(work, slots=256, train=t), group_policy="partial", max_staleness=bound)
+
+
+INSTANT, STEP_LONG = with_calls(1e-9, 0.0, 3000.0), with_calls(1.0, 2.0, 40.0)
+BEGIN = {
+    "no calls, g > t": beginning(INSTANT),
+    "no calls, t > g": beginning(INSTANT, 0.4),
+    "calls of 0.5 g, sigma 1.5; g > t": beginning(TAIL),
+    "the same, t > g": beginning(TAIL, 0.4),
+    "the same, g > t, η = 8": beginning(TAIL, bound=8),
+    "the same, g > t, η = 4": beginning(TAIL, bound=4),
+    "calls of 1.5 g, sigma 1.5; g > t": beginning(TAILS["harder"]),
+    "calls of 1 g, sigma 2; g > t": beginning(STEP_LONG),
+    "the same calls, t > g": beginning(STEP_LONG, 0.4),
+    "no calls, lengths of sigma 1": beginning(WORKLOADS["lengths"], 0.2),
+}
+FIRST = (10, 30, 300)  # steps
 
 
 # -- the ceiling -------------------------------------------------------------------------------------------
@@ -253,6 +276,38 @@ def _figures(job: tuple[str, Settings, int, int]) -> Figures:
     return Figures.of(settings.run(TAILS[name], steps, seed), alone(TAILS[name]).batch)
 
 
+def _beginning(job: tuple[str, float, int]) -> list[Figures]:
+    """Of a run's first steps, with another QUICK_GAIN."""
+    name, flow_control.QUICK_GAIN, seed = job
+    run = Simulation(BEGIN[name], seed).run(FIRST[-1])
+    return [Figures.of(run[:steps], alone(BEGIN[name]).batch) for steps in FIRST]
+
+
+def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
+    """Without quick growth -> with it: means over the seeds."""
+    gains = (0.0, flow_control.QUICK_GAIN)
+    jobs = [(name, gain, seed) for name in BEGIN for gain in gains for seed in range(1, seeds + 1)]
+    found = iter(pool.map(_beginning, jobs))
+    lines = []
+    for name, work in BEGIN.items():
+        fastest = max(alone(work).g, alone(work).t)
+        arms = [[next(found) for _ in range(seeds)] for _ in gains]
+        columns = [[[run[at] for run in runs] for runs in arms] for at in range(len(FIRST))]
+        means = [
+            [
+                " → ".join(form.format(statistics.mean(map(of, runs))) for runs in column)
+                for form, of in (
+                    ("{:.2f}", lambda one, fastest=fastest: fastest / one.t),
+                    ("{:.1%}", lambda one: one.masked),
+                    ("{:.1f}", lambda one: np.average(np.arange(one.lags.size), weights=one.lags)),
+                )
+            ]
+            for column in columns
+        ]
+        lines.append([name, *(f"{a}; {b}; {c}" for a, b, c in means)])
+    return table(["workload", *(f"first {steps} steps" for steps in FIRST)], lines)
+
+
 def settings_table(name: str, steps: int, seeds: int, pool: ProcessPoolExecutor) -> str:
     """A workload's row of each setting: means over the seeds."""
     jobs = [(name, row, steps, seed) for row in SETTINGS for seed in range(1, seeds + 1)]
@@ -292,7 +347,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--budget", type=float, default=0.01)
     parser.add_argument("--settings", nargs="*", choices=TAILS, help="of these workloads, or all of these")
+    parser.add_argument("--begin", action="store_true", help="how runs begin, without and with quick growth")
     options = parser.parse_args()
+    if options.begin:
+        with ProcessPoolExecutor(2) as pool:
+            print(beginnings_table(options.seeds, pool))
+        return
     if options.settings is not None:
         with ProcessPoolExecutor(2) as pool:
             for name in options.settings or TAILS:

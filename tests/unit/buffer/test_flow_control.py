@@ -23,6 +23,7 @@ from asyncrl.buffer.flow_control import (
     HIGH,
     LOW,
     MOST,
+    QUICK_GAIN,
     Crossings,
     FlowControl,
     KvCap,
@@ -51,10 +52,14 @@ CHANGES: dict[str, Callable[[Workload], Workload]] = {
 HALF = 50  # steps before the change, and after it
 
 
+def control_of(bound: int, groups: int = 8) -> FlowControl:
+    return FlowControl(BufferConfig(groups_per_batch=groups, max_staleness=bound))
+
+
 @pytest.mark.parametrize(
     ("shares", "grows", "factor"),
     [
-        pytest.param([(0.002, BUDGET)], True, math.exp(GAIN * 0.8), id="the example of the docs"),
+        pytest.param([(0.002, BUDGET)], True, math.exp(GAIN * 0.8), id="an example of the docs"),
         pytest.param([(0.05, BUDGET)], True, math.exp(GAIN * -4), id="over the budget"),
         pytest.param(
             [(0.05, BUDGET)], False, math.exp(GAIN * -4), id="it shrinks, even if more are of no use"
@@ -67,18 +72,55 @@ HALF = 50  # steps before the change, and after it
     ],
 )
 def test_a_step_by_hand(shares: list[tuple[float, float]], grows: bool, factor: float) -> None:
-    control = FlowControl(8, 4)
+    control = control_of(4)
     control.level = 16.0
-    control.update(shares, grows)
+    control.update(shares, grows, 0.4)
     assert control.level == pytest.approx(16 * factor) and control.limit == round(control.level)
+
+
+def test_it_begins_quickly_where_all_wait_until_something_is_measured() -> None:
+    """The example of the docs: with a bound of 16 groups live for 4 steps when 32 of them are live."""
+    control, levels = control_of(16), [12.0]
+    for _ in range(6):
+        control.update([(0.0, BUDGET)], True, 0.4)
+        levels.append(control.level)
+    assert levels[1] == pytest.approx(15.10, abs=0.01)
+    ratios = [math.log(after / before) for before, after in pairwise(levels)]
+    quick = FIRST_GAIN + QUICK_GAIN * 0.4
+    assert ratios == pytest.approx([quick] * 5 + [FIRST_GAIN]) and levels[4] < 32 < levels[5]
+    control.level = 12.0
+    control.update([(0.0, BUDGET)], False, 1.0)
+    assert control.level == 12  # a busy trainer, or something else limits the run
+    control.update([(0.5 * BUDGET, BUDGET)], True, 1.0)
+    control.update([(0.0, BUDGET)], True, 1.0)
+    assert control.level == pytest.approx(12 * math.exp(GAIN * 1.5))
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(0, 64),
+    st.lists(st.tuples(st.floats(-0.1, 1.0), st.booleans(), st.floats(0, 1)), max_size=60),
+)
+def test_it_stays_within_its_limits_and_moves_only_for_a_reason(
+    groups: int, bound: int, steps: list[tuple[float, bool, float]]
+) -> None:
+    control = control_of(bound, groups)
+    slow = control_of(bound, groups)
+    for share, grows, waits in steps:
+        before = control.level
+        control.update([(share, BUDGET)], grows, waits)
+        slow.update([(share, BUDGET)], grows, 0.0)
+        assert groups <= slow.level <= control.level <= control.most
+        assert control.level <= before or (grows and share < BUDGET)
+        assert control.level >= before * math.exp(-MOST)
 
 
 def test_limits_of_the_limit() -> None:
     for bound, share, limits in ((4, 0.0, 40), (4, 0.1, 8), (0, 0.0, 8), (0, 0.1, 8)):
-        control = FlowControl(8, bound)
+        control = control_of(bound)
         assert control.limit == (12 if bound else 8)
         for _ in range(100):
-            control.update([(share, BUDGET)], True)
+            control.update([(share, BUDGET)], True, 0.0)
         assert control.limit == limits
 
 
@@ -151,6 +193,13 @@ def test_a_whole_run_keeps_the_budget(name: str, slowest: float) -> None:
     steps = Simulation(WORKLOADS[name], seed=1).run(120)
     assert 0.5 * BUDGET < statistics.mean(step.masked for step in steps) <= 1.3 * BUDGET
     assert statistics.mean(step.seconds for step in steps) <= slowest
+
+
+def test_a_run_with_slow_calls_begins_quickly_and_no_other() -> None:
+    """With the bound of 16. Where the engines are busy, more live groups only make tokens older."""
+    slow = Simulation(BENCH.BEGIN["calls of 1 g, sigma 2; g > t"], seed=1).run(10)
+    assert slow[-1].limit >= 32 and {step.masked for step in slow} == {0.0}
+    assert Simulation(BENCH.BEGIN["no calls, g > t"], seed=1).run(10)[-1].limit <= 16
 
 
 def test_twice_the_budget_is_faster() -> None:
@@ -338,6 +387,10 @@ def test_it_follows_the_steps_and_is_reported() -> None:
     assert step(limit) == 6  # nothing was known of the engines before
     assert step(limit) == pytest.approx(GROWN, rel=0.01)
     assert step(limit, {"timing_s/step": 1.0}) > GROWN  # without a heartbeat: as idle as the one before
+    waits = {"timing_s/tools/mean": 0.3, "timing_s/reward/mean": 0.1, "timing_s/episode/mean": 1.0}
+    fast = limit_of(buffer__max_staleness=32)
+    step(fast)
+    assert step(fast, ROW | waits) == pytest.approx(6 * math.exp(FIRST_GAIN + QUICK_GAIN * 0.5 * 0.4))
     for _ in range(4):
         step(limit)
     found = limit.gauges()

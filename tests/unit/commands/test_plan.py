@@ -42,10 +42,11 @@ def make_run(parent: Path, name: str, slots: int) -> Path:
     """Twenty groups of 4 episodes of one turn each, `slots` at once all the time."""
     run_dir = parent / name
     run_dir.mkdir(parents=True)
+    groups = {"groups_per_batch": 4, "episodes_per_group": 4, "target_staleness": 0.5}
     sections = {
         "model": {"path": "m"},
         "data": {"train": "t"},
-        "buffer": {"groups_per_batch": 4, "episodes_per_group": 4, "group_policy": "complete"},
+        "buffer": groups | {"group_policy": "complete"},
         "rollout": {"slots": slots},
     }
     (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(parse({"name": name, **sections})))
@@ -101,7 +102,7 @@ def test_what_a_run_recorded(tmp_path: Path) -> None:
 def test_two_runs_give_the_law_and_one_a_guess(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At first 6 groups are live, 4 of them being trained: so after 1.8 s of training the next batch
+    """Six groups are live, 4 of them being trained: so after 1.8 s of training the next batch
     waits for two groups, 0.36 s of sampling and 0.5 s of waits."""
     monkeypatch.setattr(forecast, "MOST_STEPS", 6)
     monkeypatch.setattr(forecast, "LEAST_STEPS", 6)
