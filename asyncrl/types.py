@@ -268,17 +268,6 @@ class Turn(msgspec.Struct, frozen=True):
     taught: tuple[Token, ...] = ()
 
 
-class TurnPart(msgspec.Struct, frozen=True, array_like=True):
-    """What a turn that lasts has sampled after `start` tokens of it. `session` names its row, which may have
-    no number yet; `prompt` tells which turn of it this is. Once a turn is whole, its parts are worth nothing.
-    """
-
-    session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-    prompt: Annotated[bytes, msgspec.Meta(max_length=64)]
-    start: int
-    sampled: Generation
-
-
 class TurnReply(msgspec.Struct, frozen=True):
     """The replies to a turn. They are recorded after the turn, in a frame of their own."""
 

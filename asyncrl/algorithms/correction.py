@@ -126,7 +126,7 @@ def correct(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
 
 
 def correct_states(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
-    """As `correct`, for a loss of the state in front of each token, whatever is sampled there.
+    """Correct a loss of the state in front of each token, whatever is sampled there, as `correct` does.
 
     Its ratio is that of the tokens of the turn or episode that led to it, where the weight is over turns or
     episodes, and 1 at level token or geometric. Masks of single tokens do not apply.

@@ -83,8 +83,8 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
-    """A divergence [N] between teacher and policy, from log pi, which carries the gradient, and log T of all
-    classes [N, C]. Only one matrix is kept for the backward.
+    """Return a divergence [N] between teacher and policy, from log pi, which carries the gradient, and log T
+    of all classes [N, C]. Only one matrix is kept for the backward.
 
     The slope by log pi leaves out what is constant times pi, since Σ pi·∇log pi = 0.
     """
@@ -132,7 +132,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def lumped(top: Tensor, sampled: Tensor, apart: Tensor) -> Tensor:
-    """Log-probs [N, k + 2] of k tokens, the sampled token and all others as one class, float64.
+    """Return log-probs [N, k + 2] of k tokens, the sampled token and all others as one class, float64.
 
     `apart` [N, k]: which of the k are no class, such as the sampled token among them, so that it counts once.
     A divergence between classes is at most that between their tokens, whatever the classes are.

@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def divergence(self) -> str:
-        """A divergence of the loss, of whole distributions; empty: the estimator reads sampled tokens."""
+        """Name the divergence in the loss; empty: the estimator reads sampled tokens alone."""
         return self.kl_estimator if self.kl_estimator in DIVERGENCE_NAMES else ""
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -22,9 +23,20 @@ from asyncrl.types import (
     EpisodeStats,
     Generation,
     Turn,
-    TurnPart,
     TurnReply,
 )
+
+
+class TurnPart(msgspec.Struct, frozen=True, array_like=True):
+    """Holds what a turn that lasts has sampled after `start` tokens of it. `session` names its row, which may
+    have no number yet; `prompt` tells which turn of it this is. Once a turn is whole, its parts are worth
+    nothing."""
+
+    session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    prompt: Annotated[bytes, msgspec.Meta(max_length=64)]
+    start: int
+    sampled: Generation
+
 
 _turn = msgspec.msgpack.Decoder(Turn)
 _part = msgspec.msgpack.Decoder(TurnPart)

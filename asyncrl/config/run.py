@@ -237,8 +237,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return [name for name in self.scorers if self.total_steps or name == "reward"]
 
     def serving(self, name: str) -> RunConfig:
-        """The configuration of the servers of a scorer: its model and how many there are, in place of the
-        policy's and the engines'. `model.path` is empty where it is not known."""
+        """Return the configuration of the servers of a scorer: its model and how many there are, in place of
+        the policy's and the engines'. `model.path` is empty where it is not known."""
         one, replaced = self.scorers[name], msgspec.structs.replace
         engine = replaced(self.engine, name="sglang", servers=one.servers, urls=one.urls, tp=one.tp)
         trainer, weights = replaced(self.trainer, router_replay=False), WeightsConfig()
@@ -252,7 +252,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def adapters(self) -> dict[str, tuple[int, float]]:
-        """Rank and alpha of the adapter of each agent; '': of all others."""
+        """Return rank and alpha of the adapter of each agent; '': of all others."""
         ranks = {"": self.model.lora_rank} | {name: own.lora_rank for name, own in self.agents.items()}
         return {agent: (rank, self.model.lora_alpha) for agent, rank in ranks.items() if rank}
 
@@ -266,13 +266,13 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def versions_held(self) -> int:
-        """Versions of adapters that requests at one server use at once: those within the usual staleness, and
-        the one before them, whose requests are about to end. 0: servers have none."""
+        """Count the versions of adapters that requests at one server use at once: those within the usual
+        staleness, and the one before them, whose requests are about to end. 0: servers have none."""
         return self.buffer.usual_staleness + 2 if self.adapters_apart and self.engine.remote else 0
 
     @property
     def adapters_held(self) -> int:
-        """Adapters of these versions. Servers count the base, too, where an agent has none of its own."""
+        """Count the adapters of these versions, and the base, as servers do, where an agent has none."""
         return self.versions_held * len(self.adapters) + ("" not in self.adapters)
 
     @property

@@ -48,7 +48,7 @@ def taught(keys: Mapping[str, Any]) -> bool:
 def scorer_refusals(
     scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str
 ) -> dict[str, bool]:
-    """Scorers that would read nothing, or the same as others, or at another temperature."""
+    """Find scorers that would read nothing, or the same as others, or at another temperature."""
     teachers = [name for name in scorers if name.startswith("teacher")]
     named = [source for name in teachers for source in scorers[name].sources or [""]]
     lacking = [name for name, one in scorers.items() if not (one.path or one.urls)]

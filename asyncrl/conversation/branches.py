@@ -82,13 +82,13 @@ class Branches:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation that the last trained turn belongs to, up to that turn."""
+        """Return the conversation that the last trained turn belongs to, up to that turn."""
         return self.rows[self._last.row].messages
 
     @property
     def main(self) -> tuple[Message, ...]:
-        """The conversation about the task, up to its last turn: that of the agent and the tools of the first
-        request with tools; without any, the one with the most turns. (A title is asked for without tools.)"""
+        """Return the conversation about the task, up to its last turn: that of the agent and the tools of the
+        first request with tools; without any, the one with the most turns."""
         turns = [(turn.row, self.rows[turn.row]) for turn in self.turns if not turn.untrained]
         whose = {row: (one.request.agent, one.request.tools or one.messages[0].content) for row, one in turns}
         counts = Counter(whose[row] for row, _ in turns)
@@ -103,12 +103,12 @@ class Branches:
 
     @property
     def _last(self) -> Turn:
-        """The last trained turn. There is one."""
+        """Return the last trained turn. There is one."""
         return next(turn for turn in reversed(self.turns) if not turn.untrained)
 
     @property
     def answer(self) -> str:
-        """The text of the last trained turn outside tool calls."""
+        """Return the text of the last trained turn outside tool calls."""
         last = self._last
         request = self.rows[last.row].request
         if request.prompt is not None:
@@ -121,7 +121,7 @@ class Branches:
         return self._said(self.rows[turn.row].request, turn)
 
     def stopped_at(self, turn: Turn) -> str:
-        """The stop text of the request at which a turn ended; '' where none ended it."""
+        """Return the stop text of the request at which a turn ended; '' where none ended it."""
         if turn.stop is not StopReason.TEXT:
             return ""
         text = self._rules.chat.decode(turn.ids)
@@ -129,14 +129,14 @@ class Branches:
         return min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=(0, ""))[1]
 
     def prompt_tokens(self, found: Turn | Placement) -> int:
-        """The tokens of the prompt of an answer, made or to be made."""
+        """Count the tokens of the prompt of an answer, made or to be made."""
         if isinstance(found, Placement):
             return len(found.ids)
         return len(self.rows[found.row].ids) - len(found.ids)
 
     def count(self, request: AgentRequest) -> int:
-        """The tokens of a request's prompt, if it were answered now. ConfigError when the template cannot
-        write the messages. A text that is far too long is not tokenised: an estimate."""
+        """Count the tokens of a request's prompt, if it were answered now. ConfigError when the template
+        cannot write the messages. A text that is far too long is not tokenised: an estimate."""
         found = self._find(request, self._untrained(request))
         if isinstance(found, Placement):
             return len(found.ids)
@@ -267,8 +267,8 @@ class Branches:
         return self._placed(request, None, prompt, messages, side)
 
     def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
-        """The tokenising that `find` would do, where it may take long: call it, in any thread, before `find`.
-        It changes nothing."""
+        """Return the tokenising that `find` would do, where it may take long: call it, in any thread, before
+        `find`. It changes nothing."""
         side = self._untrained(request)
         row = None if request.prompt is not None else self._extended(request, side)
         known = 0 if row is None else len(self.rows[row].messages)
@@ -280,13 +280,13 @@ class Branches:
         return None if quick else lambda: self._find(request, side)
 
     def _folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
-        """The number of system messages that the template does not get as such."""
+        """Count the system messages that the template does not get as such."""
         written = self._rules.chat.fold(messages, beginning)
         before, after = (sum(one.role == "system" for one in found) for found in (messages, written))
         return before - after
 
     def _known(self, request: AgentRequest) -> tuple[tuple[Message, ...], int]:
-        """The request's messages, and how many of them a row has, which are as the model wrote them."""
+        """Return the request's messages, as the model wrote those that a row has, and the number of these."""
         known = [row.messages[: common(row.messages, request.messages)] for row in self.rows]
         shown = max(known, key=len, default=())
         return shown + request.messages[len(shown) :], len(shown)
@@ -321,7 +321,7 @@ class Branches:
         messages: tuple[Message, ...],
         side: bool,
     ) -> Placement | Refusal:
-        """The placement with its token limit, or a refusal because its row is full."""
+        """Return the placement with its token limit, or a refusal because its row is full."""
         limits, asked = self._rules.config, request.max_new_tokens
         old = None if row is None else self.rows[row]
         session, known = (self._begun, ()) if old is None else (old.session, old.ids)
@@ -351,7 +351,7 @@ class Branches:
         return max(fit, key=lambda number: len(self.rows[number].messages), default=None)
 
     def _free(self, request: AgentRequest, side: bool) -> Iterator[tuple[int, TokenRow]]:
-        """The rows, with their numbers, that a request may extend: a side request none that is trained."""
+        """Yield the rows, with their numbers, that a request may extend: a side request none that trains."""
         apart = self._rules.rows_apart
         return (
             (at, row)

@@ -206,7 +206,7 @@ class EngineHandler:
             return  # it will say hello
         keeper.beat = message
         if message.kv_use is not None:
-            keeper.kv_use = message.kv_use
+            self.state.versions.engines[peer].kv_use = message.kv_use
             self.state.live_limit.kv.read(keeper.name, message.kv_use)
         if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.liveness.alive(now)
@@ -220,7 +220,7 @@ class EngineHandler:
 
     @property
     def lacks(self) -> str:
-        """What new episodes wait for: a server that samples, one of each scorer that reads turns."""
+        """Name what new episodes wait for: a server that samples, one of each scorer that reads turns."""
         return self.scorers.lacks if self.samples else "a server that holds a published version"
 
     def send_table(self, workers: Collection[bytes], now: float) -> None:
@@ -249,20 +249,12 @@ class EngineHandler:
             self.state.outbox.to_control(peer, message)
 
     def table(self) -> tuple[EngineEntry, ...]:
-        serving = {keeper.peer for keeper in self._serving(None)}
-        engines = (self._entry(keeper, keeper.peer in serving) for keeper in self.keepers)
-        return (*engines, *self.scorers.table())
-
-    def _entry(self, keeper: KeeperRecord, healthy: bool) -> EngineEntry:
-        engine = self.state.versions.engines[keeper.peer]
-        return EngineEntry(
-            name=keeper.name,
-            url=keeper.hello.url,
-            incarnation=keeper.hello.incarnation,
-            version=engine.acked,
-            healthy=healthy,
-            lane="eval" if engine.pinned else "train",
+        serving, held = {keeper.peer for keeper in self._serving(None)}, self.state.versions.engines
+        engines = (
+            keeper.entry(engine.acked, keeper.peer in serving, "eval" if engine.pinned else "train")
+            for keeper, engine in ((keeper, held[keeper.peer]) for keeper in self.keepers)
         )
+        return (*engines, *self.scorers.table())
 
     def add_use(self, before: Sequence[EngineUse], now: Sequence[EngineUse]) -> None:
         """Count what the servers have done for a worker between two heartbeats. The later one has the same
@@ -286,8 +278,8 @@ class EngineHandler:
             totals["version"] = float(engine.acked.step)
             totals["push_s"] = engine.push_s
             totals["cache_hit"] = use["cached_tokens"] / max(1.0, use["prompt_tokens"])
-            if keeper.kv_use is not None:
-                totals["kv_use"] = keeper.kv_use
+            if engine.kv_use is not None:
+                totals["kv_use"] = engine.kv_use
             prompt, cached = prompt + use["prompt_tokens"], cached + use["cached_tokens"]
             found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
         if self.remote:

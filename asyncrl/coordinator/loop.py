@@ -280,7 +280,7 @@ class Coordinator:
             self._orphans_at = None
             self.workers.reissue_orphans(now)
         if self.lifecycle.training:
-            self._admit(now)
+            self.workers.admit(now)
             state.buffer.tick(now)
             self.workers.cancel(drop_overdue(state.buffer))
             if futile := state.futile():
@@ -302,16 +302,6 @@ class Coordinator:
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
             self._to_observers(self.reporter.write_status(self.lifecycle.phase))
-
-    def _admit(self, now: float) -> None:
-        """Admit groups, as far as their episodes can be assigned in this turn."""
-        buffer = self.state.buffer
-        if buffer.has_room:
-            free, total = self.workers.free_slots - buffer.waiting, self.workers.total_slots
-            while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
-                free -= len(buffer.admit(self.state.batches.committed, now).members)
-        if buffer.prompts.over and self.config.data.at_end == "drop":
-            self.workers.cancel(self.state.batches.drop_remainder())
 
     def _finish(self) -> None:
         """Write the summary, send all processes the end."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
-from asyncrl.types import NO_VERSION
+from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.worker import EngineEntry
@@ -23,14 +23,17 @@ SCORER = "scorer"  # the role of their keepers
 
 @dataclass
 class KeeperRecord:
-    """A connected keeper and what is known of its server."""
+    """Hold a connected keeper and what is known of its server."""
 
     peer: bytes
     name: str
     hello: KeeperHello
     seen: float
     beat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
-    kv_use: float | None = None  # newest known share of its KV memory in use
+
+    def entry(self, version: PolicyVersion, healthy: bool, lane: str) -> EngineEntry:
+        """Return what workers are told of its server."""
+        return EngineEntry(self.name, self.hello.url, self.hello.incarnation, version, healthy, lane)
 
 
 class ScorerHandler:
@@ -61,26 +64,19 @@ class ScorerHandler:
 
     @property
     def lacks(self) -> str:
-        """The first scorer that reads turns and has no server; '': none is lacking."""
+        """Name the first scorer that reads turns and has no server; '': none is lacking."""
         here = {self._places[keeper.hello.index][0] for keeper in self.keepers if keeper.beat.healthy}
         lacking = (name for name, _ in self._places if name not in here and name != "reward")
         return next((f"a server of scorers.{name}" for name in lacking), "")
 
     def table(self) -> tuple[EngineEntry, ...]:
         return tuple(
-            EngineEntry(
-                name=keeper.name,
-                url=keeper.hello.url,
-                incarnation=keeper.hello.incarnation,
-                version=NO_VERSION,
-                healthy=keeper.beat.healthy,
-                lane=self._places[keeper.hello.index][0],
-            )
+            keeper.entry(NO_VERSION, keeper.beat.healthy, self._places[keeper.hello.index][0])
             for keeper in self.keepers
         )
 
     def gauges(self, uses: Mapping[str, Counter[str]]) -> dict[str, float]:
-        """Metrics per scorer, by what its servers have done for the workers."""
+        """Return metrics per scorer, by what its servers have done for the workers."""
         found: dict[str, float] = {}
         for name in self.state.config.scorers_used:
             mine = [keeper for keeper in self.keepers if keeper.name.split()[1] == name]

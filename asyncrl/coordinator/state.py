@@ -214,7 +214,7 @@ class RunState:
         return frames
 
     def parts(self, episode: EpisodeRecord) -> list[bytes]:
-        """The payloads of turns that no attempt has ended. Those that cannot be read are forgotten."""
+        """Return the payloads of turns that no attempt has ended. Those that cannot be read are forgotten."""
         frames: list[bytes] = []
         for session, turn in list(episode.open.items()):
             kinds = [part_kind(number) for number in range(turn.parts)]

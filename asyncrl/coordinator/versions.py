@@ -32,6 +32,7 @@ class EngineRecord(msgspec.Struct):
     pushed_at: float = 0.0
     send_at: float = 0.0
     unproven: bool = False
+    kv_use: float | None = None  # newest known share of a server's KV memory in use
 
     def resend(self, at: float) -> None:
         """From `at` on, it is to be sent the newest version, whatever it was sent before."""

@@ -223,6 +223,16 @@ class WorkerHandler:
             self.give(worker, episode, state.samples[group.sample], oldest, kept, now)
             left -= 1
 
+    def admit(self, now: float) -> None:
+        """Admit groups, as far as their episodes can be assigned in this turn of the loop."""
+        buffer, batches = self.state.buffer, self.state.batches
+        if buffer.has_room:
+            free, total = self.free_slots - buffer.waiting, self.total_slots
+            while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
+                free -= len(buffer.admit(batches.committed, now).members)
+        if buffer.prompts.over and self.state.config.data.at_end == "drop":
+            self.cancel(batches.drop_remainder())
+
     def give(
         self,
         worker: WorkerRecord,

@@ -149,7 +149,7 @@ def extended(request: Request, sampled: Generation, part: Generation) -> Generat
 
 
 def together(sampled: Generation, part: Generation) -> Generation:
-    """`sampled` and the part after it, which stopped as that did."""
+    """Join `sampled` and the part after it, which stopped as that did."""
     spans = sampled.spans + tuple(shifted(span, len(sampled.ids)) for span in part.spans)
     both = sampled.ids + part.ids, sampled.logprobs + part.logprobs
     seconds, routes = sampled.seconds + part.seconds, joined(sampled.routes, part.routes)
@@ -157,7 +157,7 @@ def together(sampled: Generation, part: Generation) -> Generation:
 
 
 def beyond(sampled: Generation, whole: Generation) -> Generation:
-    """The part of `whole` that follows `sampled`, without routes: the server that goes on tells them all."""
+    """Return the part of `whole` after `sampled`, without routes: the server that goes on tells them all."""
     count = len(sampled.ids)
     clipped = (replace(span, start=max(span.start, count)) for span in whole.spans if span.end > count)
     spans, seconds = tuple(shifted(span, -count) for span in clipped), whole.seconds - sampled.seconds

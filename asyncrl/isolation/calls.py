@@ -1,6 +1,7 @@
 """Calls of users' code with deadlines: code that hangs or raises does not block or end the caller's loop.
 
 call_user(function, seconds)   sync or async, in this loop or in a thread, with a deadline
+to_its_end(function)           sync, in a thread, which is over when the call is
 OwnThread.run(function)        one call after another, always in the same thread
 exits_raise()                  in its body os._exit ends the call that makes it, not the process
 LoopThread.call(function)      coroutines in a second event loop, in a thread of its own
@@ -19,10 +20,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from asyncrl.errors import AsyncrlError, one_line
 
+T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
 
 GRACE = 1.0  # seconds for cancelled work to end
@@ -34,6 +36,15 @@ _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task aliv
 
 class CallTimeout(AsyncrlError):
     """A deadline passed."""
+
+
+async def to_its_end(function: Callable[[], T]) -> T:
+    """Call it in a thread. A cancelled call waits for the end of the thread, too."""
+    job = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(job)
+    finally:
+        await asyncio.gather(job, return_exceptions=True)
 
 
 async def call_user(

@@ -51,9 +51,8 @@ def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints
     raise_file_limit()
     log.info("%s-%d starts, pid %d, incarnation %s", role, index, os.getpid(), incarnation)
     try:
-        config = resolve_models(
-            config, scorers=role == SCORER
-        )  # on another machine a model of the hub is fetched into its cache
+        # On another machine a model of the hub is fetched into its cache.
+        config = resolve_models(config, scorers=role == SCORER)
         module, _, function = (options.target or TARGETS[role]).partition(":")
         try:
             with quick_imports():

@@ -69,15 +69,11 @@ def check_group_address(config: RunConfig) -> None:
 def check_urls(config: RunConfig, scorer: str = "") -> None:
     """Check what the keepers check when they attach: keys, version and model. The servers may be in use."""
     from asyncrl.engines.sglang.process import keys
-    from asyncrl.engines.sglang.server import attach, look
+    from asyncrl.engines.sglang.server import look
 
     async def seen(url: str) -> None:
         async with asyncio.timeout(ANSWER_SECONDS):
-            if scorer:
-                found = await attach(config, scorer, url, *keys(config.engine), patient=False)
-                await found.close()
-            else:
-                await look(config, url, *keys(config.engine))
+            await look(config, url, *keys(config.engine), scorer)
 
     key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
     for url in config.scorers[scorer].urls if scorer else config.engine.urls:

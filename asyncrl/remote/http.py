@@ -51,7 +51,7 @@ class _Busy(Exception):
 
 
 def check_url(url: str) -> None:
-    """ConfigError unless it is of HTTP, or names a scorer."""
+    """Raise ConfigError unless it is of HTTP, or names a scorer."""
     if not url.startswith(("http://", "https://", SCORER)):
         raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
 

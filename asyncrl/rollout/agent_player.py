@@ -27,7 +27,7 @@ from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe
 from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
-from asyncrl.isolation.calls import LoopThread
+from asyncrl.isolation.calls import LoopThread, to_its_end
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.runtime.activity import Notifier, Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, FailReason, Turn
@@ -108,11 +108,7 @@ class AgentHost:
         end even if the client leaves."""
         async with self._rendering:
             if (rendering := self._branches.rendering(request)) is not None:
-                job = asyncio.ensure_future(asyncio.to_thread(rendering))
-                try:
-                    await asyncio.shield(job)
-                finally:
-                    await asyncio.gather(job, return_exceptions=True)
+                await to_its_end(rendering)
 
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)

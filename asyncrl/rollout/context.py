@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.buffer.payloads import decode_part
+from asyncrl.buffer.payloads import TurnPart, decode_part
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
 from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, extended, rest, together, unheard
@@ -38,7 +38,6 @@ from asyncrl.types import (
     StopReason,
     TokenScores,
     Turn,
-    TurnPart,
     TurnReply,
 )
 from asyncrl.values import in_short
@@ -175,7 +174,7 @@ class EpisodeRun:
         return await self._read(session, ids, whole) if trains else whole
 
     async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
-        """The turn with what scorers make of it: none in validation, where nothing trains, or greedily."""
+        """Add what scorers make of the turn: nothing in validation, where nothing trains, or greedily."""
         ids, count = prefix + sampled.ids, len(sampled.ids)
         if not count or self.assign.lane == "eval" or not self.assign.temperature:
             return sampled
@@ -304,7 +303,7 @@ class EpisodeRun:
         result: object = None,
         main: tuple[Message, ...] | None = None,
     ) -> RewardResult:
-        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: see
+        """Return the episode's reward, shaped if it trains. `tool_calls`: well-formed ones; `result`: see
         RewardInput. `main`: the conversation whose last words lists show; None: `messages`. RewardError."""
         self._result = result
         self._said = last_words(messages if main is None else main, self.assign.sample.prompt)

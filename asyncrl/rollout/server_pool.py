@@ -158,7 +158,7 @@ class ServerPool:
         return replace(scores, scorer=self.name)
 
     async def url(self) -> str:
-        """The address of a server, each in turn, once there is one."""
+        """Return the address of a server, each in turn, once there is one."""
         while not (servers := self._eligible(0)):
             await self.changed.wait()
         return servers[next(self._calls) % len(servers)].entry.url
@@ -186,7 +186,7 @@ class ServerPool:
         question: Callable[[SGLangClient], Awaitable[T]],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> T:
-        """The first answer of a server; see `generate`."""
+        """Return the first answer of a server; see `generate`."""
         deadline = asyncio.get_running_loop().time() + self._patience
         turn = ServerTurn(request, lambda: 0, deadline, waiting=waiting)
         while True:
@@ -260,7 +260,7 @@ class ServerPool:
     def begin(
         self, session: str, avoid: Collection[PooledServer] = (), oldest: int = 0
     ) -> PooledServer | None:
-        """The server for the session's next request, counted in its `running`; None: none may be used."""
+        """Choose the server for the session's next request, counted in its `running`; None: there is none."""
         servers = [server for server in self._eligible(oldest) if server not in avoid]
         if not servers:
             return None

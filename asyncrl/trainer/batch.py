@@ -153,7 +153,7 @@ class MicroBatch:
 
     @property
     def for_reference(self) -> Selected:
-        """What the reference reads."""
+        """Return what the reference reads."""
         return self.taught or self.selected
 
     def updated(self, examples: Sequence[Example]) -> MicroBatch:
@@ -203,7 +203,7 @@ def dealt(
 def with_turns(
     planned: Sequence[PlannedTrajectory], frames: list[bytes]
 ) -> list[tuple[PlannedTrajectory, list[Turn]]]:
-    """Each trajectory of a plan with its trained turns. ProtocolError when the frames are not as many."""
+    """Return each trajectory of a plan with its trained turns. ProtocolError: there are not as many."""
     if sum(p.frames for p in planned) != len(frames):
         raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
     turns = map(_turns.decode, frames)

@@ -106,8 +106,8 @@ class Policy(nn.Module):
         return Scores(*columns)
 
     def head(self, tokens: Selected) -> tuple[Tensor, Logits]:
-        """What the output layer reads of the tokens that this rank scores, and how it makes logits of them.
-        Like a forward it leaves the root's parameters whole."""
+        """Return what the output layer reads of the tokens that this rank scores, and how it makes logits of
+        them. Like a forward it leaves the root's parameters whole."""
         found = []
 
         def run(part: Selected) -> tuple[()]:
@@ -130,7 +130,7 @@ class Policy(nn.Module):
 
     @property
     def trained(self) -> dict[str, list[nn.Parameter]]:
-        """What trains, by agent where several have adapters of their own; else all of it."""
+        """Return what trains, by agent where several have adapters of their own; else all of it."""
         if self.adapters is None or len(self.adapters.agents) == 1:
             return {"": trainable(self)}
         named = [(owner(name), p) for name, p in self.lm.named_parameters()]
@@ -270,8 +270,8 @@ class Reference:
 
     @torch.no_grad()
     def teacher(self, tokens: Selected, name: str, top_k: int) -> Teacher:
-        """What the policy in training is compared with. Its output layer is used until the backward is done:
-        then `release`. A collective."""
+        """Return what the policy in training is compared with. Its output layer is used until the backward is
+        done: then `release`. A collective."""
 
         @torch.no_grad()
         def logits_of(part: Tensor) -> Tensor:

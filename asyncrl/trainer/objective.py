@@ -44,7 +44,7 @@ def evaluate(
     kl_coef: float,
     progress: float = 0.0,
 ) -> Evaluated:
-    """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the steps taken."""
+    """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the steps."""
     given = loss_input(micro, scores, recipe, progress)
     fresh, correction, logp, reference = given.fresh, given.correction, given.logp, given.reference
     token = recipe.loss.of(given)
@@ -104,7 +104,7 @@ def evaluate(
 
 
 def teacher_of(micro: MicroBatch, reference: Reference | None, divergence: str, top_k: int) -> Teacher:
-    """What a divergence compares the policy with: a model here, or what servers told. A collective."""
+    """Return what a divergence compares the policy with: a model here, or what servers told. A collective."""
     if reference is not None:
         return reference.teacher(micro.for_reference, divergence, top_k)
     return Teacher(divergence, top_k)
@@ -131,7 +131,7 @@ def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: floa
 
 
 def of_states(given: LossInput, recipe: Recipe) -> Correction:
-    """What a loss of whole distributions is corrected with: it does not depend on the sampled token."""
+    """Correct a loss of whole distributions, which does not depend on the sampled token."""
     logp = given.logp.detach()
     rho = (logp if recipe.loss.ratio == "mu" else given.prox) - given.mu
     of = given.row, given.turn, given.fresh

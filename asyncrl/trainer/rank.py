@@ -208,7 +208,7 @@ class TrainerRank:
         return bool(answer.publish)
 
     def _told(self, link: Link, request: shared.WireMessage, name: str, patient: bool = False) -> Any:
-        """The coordinator's answer to rank 0, on all ranks."""
+        """Return the coordinator's answer to rank 0, on all ranks."""
         if not self.first:
             word = self._await(f"rank 0, which waits for {name}", self.words.heard, patient)
             return msgspec.msgpack.decode(word, type=trainer.WorkPlan | trainer.Committed)

@@ -237,8 +237,8 @@ def tally_agents(
 
 
 def without_tokens(whole: MetricSums, names: Sequence[str], beside: bool) -> list[str]:
-    """The agents, of several, that have nothing to learn from a batch. `beside`: what the correction drops
-    counts for terms beside the policy loss."""
+    """Return the agents, of several, that have nothing to learn from a batch. `beside`: what the correction
+    drops counts for terms beside the policy loss."""
     counts = {name: f"_fresh/{name}" if beside else f"{AGENT}{name or OTHERS}/tokens" for name in names}
     return [name for name in names if len(names) > 1 and not whole.totals.get(counts[name])]
 
@@ -251,7 +251,7 @@ def scale_losses(whole: MetricSums, factor: float) -> None:
 
 
 def note_norms(whole: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
-    """The gradient norms of a step: of all, and of several agents' adapters."""
+    """Note the gradient norms of a step: of all, and of several agents' adapters."""
     whole.high("actor/grad_norm", math.hypot(*norms))
     for name, norm in zip(names, norms, strict=True) if len(names) > 1 else ():
         whole.high(f"{AGENT}{name or OTHERS}/grad_norm", norm)

@@ -135,7 +135,7 @@ class Selected:
 
 
 def _apart(ids: Tensor, agents: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Ids, and what is above them."""
+    """Return ids, and what is above them."""
     return (ids & ((1 << AGENT) - 1), ids >> AGENT) if agents else (ids, None)
 
 
@@ -194,7 +194,7 @@ def score_chunks(
 def scores_of(
     logits: Tensor, labels: Tensor, temperature: Tensor, entropy_grad: bool, collision: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Scores of n tokens by name, from their logits [n, V]; and all log-probs [n, V]."""
+    """Return scores of n tokens by name, from their logits [n, V]; and all log-probs [n, V]."""
     table = log_probs(logits, temperature)
     found = {
         "logp": table.gather(1, labels[:, None])[:, 0],
@@ -212,7 +212,7 @@ def _compiled_scores() -> Any:
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Log-probs [N, V] at each token's temperature."""
+    """Return log-probs [N, V] at each token's temperature."""
     logits = widened(logits)
     return (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
 

@@ -17,9 +17,9 @@ from asyncrl.types import TokenScores, Turn
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the policy is compared with, and how: a name of DIVERGENCES, over the whole vocabulary or classes
-    (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and their logits, without gradient;
-    without them, it is compared with what was told of the tokens."""
+    """Say what the policy is compared with, and how: a name of DIVERGENCES, over the whole vocabulary or
+    classes (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and their logits, without
+    gradient; without them, it is compared with what was told of the tokens."""
 
     name: str
     top_k: int
@@ -28,8 +28,8 @@ class Teacher:
 
 
 class Told(NamedTuple):
-    """What servers told of each token [N]: the likeliest ids [N, k], their log-probs, and that of the token
-    itself."""
+    """Hold what servers told of each token [N]: the likeliest ids [N, k], their log-probs, and that of the
+    token itself."""
 
     ids: Tensor
     top: Tensor
@@ -37,14 +37,14 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor) -> Told:
-        """Those of some episodes. A token of which nothing was told, and which is not fresh, has zeros."""
+        """Join those of episodes. A token of which nothing was told, and which is not fresh, has zeros."""
         ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*likeliest, strict=True))
         return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=-math.inf), reference.nan_to_num())
 
 
 def distances(table: Tensor, labels: Tensor, other: Tensor | Told, teacher: Teacher) -> dict[str, Tensor]:
-    """The divergence between one's own log-probs [N, V] and a teacher's table, or what it told; and the
-    teacher's log-probs of the labels."""
+    """Return the divergence between one's own log-probs [N, V] and a teacher's table, or what it told; and
+    the teacher's log-probs of the labels."""
     sampled = labels[:, None]
     if isinstance(other, Tensor):
         reference = other.gather(1, sampled)[:, 0]
@@ -84,7 +84,7 @@ def likeliest(turns: Sequence[Turn], top: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def taught_rows(rows: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:
-    """The rows with the prompts that a teacher reads; none where these are the same."""
+    """Return the rows with the prompts that a teacher reads; none where these are the same."""
     begun = {turn.row: turn for turn in turns if turn.taught}
     if not begun:
         return ()

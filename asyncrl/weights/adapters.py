@@ -77,7 +77,7 @@ class Adapters:
         return tuple(self._scales)
 
     def index(self, agent: str) -> int:
-        """The place of an agent's adapter: its own, else that of all others, else behind the last: none."""
+        """Find the place of an agent's adapter: its own, else that of all others, else behind the last."""
         known = [*self._scales]
         return next((known.index(name) for name in (agent, "") if name in known), len(known))
 
@@ -108,8 +108,8 @@ class Adapters:
             self._on = True
 
     def merged(self, name: str, weight: DTensor) -> DTensor:
-        """W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not adapted, or
-        by agents' own adapters alone. A collective: A is gathered."""
+        """Return W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not
+        adapted, or by agents' own adapters alone. A collective: A is gathered."""
         if self.names(name) is None:
             return weight
         layer = self._layers[name]
@@ -133,7 +133,7 @@ def named(role: str, agent: str) -> str:
 
 
 def owner(parameter: str) -> str | None:
-    """The agent whose adapter a parameter, by its name, belongs to; None: it is of no adapter."""
+    """Return the agent whose adapter a parameter, by its name, belongs to; None: it is of no adapter."""
     last = parameter.rpartition(".")[2]
     return last[len(A) + 1 :] if last[: len(A)] in ROLES else None
 
@@ -147,8 +147,8 @@ def peft_name(parameter: str) -> str:
 
 
 def coverage(shapes: Mapping[str, Sequence[int]], adapted: Container[str]) -> str:
-    """The matrices that adapters adapt and those they leave, by kind, with their number and their share of
-    all parameters. (Stacked experts are no linear layers.)"""
+    """Return the matrices that adapters adapt and those they leave, by kind, with their number and their
+    share of all parameters. (Stacked experts are no linear layers.)"""
     sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
     for name, shape in shapes.items():
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
@@ -171,8 +171,8 @@ def _add(layer: nn.Linear | Conv1D, agent: str, rank: int) -> None:
 
 
 def initial(name: str, parameter: Tensor) -> Tensor:
-    """First values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So an adapted
-    model starts as its base does, and a value head at 0."""
+    """Return the first values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So
+    an adapted model starts as its base does, and a value head at 0."""
     values = torch.zeros(parameter.shape, dtype=parameter.dtype)
     if owner(name) is not None and f".{A}" in name:
         values.uniform_(-1, 1).div_(math.sqrt(parameter.shape[1]))

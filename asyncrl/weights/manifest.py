@@ -141,7 +141,7 @@ _OF_AGENT = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
 
 
 def alone(name: str, agent: str) -> str:
-    """The name that a tensor of an agent's adapter has in a file of its own; '': it is not of that agent."""
+    """Name a tensor of an agent's adapter as in a file of its own; '': it is not of that agent."""
     found = _OF_AGENT.fullmatch(name)
     return f"{found[1]}.weight" if found and (found[2] or "") == agent else ""
 

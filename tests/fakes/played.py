@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.buffer.payloads import decode_part, decode_turn
+from asyncrl.buffer.payloads import TurnPart, decode_part, decode_turn
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints, Files
 from asyncrl.types import (
@@ -21,7 +21,6 @@ from asyncrl.types import (
     Generation,
     PolicyVersion,
     StopReason,
-    TurnPart,
     VersionSpan,
 )
 from asyncrl.weights.disk import MANIFEST

@@ -15,7 +15,7 @@ from asyncrl.config import ModelConfig
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.engines.sglang.server import connect
+from asyncrl.engines.sglang.server import attach, loader
 from asyncrl.trainer.model import adapter_shards, load_policy, score
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion, StopReason, VersionSpan
@@ -68,10 +68,13 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
         config.buffer.usual_staleness,
         SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a"),
     )
-    async with asyncio.timeout(240), in_use(await connect(config, 0, server.url, attachment="a")) as keeper:
+    async with (
+        asyncio.timeout(240),
+        in_use(loader(config, 0, await attach(config, server.url), "a")) as keeper,
+    ):
         # A merged version was here before: the model's own weights come back.
         await keeper.api.update_from_disk(versions_of("qwen2").refs[1].path, "e1-v9")
-        first = await connect(config, 0, server.url, attachment="a")
+        first = loader(config, 0, await attach(config, server.url), "a")
         await first.load(trained.publish(1))
         text = prompt(40)
         assert trained.gap(text, await first.score(text)) < CLOSE
@@ -99,7 +102,7 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
 
         # Its keeper dies between a load and its report: the next one knows no name of it.
         await first.load(trained.publish(3 + oldest))
-        async with in_use(await connect(config, 0, server.url, attachment="b")) as second:
+        async with in_use(loader(config, 0, await attach(config, server.url), "b")) as second:
             ref = trained.publish(4 + oldest)
             await second.load(ref)
             assert second._unloading is not None  # type: ignore[union-attr]

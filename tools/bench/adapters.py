@@ -119,7 +119,7 @@ class Bench:
         api = ServerApi(server.url)
         if apart:
             loader: AdapterLoader | ServerLoader = AdapterLoader(
-                api, config, directory / "cache", "bench", based=True, description=""
+                api, config, directory / "cache", "bench", based=True
             )
         else:
             config = sglang_config(TOKENS, model=str(model))

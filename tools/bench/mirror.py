@@ -113,13 +113,13 @@ async def engine(given: Given) -> None:
     mirror = Mirror(run, given.endpoints, role, given.index, timeline)
     if given.server:
         from asyncrl.engines.sglang.process import ServerProcess
-        from asyncrl.engines.sglang.server import connect
+        from asyncrl.engines.sglang.server import attach, loader
 
         sys.stdout = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # for what the server prints
         host = local_address(given.endpoints.control)
         process = await ServerProcess.start(run, given.index, host, directory)
-        server = await connect(run, given.index, process.url, patient=True)
+        server = loader(run, given.index, await attach(run, process.url, patient=True))
         process.ready()
     while line := await asyncio.to_thread(sys.stdin.readline):
         async with mirror.local_copy(msgspec.json.decode(line, type=WeightsRef)) as local:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import uuid
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.stream import BASE_LABEL
 from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.isolation.calls import to_its_end
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef, alone, version_of
@@ -52,10 +54,8 @@ class AdapterLoader:
 
     broken = ""  # a load that fails leaves the versions before it as they are
 
-    def __init__(
-        self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, based: bool, description: str
-    ) -> None:
-        self.api, self.description = api, description
+    def __init__(self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, based: bool) -> None:
+        self.api = api
         self.loaded: WeightsRef | None = None  # last
         self._told: WeightsRef | None = None  # the one before: who sends requests has heard of it
         self._config, self._cache, self._attachment, self._based = config, cache, attachment, based
@@ -71,7 +71,7 @@ class AdapterLoader:
             files = self._cache / uuid.uuid4().hex
             try:
                 with disk.lock_version(ref):
-                    manifest = await asyncio.to_thread(self._lay_out, ref, files)
+                    manifest = await to_its_end(partial(self._lay_out, ref, files))
                 loaded = await self.api.adapters()  # some, where this one's caller gave up a load
                 for agent, name in self._names(ref).items():
                     if name not in loaded:
@@ -84,13 +84,13 @@ class AdapterLoader:
             return manifest
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] with the version that was loaded last, at temperature 1; NaN where the server
-        has none. Of several adapters, the first one."""
+        """Return log-probs of ids[1:] with the version that was loaded last, at temperature 1; NaN where the
+        server has none. Of several adapters, the first one."""
         adapter = next(iter(self._names(self.loaded).values())) if self.loaded is not None else ""
         return await self.api.score(ids, self._deadline, adapter)
 
     async def label(self) -> str:
-        """What the server holds: the label of the version that was loaded last, if it is there."""
+        """Tell what the server holds: the label of the version that was loaded last, if it is there."""
         base, ref = await self.api.weight_label(), self.loaded
         if base != BASE_LABEL or ref is None:
             return base
@@ -105,7 +105,7 @@ class AdapterLoader:
         await self.api.close()
 
     def _names(self, ref: WeightsRef) -> dict[str, str]:
-        """The names of a version's adapters, by agent."""
+        """Return the names of a version's adapters, by agent."""
         agents = self._config.adapters
         return {agent: adapter_name(ref.version, self._attachment, agent) for agent in agents}
 
@@ -146,7 +146,7 @@ class AdapterLoader:
             log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
 
     def _old(self, label: str) -> bool:
-        """Outdated by the version before the last: no request names it any more."""
+        """Tell whether it is outdated by the version before the last: no request names it any more."""
         version = version_of(label)
         if self._told is None or version is None:
             return False

@@ -135,7 +135,7 @@ class SGLangClient:
             call.reschedule(now)
 
     def _adapter(self, agent: str) -> str:
-        """The name of an agent's newest one; "": versions are whole, or it has none."""
+        """Return the name of an agent's newest one; "": versions are whole, or it has none."""
         own = agent if agent in self._config.agents else ""
         named = self._adapters and own in self._config.adapters
         return adapter_name(self._acked, self._salt, own) if named else ""
@@ -213,7 +213,7 @@ class SGLangClient:
 
 
 def _part(stream: StreamedTurn) -> Generation:
-    """What is known to be good of a request that was cut."""
+    """Return what is known to be good of a request that was cut."""
     with suppress(ForeignWeights):
         return stream.generation()
     return NOTHING

@@ -137,7 +137,7 @@ class ServerApi:
         return max((min(1.0, max(0.0, load.token_usage)) for load in answer.loads), default=None)
 
     async def adapters(self) -> set[str]:
-        """The names of those that are loaded."""
+        """Return the names of those that are loaded."""
         models = await self._get("/v1/models", ServedModels, GET_SECONDS)
         return {model.id for model in models.data if model.parent is not None}
 
@@ -160,9 +160,9 @@ class ServerApi:
         return await self._http.call("POST", "/generate", seconds, body)
 
     async def score(self, ids: tuple[int, ...], seconds: float, adapter: str = "") -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none. All
-        are computed anew, not read from what other weights left in the cache. `adapter`: the name of the one
-        to use."""
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has
+        none. All are computed anew, not read from what other weights left in the cache. `adapter`: the name
+        of the one to use."""
         read = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
         scored = read.input_token_logprobs[1:]
         return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)

@@ -51,9 +51,8 @@ class ServerLoader:
         cache: Path,
         receiver: Receiver,
         model: Shapes | None = None,
-        description: str = "SGLang",
     ) -> None:
-        self.api, self.description = api, description
+        self.api = api
         self.broken = ""  # why the server's weights are not to be trusted; empty: they are
         self.loaded: WeightsRef | None = None  # last
         self._mode, self._deadline = config.mode, config.deadline
@@ -75,7 +74,7 @@ class ServerLoader:
         return await self.api.score(ids, self._deadline)
 
     async def label(self) -> str:
-        """What the server says that its weights are."""
+        """Tell what the server says that its weights are."""
         return await self.api.weight_label()
 
     async def close(self) -> None:

@@ -31,8 +31,8 @@ Arguments = dict[str, str | int | float | bool | list[str]]
 
 
 def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, scorer: str = "") -> list[str]:
-    """The command line of the engine `index`, or of that server of all scorers', on a machine where `gpus`
-    GPUs are visible, keys left out. `engine.server_args` come last and win."""
+    """Return the command line of the engine `index`, or of that server of all scorers', on a machine where
+    `gpus` GPUs are visible, keys left out. `engine.server_args` come last and win."""
     first = base_gpu(config, index, gpus, scorer)
     config = config.serving(scorer) if scorer else config
     engine = config.engine
@@ -62,9 +62,9 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, sc
 
 
 def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
-    """The first GPU of a server: after those of the trainer ranks on this machine, of engines and scorers
-    before it, or, where these do not leave enough, from 0 on again, shared with them. Ray shows each server
-    only its own GPUs."""
+    """Return the first GPU of a server: after those of the trainer ranks on this machine, of engines and
+    scorers before it, or, where these do not leave enough, from 0 on again, shared with them. Ray shows each
+    server only its own GPUs."""
     engine, tp, before = config.engine, config.engine.tp, index * config.engine.tp
     if scorer:
         tp, before = config.scorers[scorer].tp, 0 if engine.urls else engine.keepers * engine.tp

@@ -39,91 +39,72 @@ def vocabulary_of(path: str) -> int:
     return size
 
 
-async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "") -> None:
+@dataclass(frozen=True)
+class Attached:
+    """A server that can serve this run."""
+
+    api: ServerApi
+    info: ServerInfo
+    model: ModelInfo
+
+    @property
+    def description(self) -> str:
+        return f"SGLang {self.info.version}, {self.model.model_type}, tp {self.info.tp_size}"
+
+
+async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "", scorer: str = "") -> None:
     """Check whether the server can serve this run, without changing it: another run may be using it, or have
     paused it. ConfigError: it never can; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
-        await _seen(config, server)
+        await _seen(config, server, scorer)
     finally:
         await server.close()
 
 
-Loader = ServerLoader | AdapterLoader
-
-
-async def connect(
+async def attach(
     config: RunConfig,
-    index: int,
     url: str,
     api_key: str = "",
     admin_key: str = "",
+    scorer: str = "",
     patient: bool = False,
-    attachment: str = "",
-) -> Loader:
-    """For the keeper of server `index`: the server is ready, of a version that is known, and serves the run's
-    model. `patient`: it is being started, and need not listen yet. `attachment`: see `AdapterLoader`. Waits
-    without a deadline. ConfigError: it can never serve this run; other EngineErrors may pass."""
+) -> Attached:
+    """Return a server for the keeper of an engine, or of a scorer, once it is ready: of a version that is
+    known, it serves the model that the run needs. `patient`: it is being started, and need not listen yet.
+    Waits without a deadline. ConfigError: it can never serve this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         while patient and not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
             await asyncio.sleep(CHECK_SECONDS)
-        info, model = await _seen(config, server)
-        await _until_ready(server, fresh=patient)
-        what = f"SGLang {info.version}, {model.model_type}, tp {info.tp_size}"
-        if config.adapters_apart:
-            based = _holds(model, config.model.path)
-            return AdapterLoader(server, config, _cache(config, index), attachment, based, what)
-        return await asyncio.to_thread(_loader, config, index, server, info, what)
-    except BaseException:
-        await server.close()
-        raise
-
-
-def _holds(model: ModelInfo, path: str) -> bool:
-    """The server has the weights of this directory, as far as it says."""
-    return model.weight_version == BASE_LABEL and Path(model.model_path).resolve() == Path(path).resolve()
-
-
-def _cache(config: RunConfig, index: int) -> Path:
-    run_dir, size = Path(config.run_dir) / config.name, published_bytes(config) * max(1, config.versions_held)
-    return cache_directory(config.weights.directory, run_dir, config.name, size, index)
-
-
-@dataclass(frozen=True)
-class FrozenServer:
-    """The server of a scorer, as its keeper sees it: no weights are loaded into it."""
-
-    api: ServerApi
-    description: str
-    broken: str = ""
-    loaded: None = None
-
-    async def label(self) -> str:
-        return await self.api.weight_label()
-
-    async def close(self) -> None:
-        await self.api.close()
-
-
-async def attach(
-    config: RunConfig, scorer: str, url: str, api_key: str = "", admin_key: str = "", patient: bool = True
-) -> FrozenServer:
-    """The server of a scorer, once it is ready, if it serves what the run needs. `patient`: it need not
-    listen yet. Waits without a deadline. ConfigError: it can never serve this run; other EngineErrors may
-    pass."""
-    server = ServerApi(url, api_key, admin_key)
-    try:
-        while patient and not await server.alive():  # noqa: ASYNC110
-            await asyncio.sleep(CHECK_SECONDS)
-        info, model = await server.server_info(), await server.model_info()
-        await asyncio.to_thread(check_scorer, config, scorer, url, info, model)
+        found = await _seen(config, server, scorer)
+        if not scorer:  # which nobody pauses
+            if not patient and not await server.ready():
+                await server.invalidate()  # its last keeper may have died in the middle of a load
+            await server.resume()
         while not await server.ready():  # noqa: ASYNC110
             await asyncio.sleep(CHECK_SECONDS)
     except BaseException:
         await server.close()
         raise
-    return FrozenServer(server, f"SGLang {info.version}, {model.model_type}, tp {info.tp_size}")
+    return found
+
+
+Loader = ServerLoader | AdapterLoader
+
+
+def loader(config: RunConfig, index: int, server: Attached, attachment: str = "") -> Loader:
+    """Return what loads versions into the server of engine `index`. `attachment`: see `AdapterLoader`. Reads
+    files."""
+    run_dir, size = Path(config.run_dir) / config.name, published_bytes(config) * max(1, config.versions_held)
+    cache = cache_directory(config.weights.directory, run_dir, config.name, size, index)
+    path, api, held = config.model.path, server.api, server.model
+    if config.adapters_apart:
+        based = held.weight_version == BASE_LABEL and Path(held.model_path).resolve() == Path(path).resolve()
+        return AdapterLoader(api, config, cache, attachment, based)
+    model = shapes_of(path, bool(_shape_of(path).get_text_config().tie_word_embeddings))
+    receiver = Receiver(api, index, server.info.tp_size, protocol_of(server.info.version, api.url))
+    return ServerLoader(api, config.weights, cache, receiver, model)
 
 
 def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, model: ModelInfo) -> None:
@@ -156,40 +137,22 @@ def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
 
 
 def _tokens(path: Path) -> tuple[Any, list[tuple[int, str]]]:
-    """The tokens of a tokenizer.json with their ids."""
+    """Return the tokens of a tokenizer.json with their ids."""
     told = read_json(path)
     return told["model"]["vocab"], [(token["id"], token["content"]) for token in told["added_tokens"]]
 
 
-def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo, what: str) -> ServerLoader:
-    path = config.model.path
-    tied = bool(_shape_of(path).get_text_config().tie_word_embeddings)
-    return ServerLoader(
-        server,
-        config.weights,
-        cache=_cache(config, index),
-        receiver=Receiver(server, index, info.tp_size, protocol_of(info.version, server.url)),
-        model=shapes_of(path, tied),
-        description=what,
-    )
-
-
-async def _seen(config: RunConfig, server: ServerApi) -> tuple[ServerInfo, ModelInfo]:
+async def _seen(config: RunConfig, server: ServerApi, scorer: str) -> Attached:
     """Checks the server and our keys, and returns its description. Changes nothing."""
     await server.ready()  # whatever the answer: it is an SGLang server
-    await server.try_admin_key()
-    info, model = await server.server_info(), await server.model_info()
-    await asyncio.to_thread(check, config, server.url, info, model)
-    return info, model
-
-
-async def _until_ready(server: ServerApi, fresh: bool) -> None:
-    """`fresh`: just started, so not paused."""
-    if not fresh and not await server.ready():
-        await server.invalidate()  # its last keeper may have died in the middle of a load
-    await server.resume()
-    while not await server.ready():  # noqa: ASYNC110
-        await asyncio.sleep(CHECK_SECONDS)
+    if not scorer:
+        await server.try_admin_key()
+    found = Attached(server, await server.server_info(), await server.model_info())
+    if scorer:
+        await asyncio.to_thread(check_scorer, config, scorer, server.url, found.info, found.model)
+    else:
+        await asyncio.to_thread(check, config, server.url, found.info, found.model)
+    return found
 
 
 def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:

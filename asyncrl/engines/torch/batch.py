@@ -139,7 +139,7 @@ class Batcher:
         return replace(generation, stop=stop)
 
     def so_far(self, run: Run) -> Generation:
-        """What a run has sampled."""
+        """Return what a run has sampled."""
         sampled = self._sampled(run)
         spans = tuple(
             VersionSpan(start, end, version, run.slot.born if run.slot else version)

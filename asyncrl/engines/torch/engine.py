@@ -80,7 +80,7 @@ class TorchEngine:
                 self._between_steps(lambda: self._leave(future))
 
     async def _so_far(self, turn: asyncio.Future[Generation]) -> Generation:
-        """What a turn has sampled; NOTHING if it ends meanwhile, or the engine breaks."""
+        """Return what a turn has sampled; NOTHING if it ends meanwhile, or the engine breaks."""
         found: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
         def read() -> None:

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from asyncrl.buffer.payloads import TurnPart
 from asyncrl.store.schema import StoreError
 from asyncrl.store.segments import SegmentReader
-from asyncrl.types import FailReason, Generation, PolicyVersion, Routes, StopReason, TurnPart, VersionSpan
+from asyncrl.types import FailReason, Generation, PolicyVersion, Routes, StopReason, VersionSpan
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Generated, Heartbeat, Sampled

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 
 from asyncrl.config import AgentConfig, RunConfig
 from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang import adapters
 from asyncrl.engines.sglang.adapters import AdapterLoader
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi, ServerInfo
@@ -23,6 +26,8 @@ from asyncrl.engines.sglang.server import _check_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.types import PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights.manifest import AdapterSpec, WeightsError, WeightsRef
+from asyncrl.weights.ranges import write_file
+from tests.fakes.loop import settle
 from tests.fakes.sglang import DONE, Script, event, scripted, sglang_config
 from tests.fakes.weights import publish
 
@@ -80,7 +85,7 @@ async def loading(
 ) -> AsyncIterator[tuple[Server, AdapterLoader]]:
     async with asyncio.timeout(60), scripted() as script:
         server = Server(script)
-        loader = AdapterLoader(ServerApi(script.url), config, tmp_path / "cache", "mine", based, "a server")
+        loader = AdapterLoader(ServerApi(script.url), config, tmp_path / "cache", "mine", based)
         try:
             yield server, loader
         finally:
@@ -121,6 +126,28 @@ async def test_what_is_no_version_of_adapters_or_is_refused_changes_nothing(tmp_
             await loader.load(version(tmp_path, 1))
         assert loader.loaded == first and not loader.broken and list(server.adapters) == ["e1-v0@mine"]
         assert not list((tmp_path / "cache").iterdir())
+
+
+async def test_a_cancelled_load_leaves_no_files_and_nobody_who_writes_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, writing, go_on, write = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), write_file
+
+    def slowly(*given: Any) -> None:
+        loop.call_soon_threadsafe(writing.set)
+        go_on.wait(30)
+        write(*given)
+
+    monkeypatch.setattr(adapters, "write_file", slowly)
+    async with loading(tmp_path) as (server, loader):
+        load = asyncio.create_task(loader.load(version(tmp_path, 1)))
+        await writing.wait()
+        load.cancel()
+        await settle()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert not list((tmp_path / "cache").iterdir()) and not server.adapters
 
 
 async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -14,11 +16,12 @@ from asyncrl.config import parse
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.keeper import keeper as engine_keeper
 from asyncrl.keeper.keeper import Keeper
+from asyncrl.keeper.versions import ServerVersions
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.engine import KeeperBeat
-from asyncrl.wire.messages.shared import Loaded, WireMessage
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, WireMessage
 from asyncrl.wire.sockets import Endpoints
 
 REF = WeightsRef(PolicyVersion(1, 1), "somewhere")
@@ -37,7 +40,7 @@ class Control:
 
 
 class Server:
-    """What `_look_after` sees. `labels`: what it says it holds, look by look; an error is raised."""
+    """A loader and its API. `labels`: what it says it holds, look by look; an error is raised."""
 
     broken = ""
     loaded = REF
@@ -55,7 +58,26 @@ class Server:
         return len(self.labels) / 10
 
 
-def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any) -> list[WireMessage]:
+class Answers:
+    """In place of a WeightLoader: what its loads come to. After them the run ends."""
+
+    changed, waiting, pending = None, True, False
+
+    def __init__(self, answers: Sequence[Loaded]) -> None:
+        self._answers = [*answers]
+
+    async def next(self) -> Loaded:
+        if not self._answers:
+            raise asyncio.CancelledError
+        return self._answers.pop(0)
+
+
+def keep(
+    tmp_path: Path,
+    act: Callable[[Keeper, ServerVersions], Awaitable[Any]],
+    server: Server | None = None,
+    **weights: Any,
+) -> list[WireMessage]:
     """Run `act` on a keeper of a server that is up; returns what it told the coordinator."""
     engine = {"name": "sglang"}
     base: dict[str, Any] = {"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "engine": engine}
@@ -65,22 +87,26 @@ def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any
     async def main() -> None:
         keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i")
         keeper._control = control  # type: ignore[assignment]
-        keeper._server, keeper._healthy = Server(), True  # type: ignore[assignment]
-        keeper._loads = engine_keeper.WeightLoader("train", keeper._timeline, 60.0, keeper._ready)
-        await act(keeper)
+        assert keeper._versions is not None
+        keeper._server = keeper._versions._server = server or Server()  # type: ignore[assignment]
+        keeper._healthy = True
+        await act(keeper, keeper._versions)
 
     asyncio.run(main())
     return control.sent
 
 
-async def report(keeper: Keeper, *answers: Loaded) -> None:
-    for answer in answers:
-        await keeper._report(answer)
+def report(*answers: Loaded) -> Callable[[Keeper, ServerVersions], Awaitable[Any]]:
+    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+        with patch.object(versions, "_loads", Answers(answers)), suppress(asyncio.CancelledError):
+            await keeper._load(versions)
+
+    return act
 
 
 def test_files_that_a_server_refuses_from_the_start_are_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 loads in a row failed; the last one: WeightsError: refused"):
-        keep(tmp_path, lambda keeper: report(keeper, *[FAILED] * LOAD_TRIES))
+        keep(tmp_path, report(*[FAILED] * LOAD_TRIES))
 
 
 @pytest.mark.parametrize(
@@ -96,32 +122,22 @@ def test_other_failures_are_given_the_time_of_a_load(
     tmp_path: Path, first: list[Loaded], weights: dict[str, str], failed: Loaded
 ) -> None:
     """A trainer that died takes its versions along, and comes back."""
-
-    async def patient(keeper: Keeper) -> None:
-        await report(keeper, *first, *[failed] * 10)
-
-    keep(tmp_path, patient, deadline=60.0, **weights)
-
-    async def at_last(keeper: Keeper) -> None:
-        await report(keeper, *first, *[failed] * LOAD_TRIES)
-
+    keep(tmp_path, report(*first, *[failed] * 10), deadline=60.0, **weights)
     kind = EngineError if first else ConfigError
     with pytest.raises(kind, match="3 loads in a row"):
-        keep(tmp_path, at_last, deadline=1e-9, **weights)
+        keep(tmp_path, report(*first, *[failed] * LOAD_TRIES), deadline=1e-9, **weights)
 
 
 def test_a_success_or_a_newer_version_starts_the_count_anew(tmp_path: Path) -> None:
     superseded = msgspec.structs.replace(FAILED, superseded=True)
     two = [FAILED] * (LOAD_TRIES - 1)
-    keep(tmp_path, lambda keeper: report(keeper, *two, superseded, *two, FINE, *two), deadline=1e-9)
+    keep(tmp_path, report(*two, superseded, *two, FINE, *two), deadline=1e-9)
 
 
 def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
-    async def act(keeper: Keeper) -> None:
-        keeper._server.broken = "half"  # type: ignore[union-attr, misc]
-        await report(keeper, FAILED)
-
-    sent = keep(tmp_path, act)
+    server = Server()
+    server.broken = "half"
+    sent = keep(tmp_path, report(FAILED), server)
     assert isinstance(sent[0], KeeperBeat) and not sent[0].healthy and sent[1] == FAILED
 
 
@@ -130,13 +146,13 @@ def test_each_look_at_the_servers_memory_is_told_once(
 ) -> None:
     monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
 
-    async def act(keeper: Keeper) -> None:
-        with pytest.raises(EngineError):
-            await keeper._look_after(Server(*[REF.label] * 2, "other"))  # type: ignore[arg-type]
+    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+        with pytest.raises(WeightsError):
+            await keeper._watch(keeper._server)  # type: ignore[arg-type]
         await keeper._beat()
         await keeper._beat()
 
-    sent = keep(tmp_path, act)
+    sent = keep(tmp_path, act, Server(*[REF.label] * 2, "other"))
     assert [beat.kv_use for beat in sent if isinstance(beat, KeeperBeat)] == [0.0, None]
 
 
@@ -145,10 +161,10 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
     without = msgspec.structs.replace(FINE, unproven=True)
     for before in ([], [without]):  # the version came ahead of its probe
         with pytest.raises(ConfigError, match=r"computes another model.*2\.5"):
-            keep(tmp_path, lambda keeper, before=before: report(keeper, *before, strange))
-    keep(tmp_path, lambda keeper: report(keeper, FINE, strange))  # a gap that grows is a metric
+            keep(tmp_path, report(*before, strange))
+    keep(tmp_path, report(FINE, strange))  # a gap that grows is a metric
     rounded = msgspec.structs.replace(strange, probe_noise=0.6)  # bfloat16
-    keep(tmp_path, lambda keeper: report(keeper, rounded))
+    keep(tmp_path, report(rounded))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +181,12 @@ def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
 ) -> None:
     monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
 
-    async def act(keeper: Keeper) -> None:
-        await report(keeper, FINE)
-        await keeper._look_after(Server(*labels))  # type: ignore[arg-type]
+    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+        await report(FINE)(keeper, versions)
+        await keeper._watch(keeper._server)  # type: ignore[arg-type]
 
     with pytest.raises(AsyncrlError, match=complaint):
-        keep(tmp_path, act)
+        keep(tmp_path, act, Server(*labels))
 
 
 def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +196,8 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
     server.broken = "the load was not finished"
     healthy: list[bool] = []
 
-    async def act(keeper: Keeper) -> None:
-        keeper._loads.offer(REF)
+    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+        versions.take(LoadWeights(REF, "train"))
         real = server.label
 
         async def label() -> str:
@@ -189,8 +205,8 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
             return await real()
 
         server.label = label  # type: ignore[method-assign]
-        await keeper._look_after(server)  # type: ignore[arg-type]
+        await keeper._watch(keeper._server)  # type: ignore[arg-type]
 
     with pytest.raises(EngineError, match="no answer"):
-        keep(tmp_path, act)
+        keep(tmp_path, act, server)
     assert healthy[:3] == [True, True, True]

@@ -9,9 +9,10 @@ import threading
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.buffer.payloads import TurnPart
 from asyncrl.engines.base import Request
 from asyncrl.gateway import Endpoint
-from asyncrl.types import EpisodeEnd, FailReason, Generation, Sample, StopReason, Turn, TurnPart
+from asyncrl.types import EpisodeEnd, FailReason, Generation, Sample, StopReason, Turn
 from asyncrl.wire.messages.worker import Finished, Generated, Replied, Sampled
 from tests.fakes.agents import AgentBench, ask, message
 from tests.fakes.chat import encode

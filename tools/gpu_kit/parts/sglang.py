@@ -26,7 +26,7 @@ from asyncrl.config import ModelConfig, parse
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.process import ServerProcess, base_gpu
-from asyncrl.engines.sglang.server import connect
+from asyncrl.engines.sglang.server import attach, loader
 from asyncrl.keeper.keeper import first
 from asyncrl.trainer.model import load_policy, score
 from asyncrl.trainer.world import join, leave
@@ -139,7 +139,8 @@ class Subject:
         async def ended() -> Any:
             raise RuntimeError(f"the server ended with {await process.ended()}; its output is in parts.log")
 
-        self.loader = await first(connect(self.config, 0, process.url, patient=True), ended())
+        server = await first(attach(self.config, process.url, patient=True), ended())
+        self.loader = loader(self.config, 0, server)
         process.ready()
         what = f"{self.loader.description}, {self.config.model.dtype}"
         return Finding("start", f"{what}: ready after {time.monotonic() - began:.0f} s")
