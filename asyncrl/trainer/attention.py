@@ -199,15 +199,18 @@ class RowKernel:
 
     def __init__(self, forest: Forest, device: torch.device, other: AttentionKernel) -> None:
         self._other = other
-        self._rows: list[tuple[Tensor, int]] = []  # places of its tokens; the first that no row before has
+        self._rows: list[tuple[Tensor | slice, range]] = []  # places of its tokens; those that are new in it
         seen, order = np.zeros(len(forest.ids), dtype=bool), list[np.ndarray]()
         for row in forest.rows:
             new = row[~seen[row]]
             if len(new):
-                self._rows.append((torch.from_numpy(row).to(device), len(row) - len(new)))
+                whole = row[-1] - row[0] < len(row)
+                where = slice(row[0], row[-1] + 1) if whole else torch.from_numpy(row).to(device)
+                self._rows.append((where, range(len(row) - len(new), len(row))))
                 seen[new] = True
                 order.append(new)
-        self._places = torch.from_numpy(np.argsort(np.concatenate(order))).to(device)
+        places = np.argsort(np.concatenate(order))
+        self._places = None if (np.diff(places) > 0).all() else torch.from_numpy(places).to(device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
@@ -216,12 +219,13 @@ class RowKernel:
             return self._other.attend(query, key, value, scoring)
         attend, found = nn.functional.scaled_dot_product_attention, []
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            for row, first in self._rows:
-                short = -len(row) % ROUND  # keys behind all queries: none sees them
-                q, k, v = (pad(x[:, row], (0, 0, 0, short))[None] for x in (query, key, value))
+            for where, new in self._rows:
+                short = -new.stop % ROUND  # keys behind all queries: none sees them
+                q, k, v = (pad(x[:, where], (0, 0, 0, short))[None] for x in (query, key, value))
                 whole = attend(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
-                found.append(whole[0, :, first : len(row)])
-        return torch.cat(found, dim=1)[:, self._places].transpose(0, 1)
+                found.append(whole[0, :, new.start : new.stop])
+        joined = torch.cat(found, dim=1)
+        return (joined if self._places is None else joined[:, self._places]).transpose(0, 1)
 
 
 class FlexKernel:
