@@ -1,6 +1,6 @@
 """Check asyncrl on this machine's GPU, part by part, and write a report.
 
-    python check.py --minutes 9 --out DIR [--only PART...] [--device cpu]
+    python check.py --minutes 30 --out DIR [--only PART...] [--device cpu]
 
 The most important parts run first, each in a process with a deadline of its own; one that fails, hangs or
 is killed does not end the others. DIR/report.md and DIR/report.json grow with each part; DIR/parts.log
@@ -339,7 +339,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for all parts together")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time for all parts together")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="directory of the report")
     parser.add_argument("--only", nargs="+", metavar="PART", default=ORDER, help=", ".join(ORDER))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
