@@ -215,11 +215,10 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenScores(msgspec.Struct, frozen=True):
-    """Holds what a frozen model (`scorers`, by the name there) makes of a turn's model tokens: log-probs,
-    at the temperature of the rollout. `ids`: its k likeliest tokens at each of these places, `top`: their
-    log-probs; empty: not asked for. Little-endian float32 [T], int32 [T, k], float32 [T, k]."""
+    """Holds what a frozen model (`scorers`) makes of a turn's model tokens: log-probs, at the temperature of
+    the rollout. `ids`: its k likeliest tokens at each of these places, `top`: their log-probs; empty: not
+    asked for. Little-endian float32 [T], int32 [T, k], float32 [T, k]."""
 
-    scorer: str
     logprobs: bytes
     ids: bytes = b""
     top: bytes = b""

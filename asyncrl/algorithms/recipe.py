@@ -279,12 +279,8 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
         "kl.where=loss": on and kl.where == "reward",
         f"{key} discards groups of equal rewards, and the teacher (kl.reference, kl.prompt, scorers) "
-        "teaches there, too; set it false": on and _has_teacher(config),
+        "teaches there, too; set it false": on and taught(dict(leaves(msgspec.to_builtins(config)))),
     }
-
-
-def _has_teacher(config: RunConfig) -> bool:
-    return taught(dict(leaves(msgspec.to_builtins(config))))
 
 
 def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:

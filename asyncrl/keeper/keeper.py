@@ -38,24 +38,19 @@ from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 T = TypeVar("T")
+Place = tuple[str, int]  # a scorer, and the number of its server
 log = logging.getLogger("asyncrl.keeper")
 
 CHECK_SECONDS = 1.0  # seconds between two looks at a server
 MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
 
 
-def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+def run(
+    config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, scorer: Place | None = None
+) -> int:
     """Run a keeper until `Stop`, or a signal. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
-    return _run(Keeper(config, endpoints, index, incarnation))
-
-
-def run_scorer(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """Run the keeper of a scorer's server, in the same way."""
-    return _run(Keeper(config, endpoints, index, incarnation, *config.scorer_places[index]))
-
-
-def _run(keeper: Keeper) -> int:
+    keeper = Keeper(config, endpoints, index, incarnation, scorer)
     try:
         return asyncio.run(keeper.serve())
     except ConfigError:
@@ -66,22 +61,16 @@ def _run(keeper: Keeper) -> int:
 
 
 class Keeper:
-    """Owns one server and the contact with the coordinator. `scorer`: the name of that whose server it is,
-    `number` among these; '' for an engine's, which alone has versions."""
+    """Owns one server and the contact with the coordinator. `scorer`: whose server it is, and which; None:
+    an engine's, which alone has versions."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        endpoints: Endpoints,
-        index: int,
-        incarnation: str,
-        scorer: str = "",
-        number: int = 0,
+        self, config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, scorer: Place | None
     ) -> None:
         self.config, self.index, self.incarnation = config, index, incarnation
-        self._scorer, self._number = scorer, number if scorer else index
+        self._scorer, self._number = scorer or ("", index)
         self._role = "scorer" if scorer else "engine"
-        self.name = f"scorer {scorer} {number}" if scorer else f"engine {index}"
+        self.name = "scorer {} {}".format(*scorer) if scorer else f"engine {index}"
         self._endpoints = endpoints
         self._run_dir = Path(config.run_dir) / config.name
         self._timeline = Timeline(self._run_dir / "timeline" / f"{self._role}-{index}.jsonl")

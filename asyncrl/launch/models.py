@@ -41,20 +41,16 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}, scorers: b
     fetched into its cache. `before`: that of a run which is continued: it keeps the commits of its models.
     `scorers`: their models are needed here, too. Raises ConfigError."""
 
-    def local(key: str) -> str:
-        section, _, name = key.partition(".")
-        given: str = getattr(getattr(config, section), name)
-        return local_directory(given, key, str((before.get(section) or {}).get(name) or ""))
+    begun = dict(leaves(before))
 
-    def scorer(name: str, given: str) -> str:
-        begun = (before.get("scorers") or {}).get(name) or {}
-        return local_directory(given, f"scorers.{name}.path", str(begun.get("path") or ""))
+    def local(key: str, given: str) -> str:
+        return local_directory(given, key, str(begun.get(key) or ""))
 
     model = replace(
         config.model,
-        path=local("model.path"),
+        path=local("model.path", config.model.path),
         template=read_template(config.model.template, "model.template"),
-        dtype=_dtype(config, (before.get("model") or {}).get("dtype")),
+        dtype=_dtype(config, begun.get("model.dtype")),
     )
     weights = config.weights
     if config.adapters_apart and config.engine.remote:
@@ -70,10 +66,10 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}, scorers: b
         config,
         model=model,
         weights=weights,
-        kl=replace(config.kl, reference=local("kl.reference")),
-        critic=replace(config.critic, path=local("critic.path")),
+        kl=replace(config.kl, reference=local("kl.reference", config.kl.reference)),
+        critic=replace(config.critic, path=local("critic.path", config.critic.path)),
         scorers={
-            name: replace(one, path=scorer(name, one.path)) if scorers else one
+            name: replace(one, path=local(f"scorers.{name}.path", one.path)) if scorers else one
             for name, one in config.scorers.items()
         },
     )

@@ -12,7 +12,7 @@ SCORER = "scorer"
 TARGETS = {
     COORDINATOR: "asyncrl.coordinator.loop:run",
     ENGINE: "asyncrl.keeper.keeper:run",
-    SCORER: "asyncrl.keeper.keeper:run_scorer",
+    SCORER: "asyncrl.keeper.keeper:run",
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }

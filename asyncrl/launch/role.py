@@ -23,7 +23,7 @@ from asyncrl.config import RunConfig, read_config
 from asyncrl.errors import ConfigError, GaveUpError
 from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.models import resolve_models
-from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TARGETS, TRAINER
+from asyncrl.launch.placement import COORDINATOR, SCORER, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.runtime.process import ignore_endings, quick_imports
 from asyncrl.wire.sockets import Endpoints, flush_sockets
@@ -43,9 +43,7 @@ def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints
     role, index, incarnation = options.role, options.index, options.incarnation
     more: dict[str, tuple[object, ...]] = {
         COORDINATOR: (incarnation,),
-        ENGINE: (index, incarnation),
-        SCORER: (index, incarnation),
-        ROLLOUT: (index, incarnation),
+        SCORER: (index, incarnation, *config.scorer_places[index : index + 1]),
         TRAINER: (index, incarnation, options.rendezvous),
     }
     raise_file_limit()
@@ -60,7 +58,7 @@ def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints
         except ImportError as error:  # of a broken installation: the launcher does not import torch
             log.exception("%s cannot be imported", module)
             raise ConfigError(f"{module} cannot be imported ({error}); install asyncrl again") from error
-        code = int(run(config, endpoints, *more[role]))
+        code = int(run(config, endpoints, *more.get(role, (index, incarnation))))
     except ConfigError as error:
         log.error("%s", error)
         return BAD_INPUT

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -27,6 +27,7 @@ from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, exte
 from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
+from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import Waits
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import (
@@ -36,7 +37,6 @@ from asyncrl.types import (
     Message,
     RewardResult,
     StopReason,
-    TokenScores,
     Turn,
     TurnReply,
 )
@@ -74,24 +74,6 @@ class Sampler(Protocol):
         """The episode is over."""
 
 
-class Reader(Protocol):
-    """The servers of a scorer."""
-
-    async def read(
-        self,
-        session: str,
-        ids: tuple[int, ...],
-        count: int,
-        top: int,
-        waiting: Callable[[], AbstractContextManager[None]],
-    ) -> TokenScores:
-        """Score the last `count` of these ids, and name the `top` likeliest tokens. Each wait for a server is
-        within `waiting`. Raises EngineError."""
-
-    def release(self, session: str) -> None:
-        """The episode is over."""
-
-
 @dataclass
 class EpisodeContext:
     """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least.
@@ -104,7 +86,7 @@ class EpisodeContext:
     waits: Waits
     oldest: Callable[[], int]
     snapshots: Snapshots | None = None
-    reader: Callable[[str], Reader | None] = lambda source: None
+    reader: Callable[[str], ServerPool | None] = lambda source: None
     top: int = 0
 
 
@@ -210,7 +192,7 @@ class EpisodeRun:
         return max(self.assign.oldest, self.context.oldest())
 
     @property
-    def _reader(self) -> Reader | None:
+    def _reader(self) -> ServerPool | None:
         return self.context.reader(self.assign.sample.data_source)
 
     @property

@@ -28,8 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from msgspec.structs import replace
-
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, Sampling, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
@@ -154,8 +152,7 @@ class ServerPool:
         tokens at each of their places. Waits for a server, within `waiting`, and raises, as `generate`
         does."""
         request = Request(session, ids, Sampling(0, ()))
-        scores = await self._ask(request, lambda client: client.read(ids, count, top), waiting)
-        return replace(scores, scorer=self.name)
+        return await self._ask(request, lambda client: client.read(ids, count, top), waiting)
 
     async def url(self) -> str:
         """Return the address of a server, each in turn, once there is one."""

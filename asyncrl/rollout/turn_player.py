@@ -43,9 +43,7 @@ class TurnPlayer:
     _tools: ToolSession = field(init=False)
     _environment: EpisodeEnvironment | None = None
     _stepped: int = 0  # turns up to the newest that the environment got
-    _histories: list[str] = field(
-        default_factory=list
-    )  # a name of each turn with all before it, for snapshots
+    _histories: list[str] = field(default_factory=list)  # names of turns with all before, for snapshots
 
     def __post_init__(self) -> None:
         episode, snapshots = self.run.attempt.uid, self.run.context.snapshots

@@ -38,7 +38,7 @@ from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
-from asyncrl.rollout.server_pool import Connect, ServerPool, connector
+from asyncrl.rollout.server_pool import LANES, Connect, ServerPool, connector
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
@@ -63,8 +63,9 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     torch.set_num_threads(config.launch.threads)
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
     parts, remote = EpisodeParts(config).load(), config.engine.remote
-    build, connect = None if remote else engine_factory(config), connector(config) if remote else None
-    scorers = {name: connector(config, name) for name in config.scorers_used}
+    build = None if remote else engine_factory(config)
+    connect = {name: connector(config, name) for name in config.scorers_used}
+    connect |= dict.fromkeys(LANES, connector(config)) if remote else {}
     engine: Engine | None = None if sampling else NoEngine()
     if engine is None and build is not None:
         engine = build()
@@ -74,7 +75,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
-    role = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine, scorers)
+    role = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
     # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
     at_ending(loop, role.leave)
     try:
@@ -92,8 +93,8 @@ class RolloutWorker:
     """Owns the episodes and the contact with the coordinator.
 
     `build` makes an embedded engine with the initial weights; it may be called from a thread. `connect` makes
-    a client of a server. A run has one or the other. `engine`: the one of training, if it is there already.
-    `scorers`: what makes a client of a server of each.
+    clients of servers, those of the lanes of engines where there are none embedded, and those of scorers.
+    `engine`: the one of training, if it is there already.
     """
 
     def __init__(
@@ -103,9 +104,8 @@ class RolloutWorker:
         incarnation: str,
         parts: EpisodeParts,
         build: Callable[[], Engine] | None,
-        connect: Connect | None,
+        connect: Mapping[str, Connect],
         engine: Engine | None,
-        scorers: Mapping[str, Connect] = {},
     ) -> None:
         config = self.config = parts.config
         self.index, self.incarnation, self._parts = index, incarnation, parts
@@ -124,10 +124,7 @@ class RolloutWorker:
         self._servers: dict[str, worker.EngineEntry] = {}  # by name
         self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
         pool = (self.waits, self.busy_timer, config.engine.start_timeout, self._uses)
-        self._pools: dict[str, ServerPool] = {}
-        if connect is not None:
-            self._pools = {lane: ServerPool(lane, connect, *pool) for lane in ("train", "eval")}
-        self._scorers = {name: ServerPool(name, connect, *pool) for name, connect in scorers.items()}
+        self._pools = {name: ServerPool(name, one, *pool) for name, one in connect.items()}
         self.outbox = Outbox(lambda records, frames: self._bulk.send(records, frames))
         self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
@@ -137,7 +134,7 @@ class RolloutWorker:
             self.waits,
             oldest=lambda: self._oldest,
             snapshots=self._snapshots,
-            reader=lambda source: self._scorers.get(config.reader(source)),
+            reader=lambda source: self._pools.get(config.reader(source)),
             top=config.kl.top_k,
         )
         gateway = Gateway(config.rollout.agent_address)
@@ -158,7 +155,7 @@ class RolloutWorker:
     async def serve(self) -> int:
         """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""
         loop, endpoints = asyncio.get_running_loop(), self._endpoints
-        scorer_url.set(lambda name: self._scorers[name].url())
+        scorer_url.set(lambda name: self._pools[name].url())
         if self.agents is not None:
             await self.agents.gateway.start()  # first: where it cannot, nothing is to be closed
         self._control = AsyncLink(endpoints.control, ToWorkerControl, self._name, endpoints.keys)
@@ -203,7 +200,8 @@ class RolloutWorker:
         await asyncio.gather(*services, return_exceptions=True)
         if self._leaves:  # and says nothing after that
             await self._control.send(worker.Leave())
-        for sampler in (*map(self._sampler, ("train", "eval")), *self._scorers.values()):
+        samplers: list[LocalSampler | ServerPool] = [*self._local.values(), *self._pools.values()]
+        for sampler in samplers:
             await sampler.close()
         self._mirror.close()
         if self.agents is not None:
@@ -236,7 +234,7 @@ class RolloutWorker:
                     self._local[message.lane].loads.offer(message.ref, message.probe)
                 case worker.Engines():
                     self._servers = message.update(self._servers)
-                    for pool in (*self._pools.values(), *self._scorers.values()):
+                    for pool in self._pools.values():
                         pool.table(self._servers.values())
                 case worker.Clock():
                     self._oldest = message.oldest
@@ -345,4 +343,4 @@ class RolloutWorker:
             self._drop(attempt)
 
     def _sampler(self, name: str) -> LocalSampler | ServerPool:
-        return self._pools[name] if self._pools else self._local[name]
+        return self._local[name] if self._local else self._pools[name]

@@ -68,7 +68,7 @@ def scores_of(turn: Turn, top: int) -> TokenScores:
     if turn.scores and (not top or len(turn.scores.ids) == top * size):
         return turn.scores
     unknown = np.full(len(turn.ids), np.nan, "<f4").tobytes()
-    return TokenScores("", unknown, bytes(top * size), bytes(top * size))
+    return TokenScores(unknown, bytes(top * size), bytes(top * size))
 
 
 def references(turns: Sequence[Turn], top: int) -> np.ndarray:

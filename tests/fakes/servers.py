@@ -100,7 +100,7 @@ class FakeServer:
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
         read = await self.generate(Request("score", ids[:-count], Sampling(count, ())))
-        return TokenScores("", np.array(read.logprobs, "<f4").tobytes())
+        return TokenScores(np.array(read.logprobs, "<f4").tobytes())
 
     async def close(self) -> None:
         self.closed = True

@@ -63,7 +63,7 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
     try:
         (first, url), (_, other) = began
         pool.table([entry("scorer reference 0", url=url, lane="reference")])
-        assert await pool.read("s", (1, 2, 3, 4, 5), 3) == TokenScores("reference", HALF)
+        assert await pool.read("s", (1, 2, 3, 4, 5), 3) == TokenScores(HALF)
         first.send_signal(signal.SIGSTOP)  # it has the request, and no answer will come
         reading = asyncio.create_task(pool.read("s", (1, 2, 3, 4, 5, 6), 3, waiting=waiting))
         await settle()
@@ -77,7 +77,7 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
         now = 4.0
         assert waits.longest().startswith("scorers.reference: no server (1 known, 0 healthy)")
         pool.table([entry("scorer reference 0", url=other, incarnation="2", lane="reference")])
-        assert await reading == TokenScores("reference", HALF)
+        assert await reading == TokenScores(HALF)
         assert pool.uses["scorer reference 0"].lost == 1
     finally:
         await pool.close()

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.observe.files import read_status
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Turn
 from tests.fakes.sglang import sglang_config
@@ -78,7 +79,7 @@ def test_a_run_whose_reference_is_killed_trains_on_the_numbers_of_a_rank(tmp_pat
         family = [wrapper, *wrapper.children(recursive=True)]
         os.kill(wrapper.pid, signal.SIGKILL)
         psutil.wait_procs(family, 60)
-        run.until(lambda: "scorers.reference: no server" in run.text(), "the wait, by name", DEADLINE)
+        run.until(lambda: "scorers.reference" in str(read_status(run.path)), "the wait, by name", DEADLINE)
         run.wait(DEADLINE)
         summary, uids = run.completed(10), trained_uids(run.path)
         assert summary["flow"]["failed"] == 0 and set(uids.values()) == {1}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -94,12 +94,9 @@ class SGLangClient:
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Samples a turn, as `Engine.generate` does. Raises EngineBusy, and EngineLost when another server
         may have an answer."""
-        try:
-            async with self._room:
-                adapter = self._adapter(next(iter(self._config.adapters), ""))
-                return await self.api.score(ids, self._config.engine.request_timeout, adapter)
-        except ServerGone as error:
-            raise self._lost(error, None) from error
+        adapter = self._adapter(next(iter(self._config.adapters), ""))
+        async with self._asking():
+            return await self.api.score(ids, self._config.engine.request_timeout, adapter)
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
         """Scores the last `count` of these ids, by a server whose weights stay as they are. Raises what
@@ -107,21 +104,26 @@ class SGLangClient:
         if max(ids) >= self._vocabulary:
             raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
         start, seconds = len(ids) - count - 1, self._config.engine.request_timeout
-        try:
-            async with self._room:
-                read = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
-        except ServerGone as error:
-            raise self._lost(error, None) from error
+        async with self._asking():
+            read = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
         self.use.requests += 1
         self.use.prompt_tokens += read.prompt_tokens
         self.use.cached_tokens += read.cached_tokens
         likeliest = [place or () for place in read.input_top_logprobs[1:]]
         return TokenScores(
-            scorer="",
             logprobs=np.array([token.logprob for token in read.input_token_logprobs[1:]], "<f4").tobytes(),
             ids=np.array([[token.id for token in place] for place in likeliest], "<i4").tobytes(),
             top=np.array([[token.logprob for token in place] for place in likeliest], "<f4").tobytes(),
         )
+
+    @asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
+        """The body asks the server for a whole answer."""
+        try:
+            async with self._room:
+                yield
+        except ServerGone as error:
+            raise self._lost(error, None) from error
 
     async def close(self) -> None:
         """Cut all requests: they are lost, with what was streamed."""

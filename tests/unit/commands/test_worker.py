@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.commands.worker import with_server
-from asyncrl.config import RunConfig, parse
+from asyncrl.config import RunConfig, ScorerConfig, parse
 from asyncrl.errors import ConfigError
 
 OWN = "http://127.0.0.1:9"
@@ -21,6 +22,8 @@ def configured(**engine: object) -> RunConfig:
 def test_a_keeper_that_joins_has_one_server_which_no_other_has() -> None:
     started = with_server(configured(urls=[OWN], server_command=[sys.executable]), "")
     assert started.engine.urls == [] and started.engine.keepers == 1
+    scored = replace(started, scorers={"reference": ScorerConfig(path="/not/here")})
+    assert with_server(scored, "").scorers == scored.scorers
     with pytest.raises(ConfigError, match=f"--url: the server {OWN}/ is one of engine.urls"):
         with_server(configured(urls=[OWN]), OWN + "/")
 

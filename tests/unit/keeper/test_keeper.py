@@ -85,7 +85,7 @@ def keep(
     control = Control()
 
     async def main() -> None:
-        keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i")
+        keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
         keeper._control = control  # type: ignore[assignment]
         assert keeper._versions is not None
         keeper._server = keeper._versions._server = server or Server()  # type: ignore[assignment]

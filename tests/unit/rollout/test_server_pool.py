@@ -45,7 +45,7 @@ async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -
     s.tell(entry("scorer", lane="reference", incarnation="2", url="", healthy=False))
     s.clients[0].gate.set()
     s.tell(entry("scorer", lane="reference", incarnation="2"))
-    assert await reading == TokenScores("reference", np.array([-2, -3], "<f4").tobytes())
+    assert await reading == TokenScores(np.array([-2, -3], "<f4").tobytes())
     assert [client.entry.name for client in s.clients] == ["scorer", "scorer"]  # no engine is asked
 
 

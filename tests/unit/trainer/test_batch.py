@@ -49,7 +49,7 @@ def test_turns_join_token_for_token() -> None:
 
 
 def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
-    scores = TokenScores("reference", np.array([-1, -2], "<f4").tobytes())
+    scores = TokenScores(np.array([-1, -2], "<f4").tobytes())
     turns = [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]]
     e = example(ROW, turns, 5, 1, TOKEN_MEAN, scored=0)
     assert e.reference is not None
@@ -60,7 +60,7 @@ def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
 def test_a_turn_with_another_number_of_likeliest_tokens_is_unknown() -> None:
     """A resumed run may ask scorers for more, or for the first time."""
     for before, known in ((0, False), (1, False), (2, True)):
-        scores = TokenScores("teacher", *map(bytes, (8, 8 * before, 8 * before)))
+        scores = TokenScores(*map(bytes, (8, 8 * before, 8 * before)))
         e = example(
             ROW, [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]], 5, 1, TOKEN_MEAN, scored=2
         )
@@ -75,7 +75,7 @@ def test_a_turn_with_another_number_of_likeliest_tokens_is_unknown() -> None:
 
 @pytest.mark.parametrize("sizes", [(4, 0, 0), (8, 8, 0), (8, 12, 12), (8, 2056, 2056)])
 def test_scores_that_do_not_fit_their_turn_are_refused(sizes: tuple[int, int, int]) -> None:
-    turn = msgspec.structs.replace(TURNS[0], scores=TokenScores("teacher", *map(bytes, sizes)))
+    turn = msgspec.structs.replace(TURNS[0], scores=TokenScores(*map(bytes, sizes)))
     with pytest.raises(ProtocolError, match="turn 0: scores of"):
         joined([turn])
 
@@ -83,7 +83,7 @@ def test_scores_that_do_not_fit_their_turn_are_refused(sizes: tuple[int, int, in
 def test_a_scorer_that_names_no_token_is_refused() -> None:
     def told(second: int) -> Turn:
         ids = np.array([0, second], "<i4").tobytes()
-        scores = TokenScores("teacher", np.array([-1, np.nan], "<f4").tobytes(), ids, bytes(8))
+        scores = TokenScores(np.array([-1, np.nan], "<f4").tobytes(), ids, bytes(8))
         return msgspec.structs.replace(TURNS[0], scores=scores)
 
     joined([told(2**31 - 1)])  # beyond the policy's vocabulary: the trainer's to judge

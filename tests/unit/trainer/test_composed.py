@@ -208,7 +208,7 @@ def read(model: Any, episode: Episode, top: int) -> list[Turn]:
         logs, ids = table.topk(top)
         own = table.gather(1, torch.tensor(turn.ids)[:, None])
         parts = (own.numpy().astype("<f4"), ids.numpy().astype("<i4"), logs.numpy().astype("<f4"))
-        scores = TokenScores("teacher", *(part.tobytes() for part in parts))
+        scores = TokenScores(*(part.tobytes() for part in parts))
         found.append(msgspec.structs.replace(turn, scores=scores))
     return found
 
