@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.background import Background
-from asyncrl.observe.metrics import BATCH, HELD_OUT, VALIDATED, figures
+from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, VALIDATED, figures
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.wire.messages.shared import Status
@@ -64,8 +64,10 @@ class Console:
         """The metrics row of a committed step, or of a validation."""
         if VALIDATED in metrics:
             self.state.validation = metrics
-            found = ", ".join(figures(HELD_OUT, metrics)) or "no result, as it was not done by its deadline"
-            self._line(f"validation at step {step}: {found}")
+            why = (
+                "without a reward" if HIGHEST in metrics else "no result, as it was not done by its deadline"
+            )
+            self._line(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or why}")
             return
         self.state.committed(step, metrics)
         self._line(plain_line(self.state, waits=False))

@@ -25,6 +25,7 @@ from asyncrl.observe.metrics import (
     FILTERED,
     GREEDY,
     GREEDY_SCORE,
+    HIGHEST,
     REWARD,
     SAMPLED,
     SAMPLED_SCORE,
@@ -130,6 +131,8 @@ def test_a_validation_without_a_result_is_no_step() -> None:
     shown.step(1, METRICS)
     shown.step(4, {VALIDATED: 3, "val-aux/failed": 2.0})
     assert out.getvalue().splitlines()[-1].startswith("validation at step 4: no result")
+    shown.step(8, {VALIDATED: 7, HIGHEST: 0.0})
+    assert out.getvalue().splitlines()[-1] == "validation at step 8: without a reward"
     assert (shown.state.status.step, shown.state.metrics) == (1, METRICS)
 
 
