@@ -238,7 +238,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     def serving(self, name: str) -> RunConfig:
         """Return the configuration of the servers of a scorer: its model and how many there are, in place of
-        the policy's and the engines'. `model.path` is empty where it is not known."""
+        the policy's and the engines'. `model.path` is empty where it is not known. '': that of engines."""
+        if not name:
+            return self
         one, replaced = self.scorers[name], msgspec.structs.replace
         engine = replaced(self.engine, name="sglang", servers=one.servers, urls=one.urls, tp=one.tp)
         trainer, weights = replaced(self.trainer, router_replay=False), WeightsConfig()

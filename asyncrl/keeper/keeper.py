@@ -140,7 +140,7 @@ class Keeper:
     async def _start(self) -> Attached:
         """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
         config, scorer, seconds = self.config, self._scorer, self.config.engine.start_timeout
-        urls = config.scorers[scorer].urls if scorer else config.engine.urls
+        urls = config.serving(scorer).engine.urls
         try:
             async with asyncio.timeout(seconds):
                 with self._waits.named("its server to become ready"):

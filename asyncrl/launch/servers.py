@@ -22,19 +22,15 @@ def check_servers(config: RunConfig) -> None:
     for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable and not os.environ.get(variable):
             raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
-    for name in config.scorers_used:
-        if config.scorers[name].urls:
-            check_urls(config, name)
+    if engine.remote:
+        check_group_address(config)
+    for scorer in [*config.scorers_used, *[""] * engine.remote]:
+        if config.serving(scorer).engine.urls:
+            check_urls(config, scorer)
         else:
             _check_command(config)
-            _check_model(config, name)
-    if not engine.remote:
-        return
-    check_group_address(config)
-    if engine.urls:
-        check_urls(config)
-    else:
-        _check_command(config)
+            if scorer:
+                _check_model(config, scorer)
 
 
 def _check_command(config: RunConfig) -> None:
@@ -76,7 +72,7 @@ def check_urls(config: RunConfig, scorer: str = "") -> None:
             await look(config, url, *keys(config.engine), scorer)
 
     key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
-    for url in config.scorers[scorer].urls if scorer else config.engine.urls:
+    for url in config.serving(scorer).engine.urls:
         try:
             asyncio.run(seen(url))
         except TimeoutError:

@@ -34,7 +34,7 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, sc
     """Return the command line of the engine `index`, or of that server of all scorers', on a machine where
     `gpus` GPUs are visible, keys left out. `engine.server_args` come last and win."""
     first = base_gpu(config, index, gpus, scorer)
-    config = config.serving(scorer) if scorer else config
+    config = config.serving(scorer)
     engine = config.engine
     own: Arguments = {
         "model-path": str(Path(config.model.path).resolve()),
