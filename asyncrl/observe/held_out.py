@@ -73,9 +73,10 @@ def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
 
 
 def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
-    """The score from which on an episode is a success; None where no reward is named and none was earned."""
-    earned = any(one.result.reward for one in episodes if one.result)
-    return config.validation.success if earned or config.rollout.reward != "none" else None
+    """Return the score that makes an episode a success; None where nothing gives rewards and none came."""
+    earned, rollout = any(one.result.reward for one in episodes if one.result), config.rollout
+    known = earned or rollout.environment or rollout.reward != "none"
+    return config.validation.success if known else None
 
 
 def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample:

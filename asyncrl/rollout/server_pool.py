@@ -328,13 +328,14 @@ def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[
 
 def connector(config: RunConfig, scorer: str = "") -> Connect:
     """Return what makes a client of an engine, or of a scorer. ConfigError where keys or the model's
-    vocabulary cannot be read; that of a scorer whose model is not on this machine is the policy's."""
+    vocabulary cannot be read; that of a scorer whose model is not on this machine, or reads no turns, is the
+    policy's."""
     from asyncrl.engines.sglang.client import SGLangClient
     from asyncrl.engines.sglang.http import ServerApi
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import vocabulary_of
 
-    path = config.scorers[scorer].path if scorer else config.model.path
+    path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
     known = path if (Path(path) / "config.json").is_file() else config.model.path
     vocabulary, secrets = vocabulary_of(known), keys(config.engine)
 

@@ -182,7 +182,8 @@ def score_chunks(
     if teacher is not None:
         taught = tokens.told or () if teacher.features is None else (teacher.features,)
     columns = (features, tokens.labels, tokens.temperature)
-    size = 4 * CHUNK if compiled else CHUNK  # the same memory: two numbers of 2 bytes a logit, or four of 4
+    # The same memory: compiled, two numbers a logit of the model's type; else four of 4 bytes.
+    size = 8 * CHUNK // features.element_size() if compiled else CHUNK
     parts = zip(*(column.split(size) for column in (*columns, *taught)), strict=True)
     found = [
         checkpoint(chunk, *part[:3], part[3:], use_reentrant=False, preserve_rng_state=False)

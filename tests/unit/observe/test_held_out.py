@@ -95,15 +95,18 @@ def test_what_failed_is_no_success_and_has_the_lowest_score() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "scores", "success"),
-    [("none", (0.0, None), None), ("none", (0.0, 1.0), 0.5), ("exact_match", (0.0, 0.0), 0.0)],
+    ("rollout", "scores", "success"),
+    [
+        ({"reward": "none"}, (0.0, None), None),
+        ({"reward": "none"}, (0.0, 1.0), 0.5),
+        ({"reward": "none", "environment": "blackjack.py:Blackjack"}, (0.0, 0.0), 0.0),
+        ({"reward": "exact_match"}, (0.0, 0.0), 0.0),
+    ],
 )
 def test_without_a_reward_success_is_known_only_where_something_earned_one(
-    reward: str, scores: tuple[float | None, ...], success: float | None
+    rollout: dict[str, str], scores: tuple[float | None, ...], success: float | None
 ) -> None:
-    config = parse(
-        {"name": "x", "model": {"path": "m"}, "data": {"train": "d"}, "rollout": {"reward": reward}}
-    )
+    config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "d"}, "rollout": rollout})
     episodes = judged(0, *scores)
     found = means(per_sample(episodes, threshold_of(config, episodes)))
     assert found.get("val-core/all/sampled/success") == success

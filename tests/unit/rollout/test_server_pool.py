@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from asyncrl.config import parse
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
 from asyncrl.rollout.context import EpisodeRun
@@ -115,6 +117,16 @@ async def test_rows_that_wait_side_by_side_are_off_the_clock_together(
             assert run.seconds_left == 26.0
             passed = 19.0
         assert (run.seconds, run.seconds_left) == (4.0, 16.0)
+
+
+def test_a_worker_need_not_know_a_reward_models_kind(tmp_path: Path) -> None:
+    """It may be one of its own code, which servers alone run."""
+    for name, kind in (("policy", "qwen2"), ("reward", "of_its_own")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    policy, reward = {"path": str(tmp_path / "policy")}, {"path": str(tmp_path / "reward")}
+    given = {"name": "x", "model": policy, "data": {"train": "d"}, "scorers": {"reward": reward}}
+    server_pool.connector(parse(given), "reward")
 
 
 # -- routing -----------------------------------------------------------------------------------------

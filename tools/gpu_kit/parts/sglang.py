@@ -142,7 +142,7 @@ class Subject:
         server = await first(attach(self.config, process.url, patient=True), ended())
         self.loader = loader(self.config, 0, server)
         process.ready()
-        what = f"{self.loader.description}, {self.config.model.dtype}"
+        what = f"{server.description}, {self.config.model.dtype}"
         return Finding("start", f"{what}: ready after {time.monotonic() - began:.0f} s")
 
     async def close(self) -> None:
