@@ -199,18 +199,19 @@ class RowKernel:
 
     def __init__(self, forest: Forest, device: torch.device, other: AttentionKernel) -> None:
         self._other = other
-        self._rows: list[tuple[Tensor | slice, range]] = []  # places of its tokens; those that are new in it
-        seen, order = np.zeros(len(forest.ids), dtype=bool), list[np.ndarray]()
+        seen, rows, order = np.zeros(len(forest.ids), dtype=bool), list[np.ndarray](), list[np.ndarray]()
         for row in forest.rows:
             new = row[~seen[row]]
             if len(new):
-                whole = row[-1] - row[0] < len(row)
-                where = slice(row[0], row[-1] + 1) if whole else torch.from_numpy(row).to(device)
-                self._rows.append((where, range(len(row) - len(new), len(row))))
                 seen[new] = True
+                rows.append(row)
                 order.append(new)
-        places = np.argsort(np.concatenate(order))
-        self._places = None if (np.diff(places) > 0).all() else torch.from_numpy(places).to(device)
+        self._lengths, self._new = [len(row) for row in rows], [len(new) for new in order]
+        # Of all tokens, row by row, and of each in what is new of these; None: they lie like that.
+        self._tokens, self._places = (
+            None if (np.diff(at) == 1).all() else torch.from_numpy(at).to(device)
+            for at in (np.concatenate(rows), np.argsort(np.concatenate(order)))
+        )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
@@ -218,12 +219,14 @@ class RowKernel:
         if not plain or not query.shape[-1] == value.shape[-1] <= 128:
             return self._other.attend(query, key, value, scoring)
         attend, found = nn.functional.scaled_dot_product_attention, []
+        laid = (x if self._tokens is None else x[:, self._tokens] for x in (query, key, value))
+        rows = zip(*(x.split(self._lengths, dim=1) for x in laid), strict=True)  # and one gradient of all
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            for where, new in self._rows:
-                short = -new.stop % ROUND  # keys behind all queries: none sees them
-                q, k, v = (pad(x[:, where], (0, 0, 0, short))[None] for x in (query, key, value))
+            for row, length, new in zip(rows, self._lengths, self._new, strict=True):
+                short = -length % ROUND  # keys behind all queries: none sees them
+                q, k, v = (pad(x, (0, 0, 0, short))[None] for x in row)
                 whole = attend(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
-                found.append(whole[0, :, new.start : new.stop])
+                found.append(whole[0, :, length - new : length])
         joined = torch.cat(found, dim=1)
         return (joined if self._places is None else joined[:, self._places]).transpose(0, 1)
 

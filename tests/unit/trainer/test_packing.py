@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
@@ -242,6 +243,19 @@ def test_flex_attention_with_the_mask_is_that_of_the_nodes() -> None:
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
+class Counted(TorchDispatchMode):
+    """Counts the slices of so many tokens in a backward: each fills a gradient of all of them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.slices = tokens, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice_backward.default:
+            self.slices += self.tokens in args[1]
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> None:
     """In bfloat16, as on a GPU; what is not plain goes to the other kernel."""
@@ -257,7 +271,10 @@ def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> Non
         (found * weight).sum().backward()
         return [found.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
 
-    for a, b in zip(run(kernel), run(other), strict=True):
+    with Counted(len(forest.ids)) as counted:
+        found = run(kernel)
+    assert not counted.slices
+    for a, b in zip(found, run(other), strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(other, "attend", lambda *_: "the other's")
