@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 check-sglang-pins swe-base swe-tasks check docs site clean
+.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 gpu-kit-sglang check-sglang-pins swe-base swe-tasks check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -84,6 +84,9 @@ gpu-kit-cpu: gpu-kit $(KIT_ENV)/bin/python  ## the kit in small sizes, on a CPU,
 gpu-kit-smollm2: $(VENV)/core $(SMOLLM)/model.safetensors  ## SmolLM2 for the kit, to lie beside it: 87 MiB in parts of at most 40
 	$(BIN)/python tools/gpu_kit/four_bits.py pack --model $(SMOLLM) --data examples/multiturn/smollm2/data \
 		--out build/smollm2
+
+gpu-kit-sglang: $(VENV)/core  ## SGLang for the kit, to lie beside it: one file of 28 MiB
+	$(BIN)/python tools/gpu_kit/sglang_bundle/pack.py
 
 swe-base: $(VENV)/core  ## the image `debian-pytest`: Debian with Python 3.11, git and pytest; needs mmdebstrap and a network
 	tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir -p $$tree/root/usr/bin && \
