@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
-from asyncrl.config.scorers import ScorerConfig, ScorerName
+from asyncrl.config.scorers import ScorerConfig, ScorerName, asked_by
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -233,8 +233,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def scorers_used(self) -> list[str]:
-        """Return those that have something to score: without training, the reward."""
-        return [name for name in self.scorers if self.total_steps or name == "reward"]
+        """Return those that have something to score: without training, what the reward asks."""
+        asked = {"reward"} | asked_by(self.rollout.reward)
+        return [name for name in self.scorers if self.total_steps or name in asked]
 
     def serving(self, name: str) -> RunConfig:
         """Return the configuration of the servers of a scorer: its model and how many there are, in place of

@@ -45,6 +45,11 @@ def taught(keys: Mapping[str, Any]) -> bool:
     return bool(coef and named) or bool(coef >= TEACHES and keys.get("kl.reference"))
 
 
+def asked_by(reward: Any) -> set[str]:
+    """Return the scorers that `rollout.reward` names."""
+    return {text.removeprefix("scorer:") for text in texts(reward) if text.startswith("scorer:")}
+
+
 def scorer_refusals(
     scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str
 ) -> dict[str, bool]:
@@ -52,7 +57,7 @@ def scorer_refusals(
     teachers = [name for name in scorers if name.startswith("teacher")]
     named = [source for name in teachers for source in scorers[name].sources or [""]]
     lacking = [name for name, one in scorers.items() if not (one.path or one.urls)]
-    asked = {text.removeprefix("scorer:") for text in texts(rollout.reward) if text.startswith("scorer:")}
+    asked = asked_by(rollout.reward)
     return {
         f"rollout.reward asks scorer:{', '.join(sorted(asked - {*scorers}))}, which is not among scorers; "
         "add it there": bool(asked - {*scorers}),

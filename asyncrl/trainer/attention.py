@@ -319,12 +319,15 @@ def _capped(bound: Tensor) -> Callable[..., Tensor]:
 
 @cache
 def _flex(compiled: bool) -> Any:
-    """Not compiled it would hold a T x T matrix of scores. Shapes are dynamic: every batch has another."""
-    if not compiled:
-        return flex_attention
+    """Not compiled it would hold a T x T matrix of scores."""
+    return compiled_once(flex_attention) if compiled else flex_attention
+
+
+def compiled_once(function: Callable[..., Any]) -> Any:
+    """Compile it for all shapes: every batch has another."""
     from torch._dynamo import config  # a slow import, which only a GPU needs
 
     # Compiled by themselves are types, windows, caps, numbers of heads, one block, and what has no gradient:
     # after 8 of them torch would go on without compiling.
     config.recompile_limit = max(config.recompile_limit, 64)
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(function, dynamic=True)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import ForestAttention
+from asyncrl.trainer.attention import ForestAttention, compiled_once
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.teacher import Teacher, Told, distances
@@ -209,7 +209,7 @@ def scores_of(
 @cache
 def _compiled_scores() -> Any:
     """The scores alone, for a GPU: what is [n, V] in float32 is never written to memory."""
-    return torch.compile(lambda *given: scores_of(*given)[0], dynamic=True)
+    return compiled_once(lambda *given: scores_of(*given)[0])
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:

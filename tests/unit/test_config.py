@@ -125,6 +125,10 @@ def test_each_data_source_has_its_teacher() -> None:
     assert config.reader("gsm8k") == "teacher_math" and config.reader("chat") == "teacher"
     assert config.group_bytes == 8 * 4096 * (24 + 4)
     assert parse(with_keys(scorers={"reward": {"path": "w"}})).reader("gsm8k") == ""
+    judged = {"reward": {"llm_judge": {"url": "scorer:teacher"}}}
+    for reward, used in (({}, []), (judged, ["teacher"])):
+        keys = with_keys(scorers={"teacher": {"path": "t"}}, total_steps=0, rollout=reward)
+        assert parse(keys).scorers_used == used
 
 
 def test_a_missing_key_is_named() -> None:
