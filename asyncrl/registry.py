@@ -220,7 +220,10 @@ def built(factory: Callable[[], Any], where: str) -> Any:
 
 def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
     """ConfigError that begins with `where`, and names file and line, unless the function can be called so."""
-    problem = "" if not call.awaited or _is_async(function) else "is not async"
+    # A sync wrapper of a coroutine function counts: what it returns can be awaited.
+    found = (function, inspect.unwrap(function), type(function).__call__)
+    is_async = any(map(inspect.iscoroutinefunction, found))
+    problem = "" if not call.awaited or is_async else "is not async"
     if inspect.isasyncgenfunction(inspect.unwrap(function)):
         problem = "yields; it must return"
     try:
@@ -232,12 +235,6 @@ def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
         return
     if problem:
         raise ConfigError(f"{where}: {_named_with_place(function)} {problem}; write {call.usage}")
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    """A sync wrapper of a coroutine function counts: what it returns can be awaited."""
-    found = (function, inspect.unwrap(function), type(function).__call__)
-    return any(map(inspect.iscoroutinefunction, found))
 
 
 def _named_with_place(function: Any) -> str:

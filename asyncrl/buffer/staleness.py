@@ -143,15 +143,12 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
         for uid in group.members:
             if buffer.episodes[uid].state is State.PENDING:
                 holds = buffer.config.on_stale == "hold"
-                needed = places.needed(floor) if holds else _usable_from(buffer, rank)
+                # Fresh enough in the batch that follows `rank` older groups: with 20 of them and 8 groups
+                # per batch in the second after this one.
+                later = buffer.committed + rank // buffer.config.groups_per_batch - buffer.fresh
+                needed = places.needed(floor) if holds else later
                 yield needed, buffer.episodes[uid]
                 places.move(floor, floor := floor_of(buffer, group))
-
-
-def _usable_from(buffer: ReplayBuffer, rank: int) -> int:
-    """The oldest version that is fresh enough in the batch that follows `rank` older groups: with 20 of them
-    and 8 groups per batch in the second after this one."""
-    return buffer.committed + rank // buffer.config.groups_per_batch - buffer.fresh
 
 
 def floor_of(buffer: ReplayBuffer, group: GroupRecord) -> int:

@@ -114,10 +114,6 @@ class WeightsConfig(Section, frozen=True):
     with which servers sample faster (false). auto: alone for the embedded engine, and for servers that the
     run starts where `agents` have adapters."""
 
-    @property
-    def whole_files(self) -> bool:
-        return self.transport == "disk" and self.full_every == 1
-
 
 Tracker = Literal[
     "wandb", "tensorboard", "swanlab", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"
@@ -262,10 +258,10 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def adapters_apart(self) -> bool:
         """Versions are of adapters alone."""
-        known = self.weights.whole_files and (
-            not self.engine.remote or (bool(self.agents) and not self.engine.urls)
-        )
-        return bool(self.adapters) and (known if self.weights.adapters == "auto" else self.weights.adapters)
+        weights = self.weights
+        whole_files = weights.transport == "disk" and weights.full_every == 1
+        known = whole_files and (not self.engine.remote or (bool(self.agents) and not self.engine.urls))
+        return bool(self.adapters) and (known if weights.adapters == "auto" else weights.adapters)
 
     @property
     def versions_held(self) -> int:

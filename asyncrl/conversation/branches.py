@@ -260,8 +260,11 @@ class Branches:
                 return self._placed(request, row, delta, old.messages + new, side)
         if refusal := self._too_many_rows(pending, side):
             return refusal
-        messages, shown = self._known(request)
-        if refusal := self._too_long(messages[shown:], 0, sum(map(len, request.tools))):
+        # The request's messages, as the model wrote those that a row has.
+        known = [row.messages[: common(row.messages, request.messages)] for row in self.rows]
+        shown = max(known, key=len, default=())
+        messages = shown + request.messages[len(shown) :]
+        if refusal := self._too_long(messages[len(shown) :], 0, sum(map(len, request.tools))):
             return refusal
         prompt = self._ids(chat.prompt_ids, chat.fold(messages, True), request.tools)
         return self._placed(request, None, prompt, messages, side)
@@ -284,12 +287,6 @@ class Branches:
         written = self._rules.chat.fold(messages, beginning)
         before, after = (sum(one.role == "system" for one in found) for found in (messages, written))
         return before - after
-
-    def _known(self, request: AgentRequest) -> tuple[tuple[Message, ...], int]:
-        """Return the request's messages, as the model wrote those that a row has, and the number of these."""
-        known = [row.messages[: common(row.messages, request.messages)] for row in self.rows]
-        shown = max(known, key=len, default=())
-        return shown + request.messages[len(shown) :], len(shown)
 
     def _find_text(
         self, request: AgentRequest, prompt: TextPrompt, pending: Sequence[Placement], side: bool

@@ -50,7 +50,10 @@ class Chat:
         day = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
         self._render = Renderer(tokenizer, find_shape(tokenizer, day, options), day, options)
-        controls = _controls(tokenizer)
+        texts = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        read = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts if text}
+        # No ordinary words. A text that is read as several tokens (special ones can be switched off) is none.
+        controls = {text: ids[0] for text, ids in read.items() if len(ids) == 1}
         self._probe = TemplateProbe(self._render, controls)
         written = self._probe.written(str(tokenizer.chat_template))
         self._leads, self._closings = self._probe.around()
@@ -206,14 +209,6 @@ class Chat:
         """Encode the rest behind the end of the turn, to be tokenised as in the whole conversation."""
         rest = self._probe.rest(self._safe_replies(messages))
         return self._encode(self._probe.end(messages).token + rest)
-
-
-def _controls(tokenizer: Tokenizer) -> dict[str, int]:
-    """The texts of tokens that are no ordinary words, and their ids. A text that is read as several tokens
-    (special ones can be switched off) is none."""
-    texts = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    read = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts if text}
-    return {text: ids[0] for text, ids in read.items() if len(ids) == 1}
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -232,14 +232,11 @@ class TemplateProbe:
         after = later.partition(mark)[2]
         if not later or after.startswith(tail):
             return tail
-        both = alike(tail, after).partition(self._beginning(later))[0]
+        several = [token for token in self._controls if later.count(token) > 1]
+        begins = min(several, key=later.find, default="\0")  # with the first of these, messages begin
+        both = alike(tail, after).partition(begins)[0]
         end = max((both.rfind(token) + len(token) for token in self._controls if token in both), default=0)
         return both[:end] or tail  # nothing in common: a turn that is answered ends otherwise (gpt-oss)
-
-    def _beginning(self, text: str) -> str:
-        """The first token that the template writes more than once: with it, messages begin."""
-        tokens = [token for token in self._controls if text.count(token) > 1]
-        return min(tokens, key=text.find, default="\0")
 
 
 def alike(one: str, other: str) -> str:

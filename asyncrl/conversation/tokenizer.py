@@ -78,7 +78,9 @@ class ChunkEncoder:
     def __init__(self, tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()  # not every tokenizer has it
-        splitting = {str(token) for token in added if _splits(token)} & {*tokens}
+        # Found before the text is normalised, in any place, and without what stands before it.
+        found = (str(one) for one in added if not (one.normalized or one.single_word or one.lstrip))
+        splitting = {*found} & {*tokens}
         longer = [str(token) for token in added]
         alone = [token for token in splitting if not any(_overlap(token, other) for other in longer)]
         self._begins = (
@@ -95,12 +97,6 @@ class ChunkEncoder:
 
     def _ids(self, chunk: str) -> array[int]:
         return array("I", self._tokenizer.encode(chunk, add_special_tokens=False) if chunk else ())
-
-
-def _splits(token: Any) -> bool:
-    """True if a tokenizer finds the token before it normalises the text, in any place, and takes nothing of
-    what stands before it."""
-    return not (token.normalized or token.single_word or token.lstrip)
 
 
 def _overlap(token: str, other: str) -> bool:

@@ -95,8 +95,13 @@ class Lifecycle:
             case Phase.STARTING if now > max(
                 self._deadline, self.state.liveness.alive_at + self.state.liveness.start
             ):
+                waits = [] if self.workers.peers else ["no rollout worker has reported in"]
+                if not self.state.versions.ref:
+                    waits.append("the trainer has not published the first version")
+                if self.engines.lacks:
+                    waits.append(f"there is not yet {self.engines.lacks}")
                 limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
-                raise ProtocolError(f"not started within {limit}: {self._missing()}")
+                raise ProtocolError(f"not started within {limit}: {'; '.join(waits) or 'unknown'}")
 
     def stop(self, reason: str, now: float, save: bool = True) -> None:
         """Let the trainer write a checkpoint, then end. `save` False: it cannot, it was lost."""
@@ -152,9 +157,3 @@ class Lifecycle:
         pushed = versions.newest.step >= committed and acked
         saved = self.trainer.checkpoint_step >= committed and not self.trainer.forgetting
         return saved and (pushed or now > self._deadline)
-
-    def _missing(self) -> str:
-        waits = [] if self.workers.peers else ["no rollout worker has reported in"]
-        waits += [] if self.state.versions.ref else ["the trainer has not published the first version"]
-        waits += [f"there is not yet {self.engines.lacks}"] if self.engines.lacks else []
-        return "; ".join(waits) or "unknown"

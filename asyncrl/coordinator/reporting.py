@@ -212,16 +212,13 @@ class Reporter:
         more = {waiting: f" and {len(names) - 1} more" * (len(names) > 1) for waiting, names in who.items()}
         found = (*own, *(f"{who[waiting][0]}{more[waiting]}: {waiting}" for waiting in who if waiting))
         self._since = {wait: self._since.get(wait, now) for wait in found}
-        self._record(now)
-        seconds = {wait: now - since for wait, since in self._since.items()}
-        return tuple(f"{wait} ({seconds[wait]:.0f} s)" if seconds[wait] >= 1 else wait for wait in found)
-
-    def _record(self, now: float) -> None:
-        """The coordinator's own waits go to the timeline when they are over; numbers in them change."""
+        # The coordinator's own waits go to the timeline when they are over; numbers in them change.
         names = {re.sub(r"\d+", "#", wait) for wait in self.state.waits}
         for name in self._own.keys() - names:
             self.state.timeline.past(name, now - self._own.pop(name))
         self._own = dict.fromkeys(names, now) | self._own
+        seconds = {wait: now - since for wait, since in self._since.items()}
+        return tuple(f"{wait} ({seconds[wait]:.0f} s)" if seconds[wait] >= 1 else wait for wait in found)
 
     def _episodes(self) -> dict[str, float]:
         columns, landed = self.landed.columns, self.landed.ends.total()

@@ -218,7 +218,10 @@ class Validation:
         for worker in self.workers.peers:
             worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session, found, unfinished)))
-        self._save(session)
+        # Transcripts of the same questions at each validation, whatever became of them.
+        uids = ((row, uid) for row in sorted(self._transcribed) for uid in self._episodes(session.step, row))
+        entries = (transcript_entry(uid, self.samples[row], **self._became(uid)) for row, uid in uids)
+        save_transcripts(self.state.run_dir, "validation", session.step, entries, anew=True)
         self._held.close()
         if self.engines.remote:
             self.engines.release()
@@ -250,12 +253,6 @@ class Validation:
         if isinstance(done, Failed):
             return Judged(which, source, None)
         return Judged(which, source, done.result, done.stats, answer_of(done.result, done.notes))
-
-    def _save(self, session: SessionStart) -> None:
-        """The transcripts: the same questions at each validation, whatever became of them."""
-        uids = ((row, uid) for row in sorted(self._transcribed) for uid in self._episodes(session.step, row))
-        entries = (transcript_entry(uid, self.samples[row], **self._became(uid)) for row, uid in uids)
-        save_transcripts(self.state.run_dir, "validation", session.step, entries, anew=True)
 
     def _became(self, uid: str) -> dict[str, Any]:
         done, mode = self.episodes.over[uid], HeldOut.of(uid).mode

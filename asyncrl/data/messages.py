@@ -47,20 +47,16 @@ def _message(where: str, given: dict[str, Any]) -> Message:
         raise ConfigError(f"{where} has a message of the role {role!r}; roles are {', '.join(ROLES)}")
     content = given.get("content", "")
     if isinstance(content, list):
-        content = _text(where, content)
+        other = [part for part in content if not isinstance(part, dict) or part.get("type", "text") != "text"]
+        if other:
+            kind = other[0].get("type") if isinstance(other[0], dict) else type(other[0]).__name__
+            raise ConfigError(f"{where} has content of type {kind}; only text can be trained here")
+        content = "".join(str(part.get("text", "")) for part in content)
     given |= {"role": "system" if role == "developer" else role, "content": content}
     given["tool_calls"] = [_call(where, call) for call in given.get("tool_calls", [])]
     given["tool_call_id"] = str(given.get("tool_call_id", ""))
     given.setdefault("reasoning", given.pop("reasoning_content", ""))
     return msgspec.convert(given, Message)
-
-
-def _text(where: str, parts: list[Any]) -> str:
-    other = [part for part in parts if not isinstance(part, dict) or part.get("type", "text") != "text"]
-    if other:
-        kind = other[0].get("type") if isinstance(other[0], dict) else type(other[0]).__name__
-        raise ConfigError(f"{where} has content of type {kind}; only text can be trained here")
-    return "".join(str(part.get("text", "")) for part in parts)
 
 
 def _call(where: str, given: Any) -> ToolCall:

@@ -46,18 +46,15 @@ class EpochOrder:
         path = self.directory / f"order-{epoch}"
         try:
             if not path.exists():
-                self._keep(path, array("Q", self._ordered(epoch)))
+                with path.with_suffix(".tmp").open("wb") as file:
+                    file.write(array("Q", self._ordered(epoch)))
+                    os.fsync(file.fileno())
+                os.replace(file.name, path)
                 # a crash goes back by one epoch at most
                 (self.directory / f"order-{epoch - 2}").unlink(missing_ok=True)
             return array("Q", path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path}: the order of the data cannot be kept ({error})") from error
-
-    def _keep(self, path: Path, order: array[int]) -> None:
-        with path.with_suffix(".tmp").open("wb") as file:
-            file.write(order)
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
 
     def _ordered(self, epoch: int) -> Sequence[int]:
         everything = range(len(self.samples))

@@ -108,19 +108,15 @@ def _demonstration(where: Place, row: Row, layout: RowLayout) -> Sample:
     if all(message.role != "assistant" for message in learned):
         raise ConfigError(f"{where}: has no assistant message, so there is nothing to imitate")
     extra = _extra(where, row)
-    if tools := row.get("tools"):
-        extra["tool_schemas"] = _schemas(where, tools)
+    if tools := row.get("tools"):  # a list of schemas, or that as JSON text
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            extra["tool_schemas"] = msgspec.convert(tools, list[dict[str, Any]])
+        except ValueError as error:
+            raise ConfigError(f"{where}: column tools must be a list of schemas ({error})") from None
     messages = (*given, *learned) if given else _led(learned, layout)
     sample = _sample(where, row, messages, _truth(where, row), extra)
     return msgspec.structs.replace(sample, given=len(given))
-
-
-def _schemas(where: Place, tools: Any) -> list[dict[str, Any]]:
-    """Return a column `tools`: a list of schemas, or that as JSON text."""
-    try:
-        return msgspec.convert(json.loads(tools) if isinstance(tools, str) else tools, list[dict[str, Any]])
-    except ValueError as error:
-        raise ConfigError(f"{where}: column tools must be a list of schemas ({error})") from None
 
 
 def _led(messages: tuple[Message, ...], layout: RowLayout) -> tuple[Message, ...]:

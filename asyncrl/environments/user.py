@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from asyncrl.environments.base import Environment, environments, extra_info, text_observation
@@ -75,7 +74,8 @@ class SimulatedUser(Environment):
         if not isinstance(scenario, str) or not scenario:
             raise ValueError(f"extra_info.user of row {sample.row} must describe the user and a goal")
         play = PLAY.replace("{stop}", self._stop).replace("{scenario}", scenario)
-        shown = mirrored(sample.prompt)
+        roles = {"user": "assistant", "assistant": "user"}  # swapped, for the model that plays the user
+        shown = [Message(roles[one.role], one.content) for one in sample.prompt if one.role in roles]
         self._history = [Message("system", play), *shown]
         return Observation() if shown else await self._reply(Message("user", "Hello! How can I help you?"))
 
@@ -89,9 +89,3 @@ class SimulatedUser(Environment):
             raise ValueError("the model that plays the user gave an empty reply")
         self._history.append(Message("assistant", text))
         return text_observation(text, done=self._stop in text)
-
-
-def mirrored(prompt: Sequence[Message]) -> list[Message]:
-    """The conversation with swapped roles and without instructions, for the model that plays the user."""
-    roles = {"user": "assistant", "assistant": "user"}
-    return [Message(roles[message.role], message.content) for message in prompt if message.role in roles]

@@ -131,13 +131,6 @@ def _blocks(content: Content) -> list[ContentBlock]:
     return content if isinstance(content, list) else []
 
 
-def _rules(system: str | list[ContentBlock] | None) -> tuple[str, bool]:
-    """The text of the system prompt without a billing header, and whether it had one."""
-    text = _text(_blocks(system))
-    lines = [line for line in text.split("\n") if not line.startswith(BILLING)]
-    return "\n".join(lines), len(lines) <= text.count("\n")
-
-
 def _text(blocks: Sequence[ContentBlock]) -> str:
     """The text of blocks, a line or more each; a note where there is a picture. ApiError for other blocks."""
     texts = []
@@ -198,7 +191,9 @@ class MessagesExchange:
 
     def __post_init__(self) -> None:
         sent = self.request
-        text, billed = _rules(sent.system)
+        given = _text(_blocks(sent.system)).split("\n")
+        lines = [line for line in given if not line.startswith(BILLING)]
+        text, billed = "\n".join(lines), len(lines) < len(given)
         system = [Message("system", text)] if text else []
         own = [tool for tool in sent.tools or () if tool.input_schema is not None]
         others = [tool.type or tool.name for tool in sent.tools or () if tool.input_schema is None]

@@ -257,7 +257,10 @@ class Command:
                 error = raised
             result: Any = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
             if sandbox:
-                result = _joined(result, await sandbox.result())
+                told = {} if result is None else result if isinstance(result, dict) else {"score": result}
+                ours = ("changes", "failed", "ended")  # what changed, of which a program can say nothing
+                result = {name: value for name, value in told.items() if name not in ours}
+                result |= await sandbox.result()
         error = stop.result() if stop.done() else error
         if error is None:
             return result
@@ -322,13 +325,6 @@ def _written(sample: Sample, names: Sequence[str]) -> bytes:
             "extra_info": {name: extra[name] for name in names if name in extra},
         }
     )
-
-
-def _joined(result: Any, changed: Mapping[str, str]) -> dict[str, Any]:
-    """Join what a program said, perhaps a score, with what changed, of which it can say nothing."""
-    said = {} if result is None else result if isinstance(result, dict) else {"score": result}
-    ours = ("changes", "failed", "ended")
-    return {name: value for name, value in said.items() if name not in ours} | dict(changed)
 
 
 def _names(text: str) -> list[str]:

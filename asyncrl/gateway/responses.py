@@ -164,17 +164,14 @@ def wire_tools(given: Any, namespace: str = "") -> Iterator[WireTool]:
                 kept = {key: tool[key] for key in FUNCTION if key in tool}
                 yield WireTool(function | kept, name, namespace)
             case "custom":
-                said = f"{tool.get('description', '')}{_grammar(tool.get('format'))}".strip()
+                form = tool.get("format")
+                rules = form.get("definition") if isinstance(form, dict) else None
+                grammar = f"\nThe text has this form:\n{rules}" if rules else ""  # sampled freely, not by it
+                said = f"{tool.get('description', '')}{grammar}".strip()
                 free_form = {"description": said, "parameters": FREE_FORM}
                 yield WireTool(function | free_form, name, namespace, free_form=True)
             case "namespace":
                 yield from wire_tools(tool.get("tools") or [], name)
-
-
-def _grammar(form: Any) -> str:
-    """Describe the form of a free-form tool's text in words; a grammar would change the sampling."""
-    rules = form.get("definition") if isinstance(form, dict) else None
-    return f"\nThe text has this form:\n{rules}" if rules else ""
 
 
 def known_as(name: str, namespace: str) -> str:

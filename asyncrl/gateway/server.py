@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -233,7 +233,10 @@ class Gateway:
             admitted.asked.set_result(None)
         asked = dialect.read(body := await _body(request, admitted))
         if len(self._logged) < exchange.LOGGED:  # else an agent's inventions would keep the loop each time
-            self._log_unheeded(exchange.without_effect(body, asked.request) | asked.left_out)
+            unheeded = exchange.without_effect(body, asked.request) | asked.left_out
+            for name in sorted(unheeded.keys() - self._logged)[: exchange.LOGGED - len(self._logged)]:
+                self._logged.add(name)
+                log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
         events = _Events(asked) if asked.request.stream else None
         task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events))
         admitted.running.add(task)
@@ -288,12 +291,6 @@ class Gateway:
         if admitted is None or not self._connections.trust(request, admitted):
             raise ApiError(401, "this API key names no running episode", "invalid_api_key")
         return admitted
-
-    def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
-        """Log each parameter once."""
-        for name in sorted(unheeded.keys() - self._logged)[: exchange.LOGGED - len(self._logged)]:
-            self._logged.add(name)
-            log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
 
 
 async def _body(request: web.Request, admitted: _Admitted) -> bytes:

@@ -271,13 +271,29 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         f"{sized(out)} of main memory"
     )
     if config.adapters:
-        from asyncrl.weights.adapters import coverage
-
-        path = config.model.path
-        yield ok(f"adapters      {coverage(weight_shapes(path), linear_shapes(path))}")
+        adapted = coverage(config.model.path)
+        experts = "experts." in adapted.partition("; not adapted: ")[2]
+        yield (warning if experts else ok)(f"adapters      {adapted}")
     needed = ranks * (found.total if gpu else found.total + out)
     if there is not None and needed > there:
         yield warning(
             f"{ranks} trainer ranks need {sized(needed)}, and there are {sized(there)}; set a "
             f"smaller trainer.micro_batch_tokens, {LESS_MEMORY}"
         )
+
+
+def coverage(path: str) -> str:
+    """Return the matrices that adapters adapt and those they leave, by kind, with their number and their
+    share of all parameters. (Stacked experts are no linear layers.)"""
+    shapes, adapted = weight_shapes(path), linear_shapes(path)
+    sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
+    for name, shape in shapes.items():
+        parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+        if len(shape) > 1:
+            sizes[name in adapted][".".join(parts[-2:])].append(prod(shape))
+    total = sum(map(prod, shapes.values()))
+    yes, no = (
+        ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())
+        for which in (True, False)
+    )
+    return f"{yes}; not adapted: {no or 'nothing'} (shares of all parameters)"

@@ -118,7 +118,10 @@ class Session:
             self._check_trainer()
             self._admit(self._link)
             if self._stop_by is not None and now > self._stop_by:
-                return self._late()
+                if self._outcome is not None and not (self._asked and self._outcome.code == INTERRUPTED):
+                    return self._outcome
+                limit = f"launch.stop_timeout ({self._config.stop_timeout:g} s)"
+                return RunOutcome(FAILED, f"not stopped within {limit}; killed")
             if self._stop_by is None and (overdue := self._watch(now)):
                 return overdue
 
@@ -205,13 +208,6 @@ class Session:
         if self._asked and ended.code == COMPLETED:
             self._view.note(f"the stop took {time.monotonic() - self._stop_at:.0f} s; {self._goes_on}")
         return self._outcome
-
-    def _late(self) -> RunOutcome:
-        if self._outcome is not None and not (self._asked and self._outcome.code == INTERRUPTED):
-            return self._outcome
-        return RunOutcome(
-            FAILED, f"not stopped within launch.stop_timeout ({self._config.stop_timeout:g} s); killed"
-        )
 
     def _watch(self, now: float) -> RunOutcome | None:
         """A coordinator that never was heard of ends the run; one that fell silent is replaced."""

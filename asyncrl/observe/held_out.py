@@ -115,8 +115,10 @@ def _core(members: Sequence[Judged], lowest: float, threshold: float, votes: boo
     core[f"mean@{count}"] = core["mean@1"]
     for k in sorted({count, *(1 << power for power in range(1, count.bit_length()))}):
         core[f"pass@{k}"] = pass_at(k, count, solved)
-    if votes:
-        core[f"maj@{count}"] = float(_majority([one.answer for one in members], right))
+    if votes:  # for the most frequent answer, as it was judged first; the earliest of equally frequent ones
+        answers = [one.answer for one in members]
+        frequent = Counter(filter(None, answers)).most_common(1)
+        core[f"maj@{count}"] = float(bool(frequent) and right[answers.index(frequent[0][0])])
     return core
 
 
@@ -124,13 +126,6 @@ def pass_at(k: int, count: int, solved: int) -> float:
     """Unbiased estimate of the probability that at least one of k episodes succeeds, when `solved` of `count`
     did (arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(count - solved, k) / math.comb(count, k)
-
-
-def _majority(answers: Sequence[str], right: Sequence[bool]) -> bool:
-    """True if the most frequent answer is right, as it was judged first; the earliest of equally frequent
-    ones counts. No answer at all is wrong."""
-    counts = Counter(filter(None, answers))
-    return bool(counts) and right[answers.index(counts.most_common(1)[0][0])]
 
 
 def succeeds(result: EpisodeResult | None, threshold: float) -> bool:

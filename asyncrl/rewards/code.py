@@ -186,7 +186,10 @@ def _call(answer: str, name: str, given: Any, expected: Any) -> CodeTest:
             return False
         return same_value(json.loads(printed), value)
 
-    return CodeTest(source, json.dumps(_arguments(given)), right)
+    arguments = given if isinstance(given, list) else [given]
+    if isinstance(given, str):  # one JSON value per line
+        arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+    return CodeTest(source, json.dumps(arguments), right)
 
 
 def _assertion(answer: str, test: str) -> CodeTest:
@@ -247,13 +250,6 @@ def _same_word(a: str, b: str) -> bool:
 def _text(value: Any) -> str:
     """Return a program's input or output; some data sets have a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _arguments(given: Any) -> list[Any]:
-    """A list of arguments, or a text with one JSON value per line."""
-    if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
-    return given if isinstance(given, list) else [given]
 
 
 def _value(expected: Any) -> Any:

@@ -27,7 +27,7 @@ from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.tools.snapshots import history
-from asyncrl.types import EpisodeStats, Message, Observation, ToolCall, ToolReply, Turn
+from asyncrl.types import EpisodeStats, Message, Observation, Turn
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -89,7 +89,10 @@ class TurnPlayer:
                 return commands.TurnGenerated(await self.run.generate(ids, limit, row))
             case commands.CallTools(calls=calls):
                 await self.run.until_durable()
-                return commands.ToolsReplied(await self._call(calls))
+                names = ", ".join(sorted({call.name for call in calls}))
+                with self.run.context.waits.named(f"tool {names}", self._tools.limit(calls)):
+                    replies = await asyncio.gather(*(self._tools.call(call) for call in calls))
+                return commands.ToolsReplied(tuple(replies))
             case commands.Step(message=message):
                 await self.run.until_durable()
                 return commands.Observed(await self._step(len(episode.turns), message))
@@ -117,12 +120,6 @@ class TurnPlayer:
         own = self._environment.inner.tools
         schemas = (*self._tools.schemas, *(msgspec.json.encode(schema).decode() for schema in own))
         return commands.Opened(schemas, frozenset(tool["function"]["name"] for tool in own), first.messages)
-
-    async def _call(self, calls: tuple[ToolCall, ...]) -> tuple[ToolReply, ...]:
-        """All calls of a turn, side by side; each has its own deadline and none raises."""
-        names = ", ".join(sorted({call.name for call in calls}))
-        with self.run.context.waits.named(f"tool {names}", self._tools.limit(calls)):
-            return tuple(await asyncio.gather(*(self._tools.call(call) for call in calls)))
 
     async def _step(self, count: int, message: Message) -> Observation:
         """Give the environment the message of turn number `count`, from 1."""

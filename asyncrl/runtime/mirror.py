@@ -188,7 +188,10 @@ class Mirror:
             self._fetch(manifest.delta.version, lock)
         begin, wall = time.monotonic(), time.time()
         if (directory := self._directory) is None:
-            directory = self._directory = self._chosen(manifest)
+            size = sum(spec.nbytes for spec in manifest.layout)
+            needed = disk.bytes_needed(size, manifest.delta is not None, caches=0)
+            within = disk.weights_directory(self._where, self._run_dir, self._name, needed)
+            directory = self._directory = within / self._lock.name
             lock.write_text(str(directory))
         with disk.new_version(directory, version) as work:
             arriving.file = work / (disk.DELTA if manifest.delta else disk.PAYLOAD)
@@ -199,12 +202,6 @@ class Mirror:
         self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
         log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
         return disk.ref_to(directory, version)
-
-    def _chosen(self, manifest: Manifest) -> Path:
-        """Chooses the directory of versions here: as at the trainer, in shared memory if there is room."""
-        size = sum(spec.nbytes for spec in manifest.layout)
-        needed = disk.bytes_needed(size, manifest.delta is not None, caches=0)
-        return disk.weights_directory(self._where, self._run_dir, self._name, needed) / self._lock.name
 
     def _open(self, version: PolicyVersion, anew: bool = False) -> OpenedVersion:
         """Ask the coordinator's machine from whom to read."""

@@ -118,10 +118,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
                 inside = Path(path.lstrip("/"))
                 for group in (inside, *inside.parents):
                     with suppress(OSError, ValueError, KeyError):  # no such group, no limit
-                        yield _limit(root / files.mount / group, files)
-
-
-def _limit(group: Path, files: Files) -> tuple[int, int]:
-    limit, used = (int((group / name).read_text()) for name in (files.limit, files.used))
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return limit, used - int(stat[files.cache])
+                        here = root / files.mount / group
+                        limit, used = (int((here / name).read_text()) for name in (files.limit, files.used))
+                        stat = dict(line.split() for line in (here / "memory.stat").read_text().splitlines())
+                        yield limit, used - int(stat[files.cache])

@@ -143,12 +143,9 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
             equal[name].append(Clause(f"{what} IS ?", (_bounded(value),)))
     for name, some in equal.items():
         text, values = " OR ".join(one.text for one in some), [v for one in some for v in one.values]
-        found.append(Clause(f"({text})", tuple(values), name if _has_facet(name) else ""))
+        has_facet = name in FACETS or name.startswith(COMPONENT)
+        found.append(Clause(f"({text})", tuple(values), name if has_facet else ""))
     return found
-
-
-def _has_facet(name: str) -> bool:
-    return name in FACETS or name.startswith(COMPONENT)
 
 
 def _bounded(value: Any) -> Value:

@@ -67,9 +67,13 @@ def mcp(
     shared = None if per_episode else SharedConnection(server)
     made = []
     for found in _allowed(_listed(server), _names(allow), server):
-        schema = _schema(found, prefix)
+        name = f"{prefix}{found.name}"
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
+        body = {"name": name, "description": found.description or "", "parameters": found.input_schema}
+        schema = {"type": "function", "function": body}
         function = _function(found, shared)
-        made.append(Tool(schema["function"]["name"], schema, function, _decoder(found), **options))
+        made.append(Tool(name, schema, function, _decoder(found), **options))
     return made
 
 
@@ -140,14 +144,6 @@ def _allowed(found: list[Any], allow: list[str], server: McpServer) -> list[Any]
         there = ", ".join(known) or "none"
         raise ConfigError(f"allow: {server} has no tool {missing[0]!r}; it has {there}")
     return [known[name] for name in allow] if allow else found
-
-
-def _schema(found: Any, prefix: str) -> dict[str, Any]:
-    name = f"{prefix}{found.name}"
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
-    body = {"name": name, "description": found.description or "", "parameters": found.input_schema}
-    return {"type": "function", "function": body}
 
 
 def _decoder(found: Any) -> Decode:

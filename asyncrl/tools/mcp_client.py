@@ -168,7 +168,9 @@ class McpConnection:
                 self._client.set_result(client)
                 await self._ending.wait()
         except Exception as error:  # the boundary: of the package, its transports and the server
-            cause = _first_cause(error)
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
             late = isinstance(cause, TimeoutError)
             late_by = f"no handshake within {server.start_timeout:g} s"
             problem = self._refusal or (late_by if late else one_line(cause))
@@ -248,12 +250,6 @@ async def close_servers() -> None:
     later call opens them again."""
     loop = asyncio.get_running_loop()
     await asyncio.gather(*(one.close() for one in list(_connections) if one.loop is loop))
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 # -- HTTP ------------------------------------------------------------------------------------------

@@ -218,7 +218,8 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
         _tokenized([""], stopwords)
     except ValueError as error:
         raise ConfigError(f"stopwords {stopwords!r}: {one_line(error)}") from None
-    home = _cache(cache) / _key(path, stopwords)
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl" / "search"
+    home = (Path(cache).expanduser().resolve() if cache else default) / _key(path, stopwords)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         with home.with_suffix(".lock").open("ab") as lock:
@@ -277,12 +278,6 @@ def _read_passages(path: Path) -> Iterator[Passage]:
             yield passage(document)
         except ValueError as error:
             raise ConfigError(f"{path}, document {number}: {error}") from None
-
-
-def _cache(cache: str) -> Path:
-    if cache:
-        return Path(cache).expanduser().resolve()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl" / "search"
 
 
 def _key(path: Path, stopwords: str) -> str:

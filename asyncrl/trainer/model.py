@@ -158,9 +158,6 @@ def load_policy(
     if trainer is not None:
         prepare_layers(source.model, trainer)
         policy.replay = ForcedRoutes(source.model) if trainer.router_replay else None
-    if policy.adapters is not None and world.rank == 0:
-        level = logging.WARNING if policy.adapters.leaves_experts else logging.INFO
-        logger.log(level, "LoRA: adapted %s", policy.adapters.coverage)
     shard_and_fill(policy, source, world, offload=offload)
     _check_cut(policy, config.dtype, world)
     return policy

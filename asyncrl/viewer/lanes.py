@@ -57,7 +57,10 @@ class LaneReader:
         `marks`: [time, text]. `totals`: of the window."""
         if not all(time is None or abs(time) <= FARTHEST for time in (since, until)):  # nan neither
             raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{FARTHEST:g}")
-        self._update()
+        for file in files(self._run_dir):  # what was added since the last call
+            file = self._files.setdefault(file.path, file)
+            if len(added := np.fromiter(self._added(file), SPAN)):
+                self._spans = np.concatenate([self._spans, added])
         if not len(self._spans):
             return {"processes": []}
         spans, marks = since_start(self._spans, self._begun)
@@ -98,13 +101,6 @@ class LaneReader:
             "marks": marks,
             "totals": totals(inside, kinds, names, since, until),
         }
-
-    def _update(self) -> None:
-        """Read what was added since the last call."""
-        for file in files(self._run_dir):
-            file = self._files.setdefault(file.path, file)
-            if len(added := np.fromiter(self._added(file), SPAN)):
-                self._spans = np.concatenate([self._spans, added])
 
     def _added(self, file: TimelineFile) -> Iterator[tuple[float, ...]]:
         kind, index = "worker" if file.role == "rollout" else file.role, file.path.stem.rpartition("-")[2]

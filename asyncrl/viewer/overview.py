@@ -21,7 +21,7 @@ from asyncrl.observe.machine import recorded_machine
 from asyncrl.observe.metrics import Row, label, matching
 from asyncrl.observe.summary import JUDGED, edges, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
-from asyncrl.store.launches import Tree, described, differences, launches_of, tree
+from asyncrl.store.launches import described, differences, launches_of, tree
 from asyncrl.viewer.compare import measures
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
@@ -65,6 +65,8 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         for step, text in changes
         if text
     ]
+    needed = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
+    differing = differences([config, tree(parse(needed))]).items() if config else ()
     machine = recorded_machine(run_dir)
     told = notes(summary) if saved else [status.get("failed", "")]
     return {
@@ -79,7 +81,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "flow": summary["flow"],
         "running": int(gauges.get("async/running", 0)),
         "reasons": summary.get("reasons", {}),
-        "configuration": _configuration(config),
+        "configuration": [(key, own, usual) for key, (own, usual) in differing if own is not None],
         "tables": {
             "All numbers": dict(numbers(summary, everything=True)) if whole else {},
             "Machine of the newest launch": machine or {},
@@ -168,10 +170,3 @@ def _shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
         rest = "sampling" if reward is not None else "sampling and reward"
         found["workers"] = {rest: max(0.0, 1 - sum(parts.values()))} | parts
     return found
-
-
-def _configuration(config: Tree) -> list[tuple[str, Any, Any]]:
-    """List key, value and default of the keys that differ."""
-    needed = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
-    found = differences([config, tree(parse(needed))]) if config else {}
-    return [(key, value, default) for key, (value, default) in found.items() if value is not None]

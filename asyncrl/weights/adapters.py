@@ -10,8 +10,7 @@ agent `coder` they are `q_proj.lora_a_coder`, and in files `q_proj.lora_A.coder.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -38,8 +37,7 @@ class Adapters:
     with that of its agent (`use`). A and B are parameters of the adapted layer itself (`q_proj.lora_a` beside
     `q_proj.weight`), added to its output by a hook. So the weights keep their names, and merging is
     arithmetic on shards. `published`: A and B of all layers, as files name them; `specs`: what files say of
-    each agent's. `coverage`: what is adapted and what is not, for people. `leaves_experts`: experts are
-    stacked, so not."""
+    each agent's."""
 
     def __init__(self, model: PreTrainedModel, sizes: Mapping[str, tuple[int, float]]) -> None:
         self._on = True
@@ -53,14 +51,13 @@ class Adapters:
         }
         if not self._layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.coverage = coverage(shapes, self._layers.keys())
-        stacks = (name for name, parameter in model.named_parameters() if parameter.dim() > 2)
-        self.leaves_experts = any(".experts." in name for name in stacks)
         model.requires_grad_(False)
         for layer in self._layers.values():
+            out_size, in_size = layer.weight.shape[:: -1 if isinstance(layer, Conv1D) else 1]
             for agent, (rank, _) in sizes.items():
-                _add(layer, agent, rank)
+                a, b = layer.weight.new_empty(rank, in_size), layer.weight.new_empty(out_size, rank)
+                layer.register_parameter(named(A, agent), nn.Parameter(a))
+                layer.register_parameter(named(B, agent), nn.Parameter(b))
             layer.register_forward_hook(self._adapt)
         transposed = any(isinstance(layer, Conv1D) for layer in self._layers.values())
         layers = tuple(name.removesuffix(".weight") for name in self._layers)
@@ -144,30 +141,6 @@ def peft_name(parameter: str) -> str:
     role, _, weight = ROLES[last[: len(A)]].partition(".")
     agent = owner(parameter)
     return ".".join(filter(None, ("base_model.model", layer, role, agent, weight)))
-
-
-def coverage(shapes: Mapping[str, Sequence[int]], adapted: Container[str]) -> str:
-    """Return the matrices that adapters adapt and those they leave, by kind, with their number and their
-    share of all parameters. (Stacked experts are no linear layers.)"""
-    sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
-    for name, shape in shapes.items():
-        parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
-        if len(shape) > 1:
-            sizes[name in adapted][".".join(parts[-2:])].append(math.prod(shape))
-    total = sum(map(math.prod, shapes.values()))
-    yes, no = (
-        ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())
-        for which in (True, False)
-    )
-    return f"{yes}; not adapted: {no or 'nothing'} (shares of all parameters)"
-
-
-def _add(layer: nn.Linear | Conv1D, agent: str, rank: int) -> None:
-    """Shapes [rank, in] and [out, rank]."""
-    weight = layer.weight
-    out_size, in_size = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
-    layer.register_parameter(named(A, agent), nn.Parameter(weight.new_empty(rank, in_size)))
-    layer.register_parameter(named(B, agent), nn.Parameter(weight.new_empty(out_size, rank)))
 
 
 def initial(name: str, parameter: Tensor) -> Tensor:

@@ -218,15 +218,12 @@ class Publisher:
                 log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
             except Exception as error:
                 if disk_full(error):
-                    self._try_later(snapshot, error)
+                    log.warning("v%d is not written: %s", snapshot.version.step, error)
+                    with self._wake:
+                        self.full = one_line(error)
+                        if not self._wake.wait_for(lambda: self._closing, FULL_RETRY):
+                            self._pending = self._pending or snapshot
                     continue
                 log.exception("publishing v%d failed", snapshot.version.step)
                 self.error = error  # the owner raises it at its next submit
                 return
-
-    def _try_later(self, snapshot: Snapshot, error: Exception) -> None:
-        log.warning("v%d is not written: %s", snapshot.version.step, error)
-        with self._wake:
-            self.full = one_line(error)
-            if not self._wake.wait_for(lambda: self._closing, FULL_RETRY):
-                self._pending = self._pending or snapshot

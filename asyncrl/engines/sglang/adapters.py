@@ -66,8 +66,11 @@ class AdapterLoader:
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the version is missing, damaged or another model's; those before it stay."""
         async with self._loading:
-            if not self._based:
-                await self._load_base()
+            if not self._based:  # the server has the weights of another directory, or of another run
+                path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
+                await self.api.update_from_disk(path, BASE_LABEL, self._deadline)
+                await self.api.flush_cache(wait=self._deadline)
+                self._based = True
             files = self._cache / uuid.uuid4().hex
             try:
                 with disk.lock_version(ref):
@@ -108,13 +111,6 @@ class AdapterLoader:
         """Return the names of a version's adapters, by agent."""
         agents = self._config.adapters
         return {agent: adapter_name(ref.version, self._attachment, agent) for agent in agents}
-
-    async def _load_base(self) -> None:
-        """The server has the weights of another directory, or of another run."""
-        path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
-        await self.api.update_from_disk(path, BASE_LABEL, self._deadline)
-        await self.api.flush_cache(wait=self._deadline)
-        self._based = True
 
     def _lay_out(self, ref: WeightsRef, files: Path) -> Manifest:
         """Write PEFT's directories. The server may map their files for as long as it has the adapters: no

@@ -66,7 +66,10 @@ class SGLangClient:
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
         server can go on, and EngineError on a request that no server can serve."""
         check_request(request, self._vocabulary, self._config.rollout.max_tokens)
-        request, stream = self._clipped(request), None
+        room = self._config.rollout.max_tokens - len(request.ids)
+        most = min(room, request.sampling.max_new_tokens)
+        sampling = msgspec.structs.replace(request.sampling, max_new_tokens=most)
+        request, stream = msgspec.structs.replace(request, sampling=sampling), None
         try:
             async with asyncio.timeout(None) as call:
                 self._calls[call] = None
@@ -141,13 +144,6 @@ class SGLangClient:
         own = agent if agent in self._config.agents else ""
         named = self._adapters and own in self._config.adapters
         return adapter_name(self._acked, self._salt, own) if named else ""
-
-    def _clipped(self, request: Request) -> Request:
-        """Asks for no more than fits within `rollout.max_tokens`."""
-        room = self._config.rollout.max_tokens - len(request.ids)
-        most = min(room, request.sampling.max_new_tokens)
-        sampling = msgspec.structs.replace(request.sampling, max_new_tokens=most)
-        return msgspec.structs.replace(request, sampling=sampling)
 
     async def _read(self, request: Request, stream: StreamedTurn) -> None:
         """Send the request and take in its events, to the last."""

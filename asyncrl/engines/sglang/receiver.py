@@ -142,7 +142,12 @@ class Receiver:
         if known is not None and (known.path != path or known.reader.at_eof()):
             await self.close()  # another trainer's, or one that has heard nothing from here for long
         if self._connection is None:
-            self._connection = await _open(path)
+            where = urlsplit(path)
+            try:
+                streams = await asyncio.open_connection(where.hostname, where.port)
+            except OSError as error:
+                raise WeightsError(f"weights {path}: no sender there ({one_line(error)})") from error
+            self._connection = SenderConnection(path, *streams)
         return self._connection
 
     async def _join(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
@@ -161,11 +166,3 @@ def _is_here(url: str) -> bool:
     with suppress(OSError, ValueError):  # of a name that is not known, or no address
         return is_here(f"tcp://{where.hostname}:{where.port or 80}")
     return False
-
-
-async def _open(path: str) -> SenderConnection:
-    where = urlsplit(path)
-    try:
-        return SenderConnection(path, *await asyncio.open_connection(where.hostname, where.port))
-    except OSError as error:
-        raise WeightsError(f"weights {path}: no sender there ({one_line(error)})") from error

@@ -190,9 +190,18 @@ class StreamedTurn:
     def spans(self) -> tuple[VersionSpan, ...]:
         """Returns the version that sampled each token, as spans. Raises ForeignWeights."""
         if self._adapter:
-            stamps = self._named()
+            for label in self._labels:
+                if label != BASE_LABEL:
+                    raise _foreign(label)
+            stamps = [(0, self.acked, True)]
+        elif self._spans is not None:
+            stamps = self._recorded(self._spans)
         else:
-            stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
+            # A request that did not finish has no record, only the label that the server's front end had when
+            # it passed on each event; tokens sampled just before an update may reach it just after. So all
+            # count as of the oldest version that may have sampled them.
+            versions = {self.acked, *map(_version, self._labels)}
+            stamps = [(0, min(versions), len(versions) == 1)]
         # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
         kv = [min(version, self.acked) if self._in_place else version for _, version, _ in stamps]
         count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
@@ -202,12 +211,6 @@ class StreamedTurn:
             for (start, version, certain), oldest, end in zip(stamps, kv, ends, strict=True)
             if start < end
         )
-
-    def _named(self) -> list[Stamp]:
-        for label in self._labels:
-            if label != BASE_LABEL:
-                raise _foreign(label)
-        return [(0, self.acked, True)]
 
     def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
         """From the scheduler's own record. In place, a token that was being computed at an update is counted
@@ -226,13 +229,6 @@ class StreamedTurn:
             stamps.append((max(start, known), version, True))
             before = version
         return stamps
-
-    def _cautious(self) -> list[Stamp]:
-        """A request that did not finish has no record, only the label that the server's front end had when it
-        passed on each event; tokens sampled just before an update may reach it just after. So all tokens
-        count as of the oldest version that may have sampled them."""
-        versions = {self.acked, *map(_version, self._labels)}
-        return [(0, min(versions), len(versions) == 1)]
 
 
 def _failure(status: int | None, text: str) -> EngineError:

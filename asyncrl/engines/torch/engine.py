@@ -69,7 +69,10 @@ class TorchEngine:
         check_request(request, self._vocabulary, self._batcher.cache.max_len)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._between_steps(lambda: self._enter(request, future))
-        self._start()
+        if self._task is None or self._task.done():
+            self._wake = asyncio.Event()
+            self._task = asyncio.create_task(self._serve(), name="torch-engine")
+        self._wake.set()
         try:
             while not (await asyncio.wait([future], timeout=request.part_seconds))[0]:
                 await request.on_part(await self._so_far(future))
@@ -191,13 +194,6 @@ class TorchEngine:
             swapped.set_result(None)
 
     # -- steps -----------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        """Wake the task, or create it in this loop."""
-        if self._task is None or self._task.done():
-            self._wake = asyncio.Event()
-            self._task = asyncio.create_task(self._serve(), name="torch-engine")
-        self._wake.set()
 
     async def _serve(self) -> None:
         """The decode loop. It outlives every request and dies with the first error."""

@@ -110,7 +110,10 @@ def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: l
     samples = np.concatenate([np.arange(count), np.array([chunk.slot for chunk in last], dtype=np.int64)])
     ends: list[int] = []
     if chunks:
-        filling = _fill_positions(chunks, cache.scratch)
+        start = np.array([[chunk.start] for chunk in chunks])
+        end = np.array([[chunk.end] for chunk in chunks])
+        filling = start + np.arange(int((end - start).max()))
+        filling = np.where(filling < end, filling, cache.scratch)  # padded
         longest = max(chunk.end for chunk in chunks)
         spans.append(_Span(np.array([chunk.slot for chunk in chunks]), filling, longest))
         width = filling.shape[1]
@@ -160,14 +163,6 @@ def _cut(reach: np.ndarray) -> tuple[int, int]:
     saved = (reach[0] - reach) * np.arange(len(reach), 0, -1)
     at = int(saved.argmax())
     return at, int(saved[at])
-
-
-def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
-    """[chunks, longest]: positions of each chunk, padded with the scratch position."""
-    start = np.array([[chunk.start] for chunk in chunks])
-    end = np.array([[chunk.end] for chunk in chunks])
-    positions = start + np.arange(int((end - start).max()))
-    return np.where(positions < end, positions, scratch)
 
 
 def _layout(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
