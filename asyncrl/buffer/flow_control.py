@@ -1,7 +1,7 @@
-"""Flow control: how many groups may be live, moved once per committed batch by what was measured.
+"""Flow control sets how many groups may be live, once per committed batch, by what was measured.
 
-An integral controller keeps shares of stale tokens within their budgets, and a cap what the servers' memory
-holds; `LiveLimit` is both in a run. Pure; formulas and reasons are in docs/staleness.md, section 1.
+An integral controller keeps shares of stale tokens within their budgets. A cap keeps to what the servers'
+memory holds. `LiveLimit` uses both in a run. Formulas and reasons are in docs/staleness.md, section 1.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import BufferConfig, RunConfig
 
 GAIN = 0.015  # how fast the level moves: slowly, as one late group masks many tokens at once
-FIRST_GAIN = 0.03  # until something is measured for the first time
-QUICK_GAIN = 0.5  # added until then, if trainer and episodes did nothing but wait
-QUICK = 4  # and while groups live for less than a fourth of the bound
+FIRST_GAIN = 0.03  # the same until the first token goes over the bound
+QUICK_GAIN = 0.5  # added until then, times the share of the step that was only waiting,
+QUICK = 4  # while groups live for less than a quarter of the bound
 MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
@@ -34,9 +34,9 @@ class Crossings:
         self._counted = 0.0  # tokens that are ready, and were counted while they waited
 
     def committed(self, masked: float, tokens: float, now: float) -> float:
-        """The share of a batch that went over the bound since the last commit. It has so many model tokens,
-        of which the share `masked` was masked. The newest version of bound + 1 is that of this commit: what
-        was sampled before the first of these is over the bound from now on."""
+        """Return what went over the bound since the last commit, as a share of this batch. The batch has so
+        many model tokens, of which the share `masked` was masked. What was sampled before the first of the
+        newest bound + 1 commits, with this one, is over the bound from now on."""
         last, before = self._commits[-1], self._commits[0]
         self._commits.append(now)
         self._counted += self._waiting.ended(last, before)
@@ -47,7 +47,7 @@ class Crossings:
 
 
 class FlowControl:
-    """`limit`: live groups that rule 1 allows now.
+    """Moves `limit`, how many live groups rule 1 allows now.
 
     Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of its tokens over the bound leads to
     16 · exp(0.015 · (1 − 0.2)) = 16.19, one with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07. At the beginning
@@ -66,9 +66,9 @@ class FlowControl:
 
     def update(self, shares: Iterable[tuple[float, float]], grows: bool, waits: float) -> None:
         """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as
-        the trainer idles and the limit is reached; engines, slots and memory still have room then. `waits`:
-        the share of the step that the trainer idled, times the share of their lives that the episodes which
-        landed in it waited for tools and rewards."""
+        the trainer idles and the limit is reached; engines, slots and memory still have room then. `waits`,
+        w in the docs: the share of the step in which the trainer idled, times the share of their time in
+        which the episodes that landed in it waited for tools and rewards."""
         used = max(share / budget for share, budget in shares)
         self._measured |= used > 0
         step = (GAIN if self._measured else FIRST_GAIN) * (1 - used)
@@ -80,7 +80,7 @@ class FlowControl:
 
 
 class KvCap:
-    """`limit`: live groups that the servers have room for.
+    """Moves `limit`, how many live groups the servers have room for.
 
     Readings of the time since the last commit are given to `read` and added to `retracted`.
 
@@ -102,17 +102,17 @@ class KvCap:
 
     @property
     def use(self) -> float | None:
-        """The mean reading of the fullest server; None: nothing was read."""
+        """Return the mean reading of the fullest server; None: nothing was read."""
         return max((total / count for total, count in self._uses.values()), default=None)
 
     def read(self, server: str, use: float) -> None:
-        """A server's share of KV memory in use, in [0, 1]."""
+        """Note a server's share of KV memory in use, in [0, 1]."""
         total, count = self._uses[server]
         self._uses[server] = total + use, count + 1
 
     def update(self, live: int, counts: bool = True) -> None:
-        """After a commit, before which `live` groups were live. `counts`: what was read since the one before
-        is of a plain step, not of a validation."""
+        """Move the limit after a commit, before which `live` groups were live. `counts`: what was read since
+        the last commit is of a plain step, not of a validation."""
         use, retracted = self.use, self.retracted
         self._uses.clear()
         self.retracted = 0
@@ -153,9 +153,9 @@ class LiveLimit:
     def committed(
         self, row: Mapping[str, float], taken: int, engines: Collection[str], validating: bool, now: float
     ) -> None:
-        """A step is committed, which has taken so many new groups; `row` has its metrics. The limit does not
-        change after a step that ends in a validation, or that has other engines than the one before: its
-        times are not those of plain steps."""
+        """Move the limit after a commit, whose step has taken so many new groups; `row` has its metrics. The
+        limit does not change after a step that ends in a validation, or that has other engines than the one
+        before: its times are not those of plain steps."""
         same, self._engines = self._engines == frozenset(engines), frozenset(engines)
         plain = same and not validating
         live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit

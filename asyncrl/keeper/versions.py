@@ -1,4 +1,4 @@
-"""The versions of an engine's server: loads those that are offered, and looks whether it holds the last."""
+"""Loads the versions that are offered to an engine's server, and looks whether it holds the last."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class ServerVersions:
             self._loads.offer(message.ref, message.probe)
 
     def pop_kv_use(self) -> float | None:
-        """Share of the server's KV memory that requests hold; None: it was not read since the last call."""
+        """Return the share of the server's KV memory that requests hold; None: not read since."""
         use, self._kv_use = self._kv_use, None
         return use
 
     @property
     def broken(self) -> bool:
-        """A load has failed, and left the server with anything."""
+        """Tells whether a load has failed: nobody knows which weights the server has now."""
         return self._server is not None and bool(self._server.broken)
 
     async def next(self) -> Loaded:
@@ -71,17 +71,17 @@ class ServerVersions:
         return message
 
     def count(self, message: Loaded) -> None:
-        """Raises when the server cannot be loaded, whatever state it is in. The cause need not be the server:
-        files are pruned, a trainer that broadcasts dies and comes back. So failures have the time of
-        `weights.deadline`, but for files that are refused from the start."""
+        """Raises once loads have failed for too long. The cause need not be the server: files are pruned, a
+        trainer that broadcasts dies and comes back. So failures may last for `weights.deadline`, but not
+        where files are refused from the start."""
         self._failures.add(message)
         hopeless = not (self._loaded or message.lost) and self._config.weights.transport == "disk"
         if why := self._failures.too_many(0.0 if hopeless else self._config.weights.deadline):
             raise (EngineError if self._loaded else ConfigError)(f"engine {self._index}: {why}")
 
     async def look(self) -> bool | None:
-        """Tells whether the server can be used; None while a version is loaded: it holds the old weights, the
-        new ones or a mixture, and all of them are right. EngineError: no answer. WeightsError: it holds
+        """Tells whether the server can be used. None while a version is loaded: then the old weights, the new
+        ones and a mixture are all right. EngineError: no answer. WeightsError: it holds
         another version than the last one."""
         server, loaded = await self._ready(), self._loaded
         label = await server.label()

@@ -1,8 +1,8 @@
-"""Attention over a forest of rows that lie in one sequence: a node attends to its ancestors and itself.
+"""Computes attention over a forest of rows that lie in one sequence: a node sees its ancestors and itself.
 
 It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU each node is
-computed by itself, short ones side by side; on a GPU torch's flex attention is given the mask of all, unless
-long rows are computed faster one by one.
+computed by itself, short ones side by side. On a GPU torch's flex attention gets one mask for all; but where
+rows are long and share little, they are computed one by one, which is faster.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class AttentionKernel(Protocol):
 
 @dataclass(eq=False)  # not frozen: torch 2.11 compiles again for other fields of a frozen one
 class ForestAttention:
-    """The attention pattern of a forest's tokens, in all layers of a forward; it is not changed. `unknown`:
-    arguments of a layer's attention that were ignored."""
+    """Holds what attention needs to know of a forest, in all layers of a forward. `unknown`: arguments of a
+    layer's attention that were ignored."""
 
     forest: Forest
     device: torch.device = CPU
@@ -65,8 +65,8 @@ Chunk = tuple[np.ndarray, int]
 
 
 class NodeBatch(NamedTuple):
-    """n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask` [1, n, q, k]
-    is added to scores; None: each query sees all keys up to itself."""
+    """Holds n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask`
+    [1, n, q, k] is added to scores; None: each query sees all keys up to itself."""
 
     queries: Tensor
     keys: Tensor
@@ -156,8 +156,8 @@ def _attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function; with `ranks`, of this rank's part of the sequence. What it does not know it
-    notes: ignoring it would change gradients by little enough to be missed."""
+    """Called by transformers; with `ranks`, for this rank's part of the sequence. Arguments that it does not
+    know are noted: ignoring them would change gradients by little enough to be missed."""
     forest.unknown.update(unknown(others))
     if dropout:
         forest.unknown.add("dropout")
@@ -177,13 +177,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK = 128  # tokens of a block; keys that none of its queries sees are not computed
-LONG = 4096  # mean tokens of rows that are computed one by one
-ALONE = 1.25  # times as many tokens as the forest has, that these rows have at most
+# Computed one by one are rows of LONG tokens on average, in all at most ALONE times those of the forest.
+LONG, ALONE = 4096, 1.25
 ROUND = 512  # such a row is filled up to a multiple: cuDNN prepares a plan for each length
 
 
 class Scoring(NamedTuple):
-    """Settings of a layer's attention scores. `window`: tokens that one sees, itself among them; `softcap`:
+    """Says how a layer computes scores. `window`: how many tokens one sees, itself among them; `softcap`:
     the bound of a tanh. None: none."""
 
     scale: float
@@ -192,9 +192,9 @@ class Scoring(NamedTuple):
 
 
 class RowKernel:
-    """Attention on a GPU of long rows that share little: torch's causal attention of each whole row, by
-    cuDNN, which is about twice as fast as flex attention on Hopper. `other` computes what is not plain:
-    windows, caps, float32, and heads that cuDNN does not know.
+    """Computes attention of long rows that share little, on a GPU: torch's causal attention of each whole
+    row, by cuDNN, which is about 1.8 times as fast as flex attention on Hopper. `other` computes what is not
+    plain: windows, caps, float32, and heads that cuDNN does not know.
     """
 
     def __init__(self, forest: Forest, device: torch.device, other: AttentionKernel) -> None:
@@ -207,7 +207,7 @@ class RowKernel:
                 rows.append(row)
                 order.append(new)
         self._lengths, self._new = [len(row) for row in rows], [len(new) for new in order]
-        # Of all tokens, row by row, and of each in what is new of these; None: they lie like that.
+        # Where each row's tokens lie in the sequence, and each token in the results; None: in that order.
         self._tokens, self._places = (
             None if (np.diff(at) == 1).all() else torch.from_numpy(at).to(device)
             for at in (np.concatenate(rows), np.argsort(np.concatenate(order)))
@@ -232,7 +232,7 @@ class RowKernel:
 
 
 class FlexKernel:
-    """Attention on a GPU: torch's flex attention, with the forest's mask.
+    """Computes attention on a GPU by torch's flex attention, with the forest's mask.
 
     Nodes lie in the sequence depth first, so what is below a node ends where its last descendant does, at
     its `end`: a token sees those up to itself whose `end` comes after it. Layers share the masks.
@@ -251,7 +251,7 @@ class FlexKernel:
         self._caps: dict[float, Callable[..., Tensor]] = {}
 
     def visible(self, window: int | None) -> MaskMod:
-        """True where the token at index q sees that at index k; any shapes."""
+        """Return what is true where the token at index q sees that at index k; any shapes."""
         end, position = self.end, self.position
 
         def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def _capped(bound: Tensor) -> Callable[..., Tensor]:
 
 @cache
 def _flex(compiled: bool) -> Any:
-    """Not compiled it would hold a T x T matrix of scores."""
+    """Return flex attention. Not compiled it holds a T x T matrix of scores."""
     return compiled_once(flex_attention) if compiled else flex_attention
 
 

@@ -3,7 +3,7 @@ how runs begin; or what settings give under heavy tails, beside the most that an
 
     python tools/bench/flow_control.py                     # a minute; prints a table for docs/log.md
     python tools/bench/flow_control.py --budget 0.02       # of another buffer.stale_budget
-    python tools/bench/flow_control.py --begin             # five minutes on two cores; for docs/staleness.md
+    python tools/bench/flow_control.py --begin             # five minutes on two cores; for docs/log.md
     python tools/bench/flow_control.py --settings          # ten minutes on two cores; `--settings tail`: two
 
 T is seconds per step, charged for masked tokens: the time in which so many unmasked tokens are trained as a
@@ -286,6 +286,7 @@ def _beginning(job: tuple[str, float, int]) -> list[Figures]:
 def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
     """Without quick growth -> with it: means over the seeds."""
     gains = (0.0, flow_control.QUICK_GAIN)
+    header = [f"{what}, first {steps} steps" for what in ("speed", "masked", "lag") for steps in FIRST]
     jobs = [(name, gain, seed) for name in BEGIN for gain in gains for seed in range(1, seeds + 1)]
     found = iter(pool.map(_beginning, jobs))
     lines = []
@@ -294,18 +295,16 @@ def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
         arms = [[next(found) for _ in range(seeds)] for _ in gains]
         columns = [[[run[at] for run in runs] for runs in arms] for at in range(len(FIRST))]
         means = [
-            [
-                " → ".join(form.format(statistics.mean(map(of, runs))) for runs in column)
-                for form, of in (
-                    ("{:.2f}", lambda one, fastest=fastest: fastest / one.t),
-                    ("{:.1%}", lambda one: one.masked),
-                    ("{:.1f}", lambda one: np.average(np.arange(one.lags.size), weights=one.lags)),
-                )
-            ]
+            " → ".join(form.format(statistics.mean(map(of, runs))) for runs in column)
+            for form, of in (
+                ("{:.2f}", lambda one, fastest=fastest: fastest / one.t),
+                ("{:.1%}", lambda one: one.masked),
+                ("{:.1f}", lambda one: np.average(np.arange(one.lags.size), weights=one.lags)),
+            )
             for column in columns
         ]
-        lines.append([name, *(f"{a}; {b}; {c}" for a, b, c in means)])
-    return table(["workload", *(f"first {steps} steps" for steps in FIRST)], lines)
+        lines.append([name, *means])
+    return table(["workload", *header], lines)
 
 
 def settings_table(name: str, steps: int, seeds: int, pool: ProcessPoolExecutor) -> str:
