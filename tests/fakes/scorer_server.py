@@ -39,6 +39,8 @@ class Answers(BaseHTTPRequestHandler):
         content = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:  # as asked: a client that is not told would use the connection again
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
 
