@@ -16,8 +16,9 @@ import psutil
 
 from asyncrl.observe.files import read_rows as rows
 from asyncrl.observe.files import read_summary as summary
+from asyncrl.observe.metrics import ASKED
 
-__all__ = ["ROOT", "roles", "rows", "start", "summary", "table", "train", "wilson"]
+__all__ = ["ROOT", "questions", "roles", "rows", "start", "summary", "table", "train", "wilson"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -79,6 +80,11 @@ def train(
         tail = (run_dir / f"{name}.out").read_text().splitlines()[-15:]
         print(f"{name} ended with {code}:", *tail, sep="\n  ", file=sys.stderr)
     return result
+
+
+def questions(folder: Path) -> int:
+    """Return how many held-out questions the run's validations asked, each once sampled and once greedily."""
+    return int(max((row.get(ASKED, 0.0) for row in rows(folder)), default=0.0))
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:

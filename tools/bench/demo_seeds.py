@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, table, train, wilson
+from common import ROOT, questions, table, train, wilson
 
 RANDOM = f"rollout.reward={ROOT / 'tools' / 'bench' / 'random_reward.py'}:compute_score"
 
@@ -30,11 +30,11 @@ def main() -> None:
     lines = []
     for seed in options.seeds:
         result = train(f"seed-{seed}", options.run_dir, [f"seed={seed}", *options.overrides])
-        lines.append(line(f"seed {seed}", result))
+        lines.append(line(f"seed {seed}", result, questions(options.run_dir / f"seed-{seed}")))
         print(lines[-1], flush=True)
     if options.random_reward:
         result = train("random-reward", options.run_dir, [RANDOM, *options.overrides])
-        lines.append(line("random reward", result))
+        lines.append(line("random reward", result, questions(options.run_dir / "random-reward")))
     print(table(HEADER, lines))
 
 
@@ -42,8 +42,7 @@ HEADER = ["run", "steps", "training s", "sampled before", "sampled after", "gree
           "multi-version", "lag mean / max", "masked", "idle trainer / rollout", "conserved"]  # fmt: skip
 
 
-def line(name: str, r: dict[str, Any]) -> list[str]:
-    count = int(r.get("validation_episodes", 0)) // 2
+def line(name: str, r: dict[str, Any], count: int) -> list[str]:
     low = wilson(round(r["success_after"] * count), count)[0]
     greedy_low = wilson(round(r["greedy_after"] * count), count)[0]
     return [

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, rows, summary, table, train, wilson
+from common import ROOT, questions, rows, summary, table, train, wilson
 
 from asyncrl.observe.metrics import GREEDY, REWARD, SAMPLED
 
@@ -49,14 +49,13 @@ def main() -> None:
             found = train(name, folder, overrides, deadline=4 * 3600.0, experiment=args.experiment)
             print(f"{name}: {found.get('outcome')} after {found['wall_s'] / 60:.1f} minutes", flush=True)
     done = {name: found for name in runs if (found := summary(folder / name)).get("steps")}
-    print(table(HEADER, [line(name, found) for name, found in done.items()]))
+    print(table(HEADER, [line(name, found, questions(folder / name)) for name, found in done.items()]))
     plot = args.plot or ROOT / "docs" / f"{args.experiment}.png"
     draw(plot, {name: rows(folder / name) for name in done})
     print(f"drawn: {plot}")
 
 
-def line(name: str, found: Mapping[str, Any]) -> list[str]:
-    episodes = int(found["validation_episodes"]) // 2  # each question sampled once, and greedily
+def line(name: str, found: Mapping[str, Any], episodes: int) -> list[str]:
     return [
         name,
         *(
