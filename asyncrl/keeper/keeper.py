@@ -113,7 +113,7 @@ class Keeper:
             await self._process.stop()
         if self._versions is not None:
             await self._versions.close()
-        elif self._server is not None:
+        if self._server is not None:
             await self._server.api.close()
         self._activity.flush()
         self._timeline.close()
@@ -123,11 +123,11 @@ class Keeper:
 
     async def _keep_server(self) -> int:
         """Start and serve; raises when the server is lost."""
-        server = await self._start()
+        server = self._server = await self._start()
         log.info("%s: %s at %s", self.name, server.description, server.api.url)
         if self._versions is not None:
             await self._versions.begin(server, self.incarnation)
-        self._server, self._healthy = server, True
+        self._healthy = True
         await self._hello()
         works: list[Coroutine[Any, Any, NoReturn]] = [self._watch(server)]
         if self._process is not None:
@@ -149,16 +149,15 @@ class Keeper:
                     host = local_address(self._endpoints.control)
                     process = await ServerProcess.start(config, self.index, host, self._run_dir, scorer)
                     self._process = process
-                    server = await first(self._attach(process.url), self._fail_at_end(process))
+                    server = await first(self._attach(process.url, fresh=True), self._fail_at_end(process))
                     process.ready()
                     return server
         except TimeoutError:
             late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"
             raise EngineError(f"{self.name}: {late}") from None
 
-    async def _attach(self, url: str) -> Attached:
-        """Waits for it: a server that is attached to may be restarting."""
-        return await attach(self.config, url, *keys(self.config.engine), scorer=self._scorer, patient=True)
+    async def _attach(self, url: str, fresh: bool = False) -> Attached:
+        return await attach(self.config, url, *keys(self.config.engine), scorer=self._scorer, fresh=fresh)
 
     async def _fail_at_end(self, process: ServerProcess) -> NoReturn:
         """Raises EngineError when the process ends."""

@@ -119,7 +119,7 @@ async def engine(given: Given) -> None:
         os.dup2(2, 1)  # for what the server prints
         host = local_address(given.endpoints.control)
         process = await ServerProcess.start(run, given.index, host, directory)
-        server = loader(run, given.index, await attach(run, process.url, patient=True))
+        server = loader(run, given.index, await attach(run, process.url, fresh=True))
         process.ready()
     while line := await asyncio.to_thread(sys.stdin.readline):
         async with mirror.local_copy(msgspec.json.decode(line, type=WeightsRef)) as local:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +68,21 @@ async def attach(
     api_key: str = "",
     admin_key: str = "",
     scorer: str = "",
-    patient: bool = False,
+    fresh: bool = False,
 ) -> Attached:
     """Return a server for the keeper of an engine, or of a scorer, once it is ready: of a version that is
-    known, it serves the model that the run needs. `patient`: it is being started, and need not listen yet.
-    Waits without a deadline. ConfigError: it can never serve this run; other EngineErrors may pass."""
+    known, it serves the model that the run needs. `fresh`: it was started for this. Another one that is not
+    ready may have half of a version, whose loader died: its weights are nobody's until the next load. Waits
+    without a deadline. ConfigError: it can never serve this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
-        while patient and not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
+        while not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
             await asyncio.sleep(CHECK_SECONDS)
         found = await _seen(config, server, scorer)
         if not scorer:  # which nobody pauses
-            if not patient and not await server.ready():
-                await server.invalidate()  # its last keeper may have died in the middle of a load
+            if not fresh and not await server.ready():
+                await server.invalidate()
+                found = replace(found, model=await server.model_info())
             await server.resume()
         while not await server.ready():  # noqa: ASYNC110
             await asyncio.sleep(CHECK_SECONDS)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 import pytest
+from aiohttp import web
+from transformers import Qwen2Config
 
 from asyncrl.config import parse
+from asyncrl.engines.sglang.http import INVALID_LABEL
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.keeper import keeper as engine_keeper
 from asyncrl.keeper.keeper import Keeper
@@ -23,6 +26,7 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.engine import KeeperBeat
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, WireMessage
 from asyncrl.wire.sockets import Endpoints
+from tests.fakes.sglang import Script, scripted
 
 REF = WeightsRef(PolicyVersion(1, 1), "somewhere")
 FINE = Loaded(REF, "train", "sum", 0.1)
@@ -37,6 +41,8 @@ class Control:
 
     async def send(self, message: WireMessage) -> None:
         self.sent.append(message)
+
+    def close(self) -> None: ...
 
 
 class Server:
@@ -94,6 +100,72 @@ def keep(
 
     asyncio.run(main())
     return control.sent
+
+
+@asynccontextmanager
+async def keeper_of(directory: Path, url: str) -> AsyncIterator[Keeper]:
+    """A keeper that is given a server which is there already."""
+    Qwen2Config(vocab_size=64, architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
+    rollout = {"max_tokens": 64, "max_new_tokens": 64}
+    base = {"name": "t", "model": {"path": str(directory)}, "data": {"train": "d"}, "rollout": rollout}
+    config = parse(base | {"run_dir": str(directory), "engine": {"name": "sglang", "urls": [url]}})
+    keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
+    keeper._control = Control()  # type: ignore[assignment]
+    try:
+        yield keeper
+    finally:
+        await keeper._leave([])
+
+
+def answering(script: Script, **state: Any) -> None:
+    """Has the script answer as an SGLang server of this state does: `paused`, `label`."""
+
+    async def answer(request: web.Request) -> web.Response:
+        body = script.asked[-1][1]
+        match request.path:
+            case "/ready":
+                return web.Response(status=503 if state["paused"] else 200)
+            case "/update_weight_version":
+                state["label"] = body["new_version"]
+            case "/continue_generation":
+                state["paused"] = False
+        return web.json_response(
+            {
+                "version": "0.5.23",
+                "model_path": "/elsewhere",
+                "architectures": ["Qwen2ForCausalLM"],
+                "weight_version": state["label"],
+            }
+        )
+
+    paths = "ready abort_request server_info model_info update_weight_version continue_generation"
+    script.answers |= {f"/{path}": answer for path in paths.split()}
+
+
+@pytest.mark.parametrize(("paused", "label"), [(True, INVALID_LABEL), (False, "e1-v1")])
+async def test_what_a_load_left_whose_keeper_died_is_no_version(
+    tmp_path: Path, paused: bool, label: str
+) -> None:
+    """A new keeper of such a server finds it paused, with the label of the version before."""
+    async with scripted() as script, keeper_of(tmp_path, script.url) as keeper:
+        answering(script, paused=paused, label="e1-v1")
+        server = await keeper._start()
+        assert server.model.weight_version == await server.api.weight_label() == label
+        paths = [path for path, _, _ in script.asked]
+        if paused:  # before anything samples
+            assert paths.index("/update_weight_version") < paths.index("/continue_generation")
+        await server.api.close()
+
+
+async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Path) -> None:
+    async with scripted() as script:
+        answering(script, paused=False, label="e1-v1")
+        async with keeper_of(tmp_path, script.url) as keeper:
+            unmade = patch("asyncrl.keeper.versions.loader", side_effect=ConfigError("no files"))
+            with unmade, pytest.raises(ConfigError, match="no files"):
+                await keeper._keep_server()
+            server = keeper._server
+        assert server is not None and server.api._http._session is None
 
 
 def report(*answers: Loaded) -> Callable[[Keeper, ServerVersions], Awaitable[Any]]:

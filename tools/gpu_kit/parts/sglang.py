@@ -171,7 +171,7 @@ class Subject:
         async def ended() -> Any:
             raise RuntimeError(f"the server ended with {await process.ended()}; its output is in parts.log")
 
-        server = await first(attach(self.config, process.url, patient=True), ended())
+        server = await first(attach(self.config, process.url, fresh=True), ended())
         self.loader = loader(self.config, 0, server, ATTACHMENT)
         process.ready()
         what = f"{server.description}, {self.config.model.dtype}"
