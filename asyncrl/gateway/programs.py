@@ -168,7 +168,7 @@ class Command:
         with the last line of stderr (and the place of a Python error), or if no request comes in time.
         TimeUp after `seconds`. SetupError where the sandbox of the sample's task cannot be made."""
         task, stop = task_of(sample), asyncio.get_running_loop().create_future()
-        now = stop.get_loop().time
+        now = endpoint.clock
         until = now() + endpoint.seconds - min(SPARE_SECONDS, endpoint.seconds / 4) if task else math.inf
         runs = list[asyncio.Future[Any]]()
         try:
@@ -181,7 +181,9 @@ class Command:
                 raise CommandError(f"{self._named} made no request within {limit}")
             limits = self._seconds, task.seconds if task else 0.0, until - now()
             seconds = min(most or math.inf for most in limits)
-            await asyncio.wait([running], timeout=seconds)
+            due = now() + seconds
+            while not running.done() and (left := due - now()) > 0:
+                await asyncio.wait([running], timeout=left)
             if running.done():
                 return running.result()
             late = TimeUp(f"{self._named} was ended after {seconds:g} s, as its time was up")

@@ -14,6 +14,7 @@ import logging
 import math
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -52,13 +53,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Endpoint(msgspec.Struct, frozen=True):
     """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
     Anthropic's API want `anthropic_url`, without it. `max_tokens`: of a row, prompt included. `seconds`:
-    that the episode has left."""
+    that the episode had left at first; its `clock` stands while a turn waits for a scorer."""
 
     base_url: str
     api_key: str
     model: str = exchange.MODEL
     max_tokens: int = 0
     seconds: float = math.inf
+    clock: Callable[[], float] = time.monotonic
 
     @property
     def anthropic_url(self) -> str:

@@ -246,8 +246,9 @@ class AgentPlayer:
 
     async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
         """Run the agent until it ends, or `failed` is done; it is done in both cases."""
-        tokens = self.run.context.rules.config.max_tokens
-        endpoint = replace(endpoint, max_tokens=tokens, seconds=self.run.seconds_left)
+        run, tokens = self.run, self.run.context.rules.config.max_tokens
+        left, clock = run.seconds_left, lambda: run.seconds
+        endpoint = replace(endpoint, max_tokens=tokens, seconds=left, clock=clock)
         call = self.shared.threads.call(partial(self.shared.agent, self.run.assign.sample, endpoint))
         agent = asyncio.ensure_future(call)
         try:

@@ -197,8 +197,9 @@ class EpisodeRun:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the episode has taken, earlier attempts included."""
-        return asyncio.get_running_loop().time() - self.started
+        """Seconds that the episode has taken, earlier attempts included, waits for scorers not."""
+        now = asyncio.get_running_loop().time()
+        return (max(self._waiting_since, now - self._spare) if self._waiting else now) - self.started
 
     @property
     def seconds_left(self) -> float:
@@ -214,10 +215,9 @@ class EpisodeRun:
         """The body waits for a scorer that has no server, which costs the episode no time: at most as much
         again as it has, in all. Rows that are sampled side by side may be in it together."""
         now = asyncio.get_running_loop().time
-        spare = max(0.0, self.context.rules.config.episode_timeout - self._waited)
         if not self._waiting:
             self._waiting_since = now()
-            self._begin(self.started, spare)
+            self._begin(self.started, self._spare)
         self._waiting += 1
         try:
             yield
@@ -225,8 +225,12 @@ class EpisodeRun:
             self._waiting -= 1
             if not self._waiting:
                 waited = now() - self._waiting_since
+                self._begin(self.started + min(waited, self._spare))
                 self._waited += waited
-                self._begin(self.started + min(waited, spare))
+
+    @property
+    def _spare(self) -> float:
+        return max(0.0, self.context.rules.config.episode_timeout - self._waited)
 
     def _begin(self, started: float, spare: float = 0.0) -> None:
         """Its time began then, and for now it has some to spare."""

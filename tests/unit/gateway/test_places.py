@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.errors import ConfigError
@@ -274,13 +277,34 @@ def test_a_program_whose_time_is_up_is_ended() -> None:
         played_with(Command(line=f"python -c '{ASK} time.sleep(600)'", seconds=0.2))
 
 
+async def test_a_programs_time_stands_while_the_episodes_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The episode waits for a scorer until the clock has been read a few times."""
+    reads, over = itertools.count(), asyncio.Event()
+
+    def clock() -> float:
+        if next(reads) == 5:
+            over.set()
+        return 0.0
+
+    async def run(*_: object) -> str:
+        await over.wait()
+        return "whole"
+
+    async def asked(_: Endpoint) -> None: ...
+
+    command = Command(line="true", seconds=0.001)
+    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(Endpoint, "asked", asked)
+    assert await command(SAMPLE, msgspec.structs.replace(ENDPOINT, clock=clock)) == "whole"
+
+
 async def test_so_many_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start is over with the first request: the second begins while the first goes on."""
     begun, over = asyncio.Queue[int](), asyncio.Event()
 
     class Asking:
         def __init__(self, name: int) -> None:
-            self.name, self.first = name, asyncio.Event()
+            self.name, self.first, self.clock = name, asyncio.Event(), time.monotonic
 
         async def asked(self) -> None:
             await self.first.wait()

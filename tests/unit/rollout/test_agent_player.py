@@ -785,7 +785,7 @@ def test_what_changed_is_judged_however_the_agent_ended(
     seen: list[RewardInput] = []
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        assert endpoint.seconds <= limits.get("episode_timeout", 60.0)
+        assert max(endpoint.seconds, endpoint.clock()) <= limits.get("episode_timeout", 60.0)
         await message(endpoint, "q")
         await ask(endpoint, "another")
         if error is None:

@@ -114,9 +114,13 @@ async def test_rows_that_wait_side_by_side_are_off_the_clock_together(
             passed = 9.0
             with run.waiting():
                 passed = 14.0
-            assert run.seconds_left == 26.0
+            assert (run.seconds, run.seconds_left) == (4.0, 26.0)
             passed = 19.0
         assert (run.seconds, run.seconds_left) == (4.0, 16.0)
+        with run.waiting():
+            passed = 26.0  # 2 s more than may be waited for in all
+            assert run.seconds == 6.0
+        assert (run.seconds, run.seconds_left) == (6.0, 14.0)
 
 
 def test_a_worker_need_not_know_a_reward_models_kind(tmp_path: Path) -> None:
