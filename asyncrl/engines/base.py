@@ -97,7 +97,7 @@ class Engine(Protocol):
         WeightsError and keeps the old weights when the files are missing or damaged."""
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1."""
+        """Log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn."""
 
     async def close(self) -> None: ...
 

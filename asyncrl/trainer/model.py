@@ -192,11 +192,15 @@ def shared_findings(config: PreTrainedConfig, world: World) -> dict[str, str] | 
 
 @torch.no_grad()
 def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: int = 1) -> tuple[float, ...]:
-    """Log-probs of ids[1:] at temperature 1, as the last of `rows` equal rows of a batch. A collective."""
-    position, one = np.arange(1, len(ids)), np.array(ids)
-    row, temperature = np.full_like(position, rows - 1), torch.ones(len(position))
+    """Log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of `rows` equal rows of a
+    batch. A collective."""
+    adapters = len(policy.adapters.agents) if policy.adapters else 1
+    every, agents = [np.array(ids)] * (rows * adapters), [*range(adapters)] * rows
+    row = np.repeat(np.arange(len(every) - adapters, len(every)), len(ids) - 1)
+    position = np.tile(np.arange(1, len(ids)), adapters)
     packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal rows stay apart
-    scores = policy(Selected.of([one] * rows, row, position, temperature, packing).to(device))
+    selected = Selected.of(every, row, position, torch.ones(len(row)), packing, agents=agents)
+    scores = policy(selected.to(device))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
     return tuple(scores.logp.tolist())
 

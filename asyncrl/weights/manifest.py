@@ -89,9 +89,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A fixed text as the trainer scored it with a version: `logprobs[i]` is that of `ids[i + 1]`, at
-    temperature 1. An engine that was just started must agree before it samples a token. `noise`: the largest
-    difference that the trainer's own rounding makes, in nats."""
+    """A fixed text as the trainer scored it with a version: `logprobs` are those of ids[1:] at temperature 1,
+    with each adapter in turn. An engine that was just started must agree before it samples a token. `noise`:
+    the largest difference that the trainer's own rounding makes, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]

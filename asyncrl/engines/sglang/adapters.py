@@ -17,6 +17,7 @@ import re
 import shutil
 import uuid
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -87,10 +88,11 @@ class AdapterLoader:
             return manifest
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Return log-probs of ids[1:] with the version that was loaded last, at temperature 1; NaN where the
-        server has none. Of several adapters, the first one."""
-        adapter = next(iter(self._names(self.loaded).values())) if self.loaded is not None else ""
-        return await self.api.score(ids, self._deadline, adapter)
+        """Return log-probs of ids[1:] with each adapter of the version that was loaded last, in turn, at
+        temperature 1; NaN where the server has none."""
+        names = self._names(self.loaded).values() if self.loaded is not None else ("",)
+        scores = [await self.api.score(ids, self._deadline, name) for name in names]
+        return tuple(chain.from_iterable(scores))
 
     async def label(self) -> str:
         """Tell what the server holds: the label of the version that was loaded last, if it is there."""

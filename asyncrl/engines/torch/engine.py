@@ -113,12 +113,13 @@ class TorchEngine:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, ids)
 
     def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        rows = len(self._adapters.agents) if self._adapters else 1
+        tokens = torch.tensor([ids] * rows, device=self._model.device)
         if self._adapters is not None:
-            self._adapters.use(None)
+            self._adapters.use(torch.arange(rows, device=tokens.device)[:, None].expand_as(tokens))
         with torch.inference_mode():
-            tokens = torch.tensor([ids], device=self._model.device)
-            logits = self._model(tokens, use_cache=False).logits[0, :-1]
-            parts = zip(logits.split(WIDENED), tokens[0, 1:, None].split(WIDENED), strict=True)
+            logits = self._model(tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+            parts = zip(logits.split(WIDENED), tokens[:, 1:].reshape(-1, 1).split(WIDENED), strict=True)
             found = [part.float().log_softmax(-1).gather(1, labels)[:, 0] for part, labels in parts]
             return tuple(torch.cat(found).tolist())
 

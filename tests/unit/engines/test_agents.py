@@ -71,10 +71,10 @@ async def test_rows_of_several_agents_in_one_step(
         assert manifest.adapters.keys() == SIZES.keys()
         agents = ["planner", "other", "coder"] * 3
         await asyncio.gather(*(turns(index, agent, alone) for index, agent in enumerate(agents)))
-        scored = await engine.score(same)  # as the first one
+        scored, row = await engine.score(same), torch.tensor([same])
         with torch.no_grad():
-            table = alone["planner"](torch.tensor([same])).logits[0, :-1].log_softmax(-1)
-        wanted = table.gather(1, torch.tensor(same)[1:, None])[:, 0]
+            tables = [alone[agent](row).logits[0, :-1].log_softmax(-1) for agent in SIZES]
+        wanted = torch.cat([table.gather(1, row[0, 1:, None])[:, 0] for table in tables])
         assert torch.allclose(torch.tensor(scored), wanted, atol=2e-5)
     await engine.close()
 

@@ -52,6 +52,7 @@ class Server:
             "/load_lora_adapter": self._load,
             "/unload_lora_adapter": self._unload,
             "/update_weights_from_disk": self._update,
+            "/generate": self._generate,
         }
         script.says("/flush_cache", 200)
 
@@ -73,6 +74,13 @@ class Server:
         del self.adapters[(await request.json())["lora_name"]]
         self.unloaded.set()
         return web.json_response({"success": True})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        """Score ids; each has the log-prob that the numbers of the adapter say."""
+        body = await request.json()
+        one = next(iter(self.adapters[body["lora_path"]].values()))
+        read = [[float(one.mean()), id, None] for id in body["input_ids"]]
+        return web.json_response({"meta_info": {"input_token_logprobs": read}})
 
     async def _update(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["weight_version"]
@@ -277,6 +285,7 @@ async def test_a_version_of_several_agents_is_an_adapter_each(tmp_path: Path) ->
         for name, files in server.adapters.items():
             assert files.keys() == {f"base_model.model.{LAYER}.lora_{role}.weight" for role in "AB"}
             assert {float(one.mean()) for one in files.values()} == {7.0 if "planner" in name else 5.0}
+        assert await loader.score((1, 2, 3)) == (7.0, 7.0, 5.0, 5.0), "the probe is compared with each"
         del server.adapters[f"e1-v{step}/coder@mine"]
         assert await loader.label() == "no adapter of this run"
 

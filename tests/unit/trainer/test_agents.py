@@ -20,6 +20,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.model import score
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.weights.adapters import named
@@ -141,12 +142,15 @@ def test_each_learns_as_if_it_were_alone(
     more["buffer"] = {"max_staleness": 0}
     learner = made(model_path, world, **more)
     assert learner.packing == packing
+    probe = torch.tensor(score(learner.policy, PROMPT, world.device)).view(len(RANKS), -1)
     found, checked = final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), 0
     tokens = sum(len(turn.ids) for _, turns in episodes for turn in turns)
-    for agent in RANKS:
+    for agent, scores in zip(RANKS, probe, strict=True):
         mine = [alone(episode, agent) for episode in episodes]
         own = sum(len(turn.ids) for _, turns in mine for turn in turns)
-        wanted = final_gradients(single(model_path, world, agent, learner, **more), [[mine]])
+        only = single(model_path, world, agent, learner, **more)
+        assert score(only.policy, PROMPT, world.device) == pytest.approx(scores.tolist(), abs=1e-6)
+        wanted = final_gradients(only, [[mine]])
         for name, gradient in wanted.items():
             layer, _, role = name.rpartition(".")
             theirs = found[f"{layer}.{named(role, agent)}"]
