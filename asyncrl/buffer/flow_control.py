@@ -56,13 +56,18 @@ class FlowControl:
 
     def __init__(self, config: BufferConfig) -> None:
         self.groups, self.most = config.groups_per_batch, config.max_live_groups
-        self.level = (1 + config.target) * self.groups
+        self.level = self.first = (1 + config.target) * self.groups
         self.quick = config.max_staleness * self.groups / QUICK  # L groups live for L / G steps on average
         self._measured = False
 
     @property
     def limit(self) -> int:
         return round(self.level)
+
+    def spare(self, outside: float) -> int:
+        """Return how many groups a run may issue beyond those that it trains: what `update` has added to the
+        live ones, times `outside`, the share of their time in which episodes do not wait for engines."""
+        return max(0, round((self.level - self.first) * outside))
 
     def update(self, shares: Iterable[tuple[float, float]], grows: bool, waits: float) -> None:
         """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as
@@ -167,8 +172,9 @@ class LiveLimit:
             if plain:
                 grows = self._idle >= BUSY and live >= self.control.limit
                 outside = row.get("timing_s/tools/mean", 0.0) + row.get("timing_s/reward/mean", 0.0)
-                waits = self._idle * outside / max(1e-9, outside, row.get("timing_s/episode/mean", 0.0))
-                self.control.update([(self._crossed, self.budget)], grows, waits)
+                outside /= max(1e-9, outside, row.get("timing_s/episode/mean", 0.0))
+                self.control.update([(self._crossed, self.budget)], grows, self._idle * outside)
+                self.buffer.spare = self.control.spare(outside)
                 self._crossed = 0.0
             self.buffer.live_limit = min(self.control.limit, self.kv.limit)
 

@@ -34,7 +34,7 @@ class ReplayBuffer:
     Args:
         config: bounds and policies.
         prompts: order of the samples.
-        total_groups: groups that the run will train in all; admission stops before exceeding it.
+        total_groups: groups that the run will train in all; admission exceeds it only by the `spare` ones.
         retries: re-issues of an episode whose failure was not the policy's.
         group_bytes: worst-case payload of a group.
         greedy: each group has one member more, sampled at temperature 0, for the baseline only.
@@ -63,6 +63,7 @@ class ReplayBuffer:
         self.group_size = config.episodes_per_group + greedy
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
+        self.spare = 0  # groups; set by flow control, so that no run ends with a wait for its slowest groups
         self.waiting_tokens = Lifetimes(4096)  # by turn, from its end until a batch may take its episode
         self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
@@ -126,10 +127,11 @@ class ReplayBuffer:
     @property
     def has_room(self) -> bool:
         """True when one more group may be live. A group of only late members does not count."""
-        live = self.tally.open(self.committed)
+        live, size = self.tally.open(self.committed), self.config.groups_per_batch
         return (
             live + 1 <= self.max_live
-            and self.committed * self.config.groups_per_batch + live < self.total_groups
+            and self.committed * size + live < self.total_groups + self.spare
+            and (self.closed + 1) * size < self.total_groups
             and not self.prompts.over
             and self.prompts.draw(self.prompts.position) >= 0
         )

@@ -257,9 +257,10 @@ class Simulation:
         crossed = self.crossings.committed(masked, total, self.now)
         if self.buffer.config.target_staleness == "auto":
             idle, grows = 1 - self._worked / seconds, live >= limit
-            waits = idle * self._waited / max(1e-9, self._lived)
-            self.control.update([(crossed, self.buffer.config.stale_budget)], grows and idle >= BUSY, waits)
-            self.buffer.live_limit = self.control.limit
+            outside = self._waited / max(1e-9, self._lived)
+            shares = [(crossed, self.buffer.config.stale_budget)]
+            self.control.update(shares, grows and idle >= BUSY, idle * outside)
+            self.buffer.live_limit, self.buffer.spare = self.control.limit, self.control.spare(outside)
         self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0
         self._waited, self._lived = 0.0, 0.0
         self._working, self._micro, self._changed = False, 0, True

@@ -1,9 +1,10 @@
 """Flow control in simulated runs: tokens/s, masked tokens and lag of eight workloads, with four seeds each;
-how runs begin; or what settings give under heavy tails, beside the most that any setting can give.
+how runs begin and end; or what settings give under heavy tails, beside the most that any setting can give.
 
     python tools/bench/flow_control.py                     # a minute; prints a table for docs/log.md
     python tools/bench/flow_control.py --budget 0.02       # of another buffer.stale_budget
     python tools/bench/flow_control.py --begin             # five minutes on two cores; for docs/log.md
+    python tools/bench/flow_control.py --end               # a minute on two cores; for docs/log.md
     python tools/bench/flow_control.py --settings          # ten minutes on two cores; `--settings tail`: two
 
 T is seconds per step, charged for masked tokens: the time in which so many unmasked tokens are trained as a
@@ -307,6 +308,40 @@ def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
     return table(["workload", *header], lines)
 
 
+def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float]:
+    """Of a run of so many steps: speed, seconds of its last step in g, share of masked tokens, and groups
+    that it dropped at its end, in batches. `spares`: with groups beyond those that it trains."""
+    name, steps, spares, seed = job
+    run, one = Simulation(BEGIN[name], seed), alone(BEGIN[name])
+    size = run.buffer.config.groups_per_batch
+    run.buffer.total_groups = steps * size
+    if not spares:
+        run.control.first = run.control.most
+    done = run.run(steps)
+    found = Figures.of(done, one.batch)
+    return (
+        max(one.g, one.t) / found.t,
+        done[-1].seconds / one.g,
+        found.masked,
+        run.buffer.next_group / size - steps,
+    )
+
+
+def endings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
+    """Without groups beyond those that are trained -> with them: means over the seeds."""
+    header = ["speed", "last step, in g", "masked", "dropped at the end, in batches"]
+    jobs = list(product(BEGIN, FIRST[:2], (False, True), range(1, seeds + 1)))
+    found = iter(pool.map(_ending, jobs))
+    lines = []
+    for name, steps in product(BEGIN, FIRST[:2]):
+        arms = [zip(*(next(found) for _ in range(seeds)), strict=True) for _ in range(2)]
+        means = zip(*([statistics.mean(column) for column in arm] for arm in arms), strict=True)
+        forms = ("{:.2f}", "{:.1f}", "{:.1%}", "{:.1f}")
+        cells = [" → ".join(map(form.format, both)) for form, both in zip(forms, means, strict=True)]
+        lines.append([name, str(steps), *cells])
+    return table(["workload", "steps", *header], lines)
+
+
 def settings_table(name: str, steps: int, seeds: int, pool: ProcessPoolExecutor) -> str:
     """A workload's row of each setting: means over the seeds."""
     jobs = [(name, row, steps, seed) for row in SETTINGS for seed in range(1, seeds + 1)]
@@ -347,10 +382,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.01)
     parser.add_argument("--settings", nargs="*", choices=TAILS, help="of these workloads, or all of these")
     parser.add_argument("--begin", action="store_true", help="how runs begin, without and with quick growth")
+    parser.add_argument("--end", action="store_true", help="how runs end, without and with spare groups")
     options = parser.parse_args()
-    if options.begin:
+    if options.begin or options.end:
         with ProcessPoolExecutor(2) as pool:
-            print(beginnings_table(options.seeds, pool))
+            print((beginnings_table if options.begin else endings_table)(options.seeds, pool))
         return
     if options.settings is not None:
         with ProcessPoolExecutor(2) as pool:

@@ -36,8 +36,9 @@ from asyncrl.buffer.staleness import pending
 from asyncrl.config import BufferConfig, parse
 from asyncrl.planning.forecast import slower
 from asyncrl.planning.simulator import SimulatedStep, Simulation, Workload
+from asyncrl.types import DropReason
 from tests.fakes.scripts import bench_script
-from tests.unit.buffer.machine import admit, make
+from tests.unit.buffer.machine import admit, land_group, make, train
 from tests.unit.test_config import MINIMUM, with_keys
 
 BUDGET = 0.01
@@ -132,6 +133,32 @@ def test_the_limit_is_read_by_admission() -> None:
         buffer.admit(0, now=0.0)
     assert len(buffer.live) == 5
     assert make(target_staleness=1.5, max_staleness=4)[0].max_live == 5
+
+
+def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batch_is_full() -> None:
+    buffer, batches = make(total_groups=4, groups_per_batch=2, max_staleness=4)
+    buffer.live_limit, buffer.spare = 10, 1
+
+    def admitted() -> int:
+        while buffer.can_admit(100, 100):
+            buffer.admit(0, now=0.0)
+        return buffer.next_group
+
+    assert admitted() == 5
+    for group in (0, 1):
+        land_group(buffer, group, 0.0, 1.0)
+    train(batches, 0)
+    buffer.spare = 3
+    assert admitted() == 7
+    for group in (4, 6):  # the last batch has no need of the slowest
+        land_group(buffer, group, 0.0, 1.0)
+    assert batches.plan(1, 0, 1) == ["4.0", "4.1", "6.0", "6.1"] and batches.plan(1, 1, 1) == []
+    buffer.spare = 5
+    assert admitted() == 7
+    batches.commit(2, ["4.0", "4.1", "6.0", "6.1"])
+    buffer.drop_all(DropReason.END_OF_DATA)
+    flow = buffer.flow()
+    assert (flow.issued, flow.trained, flow.dropped) == (14, 8, 6)
     assert make(max_staleness=0)[0].max_live == 2
 
 
@@ -391,8 +418,11 @@ def test_it_follows_the_steps_and_is_reported() -> None:
     fast = limit_of(buffer__max_staleness=32)
     step(fast)
     assert step(fast, ROW | waits) == pytest.approx(6 * math.exp(FIRST_GAIN + QUICK_GAIN * 0.5 * 0.4))
+    assert step(fast, ROW | waits) > 7.5
+    assert fast.buffer.spare == round(0.4 * (fast.control.level - 6)) == 1
     for _ in range(4):
         step(limit)
+    assert limit.buffer.spare == 0
     found = limit.gauges()
     assert found["async/live_limit"] == limit.buffer.live_limit == 7
 
