@@ -65,7 +65,7 @@ class ServerLoader:
         """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see
         `broken`."""
         async with self._loading:  # versions are applied in the order of the calls
-            await self._pause_over()
+            await self._left_over()
             sent = ref.path.startswith("tcp://")
             return await (self._receive(ref) if sent else self._read(ref))
 
@@ -79,7 +79,7 @@ class ServerLoader:
 
     async def close(self) -> None:
         """Leave the sender, if versions come from one, delete the cache, if there is one, and disconnect."""
-        await self._pause_over()
+        await self._left_over()
         await self._receiver.close()
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
@@ -88,7 +88,8 @@ class ServerLoader:
         with disk.lock_version(ref):
             # The server reads files without checking them, keeps what they do not name, and dies of a
             # damaged one: its way back to the old weights reads the same file again.
-            whole, manifest = await self._prepared(ref)
+            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._whole, ref))
+            whole, manifest = await asyncio.shield(self._preparing)
             self._check(ref, manifest.layout)
             path = os.path.abspath(whole.path)  # noqa: ASYNC240 (the server has another working directory)
 
@@ -98,14 +99,6 @@ class ServerLoader:
             await self._replace(ref, load)
         self._model = self._model or Shapes.of(manifest.layout)
         return manifest
-
-    async def _prepared(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
-        """Prepare files, one version at a time: the thread of a cancelled load goes on, and two would take
-        each other's files out of the cache."""
-        if self._preparing is not None:
-            await asyncio.wait([self._preparing])
-        self._preparing = asyncio.ensure_future(asyncio.to_thread(self._whole, ref))
-        return await asyncio.shield(self._preparing)
 
     def _whole(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
         """Return the version as whole and verified files, and its manifest as published."""
@@ -183,10 +176,11 @@ class ServerLoader:
         except AsyncrlError as error:  # what led here is the one to be raised
             log.warning("server %s stays paused, with a load unfinished: %s", self.api.url, one_line(error))
 
-    async def _pause_over(self) -> None:
-        """The end of a pause whose load was cancelled must not fall into the next load's."""
-        if self._end_of_pause is not None:
-            await asyncio.wait([self._end_of_pause])
+    async def _left_over(self) -> None:
+        """Wait for what a cancelled load has left under way: the end of its pause must not fall into the next
+        load's, and its thread still changes the cache."""
+        if left := [one for one in (self._end_of_pause, self._preparing) if one is not None]:
+            await asyncio.wait(left)
 
 
 MAX_NAMES = 3  # names in a message

@@ -39,6 +39,8 @@ class Server:
     async def weight_label(self) -> str:
         return self.label
 
+    async def close(self) -> None: ...
+
 
 async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,6 +70,29 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     go.set()
     assert (await second).version.step == 1
     assert most == [1, 1] and server.label == "e0-v1" and server.calls == ["pause", "resume"]
+
+
+async def test_a_cache_is_deleted_when_no_load_that_was_given_up_fills_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, entered, go = tmp_path / "cache", threading.Event(), threading.Event()
+    loader = loader_of(Server(), WeightsConfig(), cache=cache)  # type: ignore[arg-type]
+
+    def fill(ref: WeightsRef) -> None:
+        cache.mkdir()
+        entered.set()
+        go.wait(60)
+        (cache / "late").mkdir(parents=True)
+
+    monkeypatch.setattr(loader, "_whole", fill)
+    load = asyncio.create_task(loader.load(publish({"w": torch.ones(2)}, tmp_path, PolicyVersion(0, 0))))
+    assert await asyncio.to_thread(entered.wait, 60)
+    load.cancel()
+    await asyncio.wait([load])
+    closing = asyncio.create_task(loader.close())
+    asyncio.get_running_loop().call_later(0.05, go.set)  # time to delete it, if nothing kept it from that
+    await closing
+    assert (await asyncio.to_thread(cache.exists)) is False
 
 
 async def test_scores_are_computed_anew() -> None:
