@@ -24,7 +24,18 @@ _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 
 
 class AsyncrlError(Exception):
-    """Base of every error the project raises on purpose. Its text is one line: what, where, what to do."""
+    """Base of every error the project raises on purpose. Its text is one line: where, what, what to do."""
+
+    @classmethod
+    @contextmanager
+    def instead_of(cls, *kinds: type[Exception], text: str, advice: str = "") -> Iterator[None]:
+        """Raise this error in place of one of these kinds in the body: `text (Type: message); advice`, or of
+        one of the project's own: `text: message; advice`."""
+        try:
+            yield
+        except kinds as error:
+            why = f": {error}" if isinstance(error, AsyncrlError) else f" ({one_line(error)})"
+            raise cls(f"{text}{why}" + f"; {advice}" * bool(advice)) from error
 
 
 class ConfigError(AsyncrlError):

@@ -47,34 +47,26 @@ MOST_LOGPROB = 0.01  # of one token: an engine may round
 
 def decode_turn(payload: bytes) -> Turn:
     """ProtocolError when it is no turn."""
-    try:
+    with ProtocolError.instead_of(*UNDECODABLE, text="a turn that cannot be decoded"):
         return _turn.decode(payload)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"a turn that cannot be decoded: {error}") from None
 
 
 def decode_part(payload: bytes) -> TurnPart:
     """ProtocolError when it is no part of a turn."""
-    try:
+    with ProtocolError.instead_of(*UNDECODABLE, text="a part of a turn that cannot be decoded"):
         return _part.decode(payload)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"a part of a turn that cannot be decoded: {error}") from None
 
 
 def decode_reply(payload: bytes) -> TurnReply:
     """ProtocolError when it is not what answers a turn."""
-    try:
+    with ProtocolError.instead_of(*UNDECODABLE, text="replies that cannot be decoded"):
         return _reply.decode(payload)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"replies that cannot be decoded: {error}") from None
 
 
 def check_result(payload: bytes) -> None:
     """ProtocolError when it is no JSON value."""
-    try:
+    with ProtocolError.instead_of(*UNDECODABLE, text="the result of an episode cannot be decoded"):
         msgspec.json.decode(payload)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"the result of an episode cannot be decoded: {error}") from None
 
 
 def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:

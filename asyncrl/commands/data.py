@@ -109,12 +109,10 @@ def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
     tasks = args.name.removeprefix(GYM).split(",")
     if unknown := [task for task in tasks if task not in reasoning_gym.factory.DATASETS]:
         raise ConfigError(f"{unknown[0]!r} is no task of reasoning-gym; its gallery lists them")
-    try:
+    with ConfigError.instead_of(
+        msgspec.DecodeError, text=f"--config {args.config!r}: a JSON object of a task's options each"
+    ):
         options: dict[str, dict[str, Any]] = msgspec.json.decode(args.config, type=dict[str, dict[str, Any]])
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"--config {args.config!r}: a JSON object of a task's options each ({error})"
-        ) from None
     prompts = reasoning_gym.utils.SYSTEM_PROMPTS
     system = prompts.get(args.system or "default", args.system)
     splits = dict[str, Sequence[Row]]()

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.data.samples import RowLayout, question
 from asyncrl.data.sources import Place
-from asyncrl.errors import UNDECODABLE, ConfigError, one_line
+from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.tools.base import Tool, names, tools
 from asyncrl.tools.loading import load_all
 from asyncrl.tools.schema import docstring, outline
@@ -99,10 +99,8 @@ def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 def _sample(path: Path) -> Sample:
     """A row of a data set, in a JSON file, as tools see it in training; it may lack the prompt."""
-    try:
+    with ConfigError.instead_of(OSError, *UNDECODABLE, text=f"--sample {path}: no sample as a JSON object"):
         row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, *UNDECODABLE) as error:
-        raise ConfigError(f"--sample {path}: no sample as a JSON object ({one_line(error)})") from None
     return question(Place(str(path), 0), {"prompt": "?"} | row, RowLayout())
 
 

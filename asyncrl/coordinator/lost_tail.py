@@ -24,10 +24,8 @@ def recover(state: RunState, step: int, now: float) -> None:
         f"the trainer's checkpoint is of step {step}, the run store knows {known} steps: checkpoint and "
         "store are not of one run; restore both from the same copy"
     )
-    try:
+    with ProtocolError.instead_of(CheckpointError, text=refusal):
         manifests = checkpoints.lineage(step, known)
-    except CheckpointError as error:
-        raise ProtocolError(f"{refusal} ({error})") from error
     state.buffer.cohorts.exclude(known)
     trained = [uid for manifest in manifests for uid in manifest.trained]
     before = state.buffer.counts()[State.TRAINED]

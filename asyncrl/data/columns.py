@@ -74,10 +74,8 @@ def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
 
 def as_json(where: str, column: str, value: Any) -> str:
     """NaN, which pandas writes where a value is missing, and infinity are null: JSON has neither."""
-    try:
+    with ConfigError.instead_of(ValueError, text=f"{where}: {column} cannot be written as JSON"):
         text = json.dumps(value, ensure_ascii=False, default=str)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {column} cannot be written as JSON ({error})") from None
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
     return text

@@ -276,8 +276,6 @@ def _tests(folder: Path, fields: HonouredFields) -> TaskTests:
 
 def _names(key: str, given: Any) -> tuple[str, ...]:
     """Read names of tests: a list, or one as JSON text."""
-    try:
+    with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is no list of names"):
         read = msgspec.json.decode(given) if isinstance(given, str) else given or ()
         return msgspec.convert(read, tuple[str, ...])
-    except ValueError as error:
-        raise ConfigError(f"tests/config.json: {key} is no list of names ({one_line(error)})") from None

@@ -44,7 +44,7 @@ class EpochOrder:
         if self.directory is None or self._hook is None:
             return self._ordered(epoch)
         path = self.directory / f"order-{epoch}"
-        try:
+        with ConfigError.instead_of(OSError, text=f"{path}: the order of the data cannot be kept"):
             if not path.exists():
                 with path.with_suffix(".tmp").open("wb") as file:
                     file.write(array("Q", self._ordered(epoch)))
@@ -53,8 +53,6 @@ class EpochOrder:
                 # a crash goes back by one epoch at most
                 (self.directory / f"order-{epoch - 2}").unlink(missing_ok=True)
             return array("Q", path.read_bytes())
-        except OSError as error:
-            raise ConfigError(f"{path}: the order of the data cannot be kept ({error})") from error
 
     def _ordered(self, epoch: int) -> Sequence[int]:
         everything = range(len(self.samples))

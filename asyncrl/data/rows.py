@@ -25,16 +25,14 @@ def read_rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; correct the path, or see docs/data.md for what it may be")
     empty = True
-    try:
+    with ConfigError.instead_of(
+        OSError, ValueError, text=f"{path}: not readable as {path.suffix[1:]}", advice="write it anew"
+    ):  # msgspec's and pyarrow's errors are among them
         for number, row in enumerate(READERS[path.suffix](path)):
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, sample {number}: an object is expected, not {type(row).__name__}")
             empty = False
             yield row
-    except (OSError, ValueError) as error:  # msgspec's and pyarrow's errors are among them
-        raise ConfigError(
-            f"{path}: not readable as {path.suffix[1:]} ({one_line(error)}); write it anew"
-        ) from error
     if empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 

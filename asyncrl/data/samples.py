@@ -109,11 +109,9 @@ def _demonstration(where: Place, row: Row, layout: RowLayout) -> Sample:
         raise ConfigError(f"{where}: has no assistant message, so there is nothing to imitate")
     extra = _extra(where, row)
     if tools := row.get("tools"):  # a list of schemas, or that as JSON text
-        try:
+        with ConfigError.instead_of(ValueError, text=f"{where}: column tools must be a list of schemas"):
             tools = json.loads(tools) if isinstance(tools, str) else tools
             extra["tool_schemas"] = msgspec.convert(tools, list[dict[str, Any]])
-        except ValueError as error:
-            raise ConfigError(f"{where}: column tools must be a list of schemas ({error})") from None
     messages = (*given, *learned) if given else _led(learned, layout)
     sample = _sample(where, row, messages, _truth(where, row), extra)
     return msgspec.structs.replace(sample, given=len(given))

@@ -11,7 +11,7 @@ from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.config.base import Plugin
 from asyncrl.data.harbor import read_tasks
 from asyncrl.data.rows import READERS, Row, read_rows
-from asyncrl.errors import ConfigError, describe, one_line
+from asyncrl.errors import ConfigError, describe
 from asyncrl.registry import Call, load_object, make, single
 
 HUB = "hf:"
@@ -87,14 +87,12 @@ def load_split(name: str, config: str, split: str, hint: str, revision: str = ""
     import datasets  # here: it takes a second
 
     datasets.disable_progress_bars()
-    try:
+    with ConfigError.instead_of(
+        Exception, text=f"{name}: the split {split!r} cannot be loaded", advice=hint
+    ):  # of the network, the disk, the format
         if config and datasets.get_dataset_config_names(name, revision or None) == ["default"]:
             config = ""
         found = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
-    except Exception as error:  # of the network, the disk, the format
-        raise ConfigError(
-            f"{name}: the split {split!r} cannot be loaded ({one_line(error)}); {hint}"
-        ) from error
     yield from found
 
 

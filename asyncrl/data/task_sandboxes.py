@@ -35,10 +35,8 @@ class TaskSandbox:
         show: Iterable[str] = (),
         listen: bool = False,
     ) -> None:
-        try:
+        with SetupError.instead_of(ConfigError, text=f"task {task.name}"):
             image = find_image(task.image)
-        except ConfigError as error:
-            raise SetupError(f"task {task.name}: {error}") from error
         self.task = task
         self.directory = task.directory or image.directory
         self.workspace = task.workspace or (self.directory,)
@@ -57,10 +55,8 @@ class TaskSandbox:
 
     async def start(self) -> None:
         """Start it. SetupError where it does not start."""
-        try:
+        with SetupError.instead_of(SandboxError, text=f"task {self.task.name}"):
             await self.jail.start()
-        except SandboxError as error:
-            raise SetupError(f"task {self.task.name}: {error}") from error
 
     async def find(self, program: str) -> str:
         """Find a program as a shell in the image does; '' if there is none."""

@@ -61,19 +61,15 @@ def task_of(sample: Sample) -> Task | None:
 def check_task(sample: Sample, judged: bool) -> None:
     """ConfigError where its image is not there, or the tests where it is `judged`."""
     where = f"sample {sample.row}"
-    try:
+    with ConfigError.instead_of(ValueError, text=f"{where}: its task, or what judges it, cannot be read"):
         task = task_of(sample)
         tests = msgspec.json.decode(sample.ground_truth, type=TaskTests) if judged and task else None
-    except ValueError as error:
-        raise ConfigError(f"{where}: its task, or what judges it, cannot be read ({error})") from None
     if task is None:
         if judged:
             raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
         return
     where = f"task {task.name}"
-    try:
+    with ConfigError.instead_of(ConfigError, text=where):
         find_image(task.image)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
     if tests and not Path(tests.tests, "test.sh").is_file():
         raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")

@@ -147,10 +147,8 @@ def _modes(id: str) -> list[str]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    try:
+    with ConfigError.instead_of(ValueError, text=f"arguments {text!r} are no JSON"):
         found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"arguments {text!r} are no JSON ({error})") from None
     if not isinstance(found, dict):
         raise ConfigError(f"arguments {text!r} are no JSON object")
     return found

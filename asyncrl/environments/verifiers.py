@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError
 from asyncrl.isolation.calls import GRACE, cancel_later, start
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
@@ -204,13 +204,11 @@ def load(taskset: str, env: str, config: str) -> Any:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
     except ImportError:
         raise ConfigError("verifiers is not installed; pip install 'asyncrl[verifiers]'") from None
-    try:
+    with ConfigError.instead_of(Exception, text=f"no environment of taskset {taskset!r}"):
         block = msgspec.json.decode(config, type=dict[str, Any])
         tasks = {**block.get("taskset", {}), "id": taskset}
         found = load_environment(resolve_env_config({**block, "id": env, "taskset": tasks}))
         shared = found.taskset.toolsets(found.taskset.config)
-    except Exception as error:
-        raise ConfigError(f"no environment of taskset {taskset!r} ({one_line(error)})") from error
     if shared or type(found).start is not vf.Env.start:
         raise ConfigError(
             f"taskset {taskset!r} has servers that its episodes share; let verifiers lead the episode, as an "

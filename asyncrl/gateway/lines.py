@@ -37,10 +37,8 @@ class CommandError(AsyncrlError):
 
 def words_of(line: str, key: str = "line") -> list[str]:
     """Split a line as a shell would. ConfigError, with the option's name, for what cannot be filled."""
-    try:
+    with ConfigError.instead_of(ValueError, text=f"{key} {line!r}"):
         words = shlex.split(line)
-    except ValueError as error:
-        raise ConfigError(f"{key} {line!r}: {error}") from None
     for index, word in enumerate(words):
         if trouble := _trouble(words[:index], word):
             raise ConfigError(f"{key}: {trouble}")

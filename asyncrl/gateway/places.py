@@ -132,12 +132,10 @@ EpisodePlace = OpenPlace | SandboxPlace
 async def open_place(endpoint: Endpoint) -> AsyncIterator[OpenPlace]:
     """Make a place, which is removed in the end. CommandError where it cannot be made."""
     with ExitStack() as stack:
-        try:
+        with CommandError.instead_of(OSError, text="no place for the episode could be made"):
             root = stack.enter_context(emptying.own_directory(_parent(), PREFIX))
             for part in ("work", *PARTS):
                 os.mkdir(f"{root}/{part}", 0o700)
-        except OSError as error:
-            raise CommandError(f"no place for the episode could be made: {error}") from error
         try:
             yield OpenPlace(root, endpoint)
         finally:

@@ -92,10 +92,8 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     samples, warnings = prepare(config, split, layout, prompt_budgets(parts))
     if complaint := _no_numbers(parts, samples):
         warnings.append(f"data.{split}: {complaint}")
-    try:
+    with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
         _check_tasks(parts, samples)
-    except (ConfigError, ValueError) as error:
-        raise ConfigError(f"data.{split}: {error}") from error
     if not config.rollout.agent:  # which reads what its data says about tools by itself
         problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
         if problems:

@@ -28,7 +28,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, ProtocolError, one_line
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.launch.placement import TRAINER
 from asyncrl.launch.process import LocalSpawner, ProcessSpec, log_path
 from asyncrl.launch.run_directory import run_directory
@@ -74,14 +74,12 @@ class JoinedProcess:
         parent = run_directory(ticket.config).absolute() / "elsewhere" / launch
         run_dir, config = parent / name, replace(ticket.config, run_dir=str(parent))
         own = run_dir / order.place.name  # what the process was told, and how far its files were sent
-        try:
+        with ConfigError.instead_of(OSError, text=f"run_dir: on {host} it cannot be written to"):
             self._claim = claim(parent, name, host)
             own.mkdir(parents=True, exist_ok=True)
             (own / "started").write_text(ticket.started)
             (own / "started").replace(run_dir / "started")  # other processes of the launch may read it now
             (own / "config.yaml").write_bytes(msgspec.yaml.encode(config))
-        except OSError as error:
-            raise ConfigError(f"run_dir: on {host} it cannot be written to ({one_line(error)})") from None
         self._own, self._files = own, SentFiles(own, ticket)
         self.role = LocalSpawner(run_dir, ticket.endpoints, own)(order)
 

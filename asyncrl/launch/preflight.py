@@ -95,10 +95,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
 def check_tasks(inputs: Inputs) -> Iterator[Note]:
     """Start a sandbox in the images of some tasks."""
     for task in (tried := inputs.tasks[:IMAGES]):
-        try:
+        with ConfigError.instead_of(ConfigError, text=f"task {task.name}"):
             check_image(task.image, task.user)
-        except ConfigError as error:
-            raise ConfigError(f"task {task.name}: {error}") from error
     if tried:
         yield ok(f"sandboxes start in {len(tried)} of {len(inputs.tasks)} images; all images are there")
 

@@ -209,10 +209,8 @@ def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int
 def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
     """Predict a workload, as `predict` does."""
     steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // work.buffer.batch_size))
-    try:
+    with ConfigError.instead_of(ValueError, text="no step of this configuration can be predicted"):
         found = [step for seed in seeds for step in steady(Simulation(work, seed).run(steps))]
-    except ValueError as error:
-        raise ConfigError(f"no step of this configuration can be predicted: {error}") from None
     columns = zip(*((s.seconds, s.train, s.rollout, s.lag, s.masked, s.tokens) for s in found), strict=True)
     seconds, train, rollout, lag, masked, tokens = map(statistics.mean, columns)
     return Forecast(seconds, lag, 1 - train / seconds, 1 - rollout / seconds, masked, tokens)

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.conversation.tokenizer import load_tokenizer
-from asyncrl.errors import UNDECODABLE, ConfigError, one_line
+from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.remote import (
     SCORER,
     RemoteError,
@@ -121,10 +121,8 @@ class RewardModel:
             answer = await post(
                 url, {"input_ids": ids}, seconds=self._timeout, retries=self._retries, headers=self._headers
             )
-        try:
+        with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: no answer of a reward model"):
             values = _classified(answer).embedding
-        except UNDECODABLE as error:
-            raise RemoteError(f"{url}: no answer of a reward model ({one_line(error)})") from error
         return normalised_output(values, self._label, self._normalise)
 
     def _ids(self, given: RewardInput) -> list[int]:
@@ -281,26 +279,20 @@ def _template(prompt: str) -> Any:
     import jinja2.meta
 
     if prompt.endswith((".txt", ".md", ".jinja")) and "\n" not in prompt:
-        try:
+        with ConfigError.instead_of(OSError, UnicodeDecodeError, text=f"prompt {prompt!r} cannot be read"):
             prompt = Path(prompt).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompt {prompt!r} cannot be read ({one_line(error)})") from error
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     known = {"question", "answer", "ground_truth", "transcript", "extra_info", "data_source", "scale"}
-    try:
+    with ConfigError.instead_of(jinja2.TemplateSyntaxError, text="the prompt is no Jinja template"):
         unknown = jinja2.meta.find_undeclared_variables(environment.parse(prompt)) - known
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"the prompt is no Jinja template ({one_line(error)})") from error
     if unknown:
         raise ConfigError(f"the prompt names {sorted(unknown)[0]!r}; there are: {', '.join(sorted(known))}")
     return environment.from_string(prompt)
 
 
 def _pattern(score: str) -> re.Pattern[str]:
-    try:
+    with ConfigError.instead_of(re.error, text=f"score: {score!r} is no pattern"):
         pattern = re.compile(score)
-    except re.error as error:
-        raise ConfigError(f"score: {score!r} is no pattern ({error})") from error
     if pattern.groups < 1:
         raise ConfigError(f"score: {score!r} has no group for the number; put it in brackets")
     return pattern

@@ -180,10 +180,8 @@ class Mirror:
 
     def _fetch_as(self, arriving: Arriving, version: PolicyVersion, lock: Path) -> WeightsRef:
         opened = self._open(version)
-        try:
+        with ProtocolError.instead_of(*UNDECODABLE, text="no usable manifest"):
             manifest = msgspec.json.decode(opened.manifest, type=Manifest)
-        except UNDECODABLE as error:
-            raise ProtocolError(f"no usable manifest ({error})") from None
         if manifest.delta is not None and self._local(manifest.delta.version) is None:
             self._fetch(manifest.delta.version, lock)
         begin, wall = time.monotonic(), time.time()

@@ -85,12 +85,10 @@ class Checkpoints:
     `written`: bytes that this process has written; `local`: the place is a directory."""
 
     def __init__(self, place: str | Path) -> None:
-        try:
+        with ConfigError.instead_of(
+            ValueError, ImportError, text=f"checkpoint.directory {place}: no place for files"
+        ):
             self._fs, self.root = url_to_fs(os.fspath(place))
-        except (ValueError, ImportError) as error:
-            raise ConfigError(
-                f"checkpoint.directory {place}: no place for files ({one_line(error)})"
-            ) from error
         self.local = isinstance(self._fs, LocalFileSystem)
         self.written = 0
 
@@ -107,11 +105,9 @@ class Checkpoints:
         """CheckpointError when there is none, or it is of another step: its trajectories would count as
         trained at the wrong one."""
         path = self.path(step)
-        try:
+        with CheckpointError.instead_of(OSError, *UNDECODABLE, text=f"{path}: no readable manifest"):
             content = self._fs.cat_file(self.path(step, MANIFEST))
             manifest = msgspec.json.decode(content, type=CheckpointManifest)
-        except (OSError, *UNDECODABLE) as error:
-            raise CheckpointError(f"{path}: no readable manifest ({one_line(error)})") from error
         if manifest.step != step:
             raise CheckpointError(
                 f"{path}: it was renamed or copied, its manifest is of step {manifest.step}"

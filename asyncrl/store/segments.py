@@ -90,7 +90,7 @@ class SegmentReader:
     def read(self, place: FramePlace) -> bytes:
         """The record at a place, verified. StoreError names the file when it is damaged or gone."""
         path = segment_path(self.directory, place.segment)
-        try:
+        with StoreError.instead_of(OSError, text=f"{path}"):  # a bad sector, or the file is gone
             file = self._file(place.segment)
             header = os.pread(file, HEADER.size, place.offset)
             if len(header) == HEADER.size:
@@ -98,8 +98,6 @@ class SegmentReader:
                 payload = os.pread(file, length, place.offset + HEADER.size)
                 if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
                     return payload
-        except OSError as error:  # a bad sector, or the file is gone
-            raise StoreError(f"{path}: {error}") from error
         raise StoreError(f"{path}: damaged record at {place.offset}")
 
     def oldest_kept(self, needed: int, spare_bytes: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import one_line
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.types import Sample
 
@@ -37,10 +36,8 @@ class SampleTools(msgspec.Struct):
 
 def read_sample_tools(sample: Sample) -> SampleTools:
     """ToolError when `extra_info` cannot be read."""
-    try:
+    with ToolError.instead_of(ToolError, text=f"sample {sample.row}"):
         return _decode(sample.extra_info)
-    except ToolError as problem:
-        raise ToolError(f"sample {sample.row}: {problem}") from None
 
 
 def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -130,10 +127,8 @@ def _remade(tool: Tool, arguments: dict[str, Any]) -> Tool:
         raise ToolError(f"tool {tool.name!r} runs in processes that all samples share: give no tools_kwargs")
     if not given or tool.remake is None:
         return tool
-    try:
+    with ToolError.instead_of(Exception, text=f"tool {tool.name!r} refuses its tools_kwargs"):
         made = tool.remake(**given)
-    except Exception as problem:
-        raise ToolError(f"tool {tool.name!r} refuses its tools_kwargs: {one_line(problem)}") from problem
     return dataclasses.replace(made, name=tool.name)
 
 
@@ -141,7 +136,5 @@ _decoder = msgspec.json.Decoder(SampleTools | None)
 
 
 def _decode(text: str) -> SampleTools:
-    try:
+    with ToolError.instead_of(msgspec.MsgspecError, text="extra_info, tools or tools_kwargs"):
         return _decoder.decode(text or "{}") or SampleTools()
-    except msgspec.MsgspecError as problem:
-        raise ToolError(f"extra_info, tools or tools_kwargs: {one_line(problem)}") from None

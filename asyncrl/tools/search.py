@@ -214,10 +214,8 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
-    try:
+    with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r}"):
         _tokenized([""], stopwords)
-    except ValueError as error:
-        raise ConfigError(f"stopwords {stopwords!r}: {one_line(error)}") from None
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl" / "search"
     home = (Path(cache).expanduser().resolve() if cache else default) / _key(path, stopwords)
     try:

@@ -28,7 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError
 from asyncrl.shrunk import own_attention
 from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.scores import widened
@@ -55,7 +55,7 @@ class WeightsSource:
 def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> WeightsSource:
     """Read a directory as `kind`, a transformers Auto class. ConfigError names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
-    try:
+    with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
         model = skeleton(kind, path, dtype)
         places = locate(model, path)
         sliced = all(world.gather(bool(places), bool))
@@ -66,8 +66,6 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
             )
             filled = kind.from_pretrained(path, dtype=_master(dtype))
             _check_tied(model, filled)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error
     return WeightsSource(model, places if sliced else {}, filled, dtype)
 
 

@@ -80,13 +80,11 @@ def build(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> 
     key = "trainer.optimizer"
     name, options = single(trainer.optimizer, key)
     make = optimizers.load(name, key)
-    try:
+    with ConfigError.instead_of(TypeError, ValueError, RuntimeError, text=f"{key}: {name} cannot be built"):
         taken = inspect.signature(make).parameters
         given = {"betas": trainer.betas, "weight_decay": trainer.weight_decay}
         given = {word: value for word, value in given.items() if word in taken}
         found = make(parameters, **{"lr": lr, **given, **options})
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{key}: {name} cannot be built ({one_line(error)})") from error
     if not isinstance(found, Optimizer):
         raise ConfigError(f"{key}: {name} gives {type(found).__name__}, not a torch.optim.Optimizer")
     return found

@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from asyncrl.errors import ConfigError, ProtocolError, one_line
+from asyncrl.errors import ConfigError, ProtocolError
 
 T = TypeVar("T")
 MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
@@ -110,10 +110,8 @@ class World:
         if self.size == 1:
             return [value]
         encoded = self._exchange(msgspec.msgpack.encode(value))
-        try:
+        with ProtocolError.instead_of(msgspec.DecodeError, text=f"a trainer rank sent what is no {kind}"):
             return [msgspec.msgpack.decode(one, type=kind) for one in encoded]
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"a trainer rank sent what is no {kind}: {one_line(error)}") from error
 
     def gather_data(self, value: T, kind: type[T]) -> list[T]:
         """Gathers as `gather` does, but ranks that share a micro-batch count once."""
@@ -201,13 +199,11 @@ class Words:
 
 def _listener(host: str) -> socket.socket:
     """A socket on this machine's address of that name alone, and a free port."""
-    try:
+    with ConfigError.instead_of(
+        OSError, text=f"trainer rank 0 cannot listen on {host}, the address of its node"
+    ):
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"trainer rank 0 cannot listen on {host}, the address of its node: {error}"
-        ) from error
 
 
 def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeout_s: float = 600.0) -> World:

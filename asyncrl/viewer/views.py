@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.columns import Measured
 from asyncrl.observe.files import read_status, size_of_rows
 from asyncrl.observe.metrics import charts
@@ -57,10 +57,8 @@ class Views:
 
     def answer(self, name: str, query: Query) -> Any:
         """Return an answer as JSON. AsyncrlError says why there is none."""
-        try:
+        with ConfigError.instead_of(OSError, text=name):
             return self._views[name](query)
-        except OSError as error:
-            raise ConfigError(f"{name}: {one_line(error)}") from None
 
     def _list(self, query: Query) -> dict[str, Any]:
         """Say what the runs are doing, and how their configurations differ."""
@@ -165,10 +163,8 @@ def _config(run_dir: Path, step: int = 0) -> RunConfig:
 
 def _given(query: Query, key: str, kind: Any = float) -> Any:
     """Return a number of a query, or None."""
-    try:
+    with ConfigError.instead_of(msgspec.DecodeError, text=f"{key}={query.get(key)}: give a number"):
         return msgspec.json.decode(query[key], type=kind) if key in query else None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{key}={query[key]}: give a number ({one_line(error)})") from None
 
 
 def _begun(run_dir: Path) -> Begun:

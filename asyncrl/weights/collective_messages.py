@@ -126,7 +126,5 @@ def _checked(header: bytes, limit: int) -> int:
 
 
 def _decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    try:
+    with ProtocolError.instead_of(*UNDECODABLE, text="weights: a message that is not understood"):
         return decoder.decode(data)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"weights: a message that is not understood: {error}") from error

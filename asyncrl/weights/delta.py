@@ -137,12 +137,10 @@ def _take(start: WeightsRef, cache: Path, target: Path) -> None:
     """Move a whole payload out of the cache, or copy one into it; either way the cache is empty otherwise,
     for it need not have room for two."""
     source = Path(start.path) / disk.PAYLOAD
-    try:
+    with WeightsError.instead_of(FileNotFoundError, text=f"weights {start.path}: no usable {disk.PAYLOAD}"):
         if source.parent.parent == cache:
             source.rename(target)
         for other in disk.published(cache):
             shutil.rmtree(other.path, ignore_errors=True)
         if not target.exists():
             shutil.copyfile(source, target)
-    except FileNotFoundError as error:
-        raise WeightsError(f"weights {start.path}: no usable {disk.PAYLOAD} ({error})") from error

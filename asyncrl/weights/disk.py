@@ -84,10 +84,8 @@ def payload(directory: Path) -> Path:
 def read_manifest(ref: WeightsRef) -> Manifest:
     """Reads a version's manifest, without its tensors. Raises WeightsError."""
     path = Path(ref.path) / MANIFEST
-    try:
+    with WeightsError.instead_of(OSError, *UNDECODABLE, text=f"weights {ref.path}: no usable {MANIFEST}"):
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, *UNDECODABLE) as error:
-        raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} ({error})") from error
     if manifest.version != ref.version:
         raise WeightsError(f"weights {ref.path}: expected {ref.label}; found {manifest.version.label}")
     if manifest.checksum != overall_checksum(manifest.tensors):
@@ -168,13 +166,11 @@ def lock_version(ref: WeightsRef) -> Iterator[None]:
     the latest. Raises WeightsError when the version is gone already."""
     path = Path(ref.path) / MANIFEST
     with ExitStack() as stack:
-        try:
+        with WeightsError.instead_of(OSError, text=f"weights {ref.path}: no usable {MANIFEST}"):
             descriptor = os.open(path, os.O_RDONLY)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete it
             there = os.path.samestat(os.fstat(descriptor), path.stat())
-        except OSError as error:
-            raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} ({error})") from error
         if not there:
             raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} (it was replaced meanwhile)")
         yield

@@ -98,10 +98,8 @@ def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
     """The file's bytes by tensor, mapped into memory: writes stay in this process ("c") or go to the file
     ("r+"). Raises WeightsError for a file that does not hold exactly this layout."""
     expected = file_header(layout)
-    try:
+    with WeightsError.instead_of(OSError, ValueError, text=f"weights {path.parent}: no usable {path.name}"):
         data = np.memmap(path, np.uint8, mode)
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"weights {path.parent}: no usable {path.name} ({error})") from error
     size = len(expected) + sum(spec.nbytes for spec in layout)
     if data[: len(expected)].tobytes() != expected or data.size != size:
         problem = f"{path.name} and its manifest name different tensors"

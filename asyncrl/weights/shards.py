@@ -152,15 +152,13 @@ class HostShards:
         """Collects what all ranks have of each of the tensors; `memory`, `base`: of this rank."""
         if self.ranks == 1:
             return [(one,) for one in self._shares(memory, base, ask)]
-        with self._wire:
-            try:
-                self._ask(ask, self._deadline)
-                of_ranks = [
-                    self._shares(memory, base, ask) if rank == self.rank else self._receive(rank)
-                    for rank in range(self.ranks)
-                ]
-            except RuntimeError as error:
-                raise WeightsError(f"a trainer rank did not deliver its shards ({error})") from error
+        failed = WeightsError.instead_of(RuntimeError, text="a trainer rank did not deliver its shards")
+        with self._wire, failed:
+            self._ask(ask, self._deadline)
+            of_ranks = [
+                self._shares(memory, base, ask) if rank == self.rank else self._receive(rank)
+                for rank in range(self.ranks)
+            ]
         return list(zip(*of_ranks, strict=True))
 
     def _keep_alive(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import asyncrl
-from asyncrl.errors import ConfigError, describe, one_line, recorded
+from asyncrl.errors import ConfigError, SetupError, describe, one_line, recorded
 from asyncrl.isolation.calls import call_user
 
 
@@ -24,6 +24,19 @@ def test_recorded_without_a_failure_is_false_and_empty() -> None:
     with recorded() as failure:
         pass
     assert not failure and failure.line == failure.trace == ""
+
+
+def test_an_error_in_place_of_another_says_where_why_and_what_to_do() -> None:
+    read = ConfigError.instead_of(OSError, KeyError, text="f.json: not readable", advice="write it anew")
+    text = r"^f\.json: not readable \(KeyError: 'a'\); write it anew$"
+    with pytest.raises(ConfigError, match=text) as raised, read:
+        raise KeyError("a")
+    assert isinstance(raised.value.__cause__, KeyError)
+    task = SetupError.instead_of(ConfigError, text="task one")
+    with pytest.raises(SetupError, match=r"^task one: no image$"), task:
+        raise ConfigError("no image")
+    with pytest.raises(TypeError), ConfigError.instead_of(ValueError, text="of another kind"):
+        raise TypeError
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -120,7 +120,7 @@ class AdapterLoader:
         manifest, arrays = disk.read_arrays(ref)
         if not manifest.adapters:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
-        try:
+        with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
             for agent, spec in manifest.adapters.items():
                 own = [one for one in manifest.layout if alone(one.name, agent)]
                 layout = tuple(one._replace(name=alone(one.name, agent)) for one in own)
@@ -129,8 +129,6 @@ class AdapterLoader:
                 (files / agent / "adapter_config.json").write_bytes(settings)
                 with (files / agent / "adapter_model.safetensors").open("wb") as file:
                     write_file(file, layout, (arrays[one.name] for one in own))
-        except OSError as error:
-            raise WeightsError(f"weights {ref.path}: cannot be copied to {files} ({error})") from error
         return manifest
 
     async def _unload_old(self) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
-from asyncrl.errors import AsyncrlError, EngineError, ProtocolError, one_line
+from asyncrl.errors import AsyncrlError, EngineError, ProtocolError
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.manifest import Layout, Manifest, Superseded, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
@@ -33,10 +33,8 @@ class SenderConnection:
 
     async def ask(self, question: messages.Question, kind: type[T]) -> T:
         """Raises Superseded, WeightsError when the sender refuses or is gone, ProtocolError."""
-        try:
+        with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
             answer = await messages.ask(self.reader, self.writer, question)
-        except (OSError, EOFError) as error:
-            raise WeightsError(f"weights {self.path}: the sender is gone ({one_line(error)})") from error
         if isinstance(answer, messages.Refused):
             raise (Superseded if answer.superseded else WeightsError)(f"weights {self.path}: {answer.reason}")
         if not isinstance(answer, kind):
@@ -143,22 +141,18 @@ class Receiver:
             await self.close()  # another trainer's, or one that has heard nothing from here for long
         if self._connection is None:
             where = urlsplit(path)
-            try:
+            with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
                 streams = await asyncio.open_connection(where.hostname, where.port)
-            except OSError as error:
-                raise WeightsError(f"weights {path}: no sender there ({one_line(error)})") from error
             self._connection = SenderConnection(path, *streams)
         return self._connection
 
     async def _join(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
         connection.group = plan.group
         address = str(urlsplit(connection.path).hostname)
-        try:
+        with WeightsError.instead_of(EngineError, text=f"weights {connection.path}: the server did not join"):
             await self._server.init_group(
                 address, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
             )
-        except EngineError as error:
-            raise WeightsError(f"weights {connection.path}: the server did not join: {error}") from error
 
 
 def _is_here(url: str) -> bool:

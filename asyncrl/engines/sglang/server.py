@@ -223,7 +223,5 @@ def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list
 
 
 def _shape_of(path: str) -> Any:
-    try:
+    with ConfigError.instead_of(OSError, ValueError, text=f"model {path}: no usable config.json"):
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: no usable config.json ({error})") from error

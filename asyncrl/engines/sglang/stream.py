@@ -91,11 +91,9 @@ _decode = msgspec.json.Decoder(StreamEvent).decode
 def decode(payload: bytes) -> StreamEvent:
     """EngineError for what is not an event, and for one that reports an error. (JSON has no NaN: a server
     whose logits are not finite numbers sends null for a log-prob, which is not an event.)"""
-    try:
+    with EngineError.instead_of(*UNDECODABLE, text="a server's answer is not understood"):
         event = _decode(payload)
         told = msgspec.json.decode(event.error) if event.error else None
-    except UNDECODABLE as error:
-        raise EngineError(f"a server's answer is not understood: {error}") from error
     if event.error:
         raise _failure(told.get("code") if isinstance(told, dict) else None, error_text(payload))
     return event
@@ -144,10 +142,8 @@ class StreamedTurn:
         """EngineError unless it is of all tokens but the last, from `routes_from` on."""
         start = self.request.routes_from or 0
         tokens = len(self.request.ids) + len(self.tokens) - 1 - start
-        try:
+        with EngineError.instead_of(ValueError, text="the server's routes cannot be read"):
             experts = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
-        except ValueError as error:
-            raise EngineError(f"the server's routes cannot be read: {error}") from error
         whole = tokens > 0 and experts.size and experts.size % tokens == 0
         if not whole or not 0 <= experts.min() <= experts.max() < _MOST:
             raise EngineError(f"the server sent {experts.size} routes for {tokens} tokens")
