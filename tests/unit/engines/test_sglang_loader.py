@@ -75,7 +75,7 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
 async def test_a_cache_is_deleted_when_no_load_that_was_given_up_fills_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, entered, go = tmp_path / "cache", threading.Event(), threading.Event()
+    cache, entered, go, over = tmp_path / "cache", *(threading.Event() for _ in range(3))
     loader = loader_of(Server(), WeightsConfig(), cache=cache)  # type: ignore[arg-type]
 
     def fill(ref: WeightsRef) -> None:
@@ -83,6 +83,7 @@ async def test_a_cache_is_deleted_when_no_load_that_was_given_up_fills_it(
         entered.set()
         go.wait(60)
         (cache / "late").mkdir(parents=True)
+        over.set()
 
     monkeypatch.setattr(loader, "_whole", fill)
     load = asyncio.create_task(loader.load(publish({"w": torch.ones(2)}, tmp_path, PolicyVersion(0, 0))))
@@ -92,7 +93,8 @@ async def test_a_cache_is_deleted_when_no_load_that_was_given_up_fills_it(
     closing = asyncio.create_task(loader.close())
     asyncio.get_running_loop().call_later(0.05, go.set)  # time to delete it, if nothing kept it from that
     await closing
-    assert (await asyncio.to_thread(cache.exists)) is False
+    assert await asyncio.to_thread(over.wait, 60)
+    assert not await asyncio.to_thread(cache.exists)
 
 
 async def test_scores_are_computed_anew() -> None:
