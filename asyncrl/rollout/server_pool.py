@@ -155,9 +155,11 @@ class ServerPool:
         return await self._ask(request, lambda client: client.read(ids, count, top), waiting)
 
     async def url(self) -> str:
-        """Return the address of a server, each in turn, once there is one."""
-        while not (servers := self._eligible(0)):
-            await self.changed.wait()
+        """Return the address of a server, each in turn. Waits for one, and raises, as `generate` does."""
+        deadline = asyncio.get_running_loop().time() + self._patience
+        turn = ServerTurn(Request("", (), Sampling(0, ())), lambda: 0, deadline)
+        (await self._acquire(turn)).running -= 1
+        servers = self._eligible(0)
         return servers[next(self._calls) % len(servers)].entry.url
 
     async def fresh(self, oldest: Callable[[], int]) -> None:
@@ -234,7 +236,7 @@ class ServerPool:
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        span, waiting = ("room on an engine", nullcontext) if turn.full else (self._span, turn.waiting)
+        span, waiting = (f"room on {self._kind}", nullcontext) if turn.full else (self._span, turn.waiting)
         lack = self._waits_for(turn.oldest(), len(turn.full))
         with waiting(), self._waits.named(lack, self._patience, span):
             try:

@@ -36,7 +36,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "acks: turns that": (PROCESS, "acks: turns not durable yet"),
     "acks: the window": (PROCESS, "acks: the window is full"),
     "fresher weights": (PROCESS, "wait for fresher weights"),
-    "room on an engine": (PROCESS, "wait for room on an engine"),
+    "room on": (PROCESS, None),
     "rollout-# is silent": (PROCESS, "a worker is silent, or starts"),
     "its server to become": (PROCESS, "its server is not ready"),
     "commit": (OTHER, "commit"),

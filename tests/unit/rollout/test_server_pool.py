@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,24 @@ async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -
     s.tell(entry("scorer", lane="reference", incarnation="2"))
     assert await reading == TokenScores(np.array([-2, -3], "<f4").tobytes())
     assert [client.entry.name for client in s.clients] == ["scorer", "scorer"]  # no engine is asked
+
+
+async def test_waits_for_a_scorers_room_and_for_its_address_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "PAUSE", 0.001)
+    with pytest.raises(NoEngineError, match=r"scorers\.teacher: no server .*, after 0\.01 s"):
+        await Servers(lane="teacher", patience=0.01).pool.url()
+    s, spans = Servers(lane="teacher"), list[str]()
+    s.tell(*(entry(name, lane="teacher") for name in "ab"))
+    assert [await s.pool.url() for _ in range(3)] == ["http://a", "http://b", "http://a"]
+
+    def named(name: str, seconds: float = 0.0, span: str = "") -> AbstractContextManager[None]:
+        spans.append(span)
+        return nullcontext()
+
+    monkeypatch.setattr(s.waits, "named", named)
+    s["a"].acts, s["b"].acts = [Busy()], [Busy()]
+    await s.pool.score(request())
+    assert [span for span in spans if span] == ["room on scorers.teacher"]
 
 
 async def seen(condition: Callable[[], bool]) -> None:
