@@ -140,8 +140,8 @@ TRAINER_IDLE = "async/trainer_idle_frac"
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number: flow control,
-    within what the servers' memory holds. After a restart of the coordinator it begins anew."""
+    """Moves `buffer.live_limit` and `buffer.spare` after each commit, unless buffer.target_staleness is a
+    number: flow control, within what the servers' memory holds. A restarted coordinator begins anew."""
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         section = config.buffer

@@ -127,14 +127,19 @@ class ReplayBuffer:
     @property
     def has_room(self) -> bool:
         """True when one more group may be live. A group of only late members does not count."""
-        live, size = self.tally.open(self.committed), self.config.groups_per_batch
         return (
-            live + 1 <= self.max_live
-            and self.committed * size + live < self.total_groups + self.spare
-            and (self.closed + 1) * size < self.total_groups
+            self.tally.open(self.committed) + 1 <= self.max_live
+            and self.lacking + self.spare > 0
+            and (self.closed + 1) * self.config.groups_per_batch < self.total_groups
             and not self.prompts.over
             and self.prompts.draw(self.prompts.position) >= 0
         )
+
+    @property
+    def lacking(self) -> int:
+        """Groups that the run will train, and that are neither live nor in a committed batch."""
+        batched = self.committed * self.config.groups_per_batch
+        return self.total_groups - batched - self.tally.open(self.committed)
 
     @property
     def max_live(self) -> int:

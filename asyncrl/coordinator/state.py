@@ -114,7 +114,7 @@ class RunState:
     def futile(self) -> str:
         """Says why the run learns nothing and had better end; '' when that is not so."""
         buffer = self.buffer
-        if buffer.prompts.failed:
+        if buffer.prompts.failed and buffer.lacking > 0:
             return f"{buffer.prompts.failed}; mend that, then go on with resume=auto"
         running = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
         if hopeless := self.first_attempts.verdict(running):

@@ -260,7 +260,7 @@ class Command:
             result: Any = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
             if sandbox:
                 told = {} if result is None else result if isinstance(result, dict) else {"score": result}
-                ours = ("changes", "failed", "ended")  # what changed, of which a program can say nothing
+                ours = ("changes", "failed", "ended")  # known to the sandbox, not to the program
                 result = {name: value for name, value in told.items() if name not in ours}
                 result |= await sandbox.result()
         error = stop.result() if stop.done() else error

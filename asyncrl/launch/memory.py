@@ -271,9 +271,9 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         f"{sized(out)} of main memory"
     )
     if config.adapters:
-        adapted = coverage(config.model.path)
-        experts = "experts." in adapted.partition("; not adapted: ")[2]
-        yield (warning if experts else ok)(f"adapters      {adapted}")
+        left_out = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
+        experts = any(".experts." in name for name in left_out)
+        yield (warning if experts else ok)(f"adapters      {coverage(config.model.path)}")
     needed = ranks * (found.total if gpu else found.total + out)
     if there is not None and needed > there:
         yield warning(

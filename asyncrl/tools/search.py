@@ -216,8 +216,10 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
     with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r}"):
         _tokenized([""], stopwords)
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl" / "search"
-    home = (Path(cache).expanduser().resolve() if cache else default) / _key(path, stopwords)
+    if not cache:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cache = str(default / "asyncrl" / "search")
+    home = Path(cache).expanduser().resolve() / _key(path, stopwords)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         with home.with_suffix(".lock").open("ab") as lock:

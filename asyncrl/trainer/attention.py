@@ -327,7 +327,7 @@ def compiled_once(function: Callable[..., Any]) -> Any:
     """Compile it for all shapes: every batch has another."""
     from torch._dynamo import config  # a slow import, which only a GPU needs
 
-    # Compiled by themselves are types, windows, caps, numbers of heads, one block, and what has no gradient:
-    # after 8 of them torch would go on without compiling.
+    # Attention has variants by types, windows, caps, numbers of heads, one block and no gradient, scores by
+    # types and what is asked: after 8 of them torch would go on without compiling.
     config.recompile_limit = max(config.recompile_limit, 64)
     return torch.compile(function, dynamic=True)

@@ -22,7 +22,7 @@ FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
 )
-_NO_LINEAR = re.compile(r"embed|wte|wpe|experts?\.|router|\bgate\.|norm|lm_head")
+_NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
 SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 NOTES = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
 MANY = 64  # keys, or characters of JSON

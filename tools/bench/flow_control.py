@@ -309,8 +309,8 @@ def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
 
 
 def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float]:
-    """Of a run of so many steps: speed, seconds of its last step in g, share of masked tokens, and groups
-    that it dropped at its end, in batches. `spares`: with groups beyond those that it trains."""
+    """Play a run of so many steps. Give its speed, seconds of its last step in g, share of masked tokens, and
+    groups that it dropped at its end, in batches. `spares`: with groups beyond those that it trains."""
     name, steps, spares, seed = job
     run, one = Simulation(BEGIN[name], seed), alone(BEGIN[name])
     size = run.buffer.config.groups_per_batch
@@ -328,7 +328,7 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
 
 
 def endings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
-    """Without groups beyond those that are trained -> with them: means over the seeds."""
+    """Compare runs without groups beyond those that are trained -> with them: means over the seeds."""
     header = ["speed", "last step, in g", "masked", "dropped at the end, in batches"]
     jobs = list(product(BEGIN, FIRST[:2], (False, True), range(1, seeds + 1)))
     found = iter(pool.map(_ending, jobs))

@@ -133,6 +133,7 @@ def test_the_limit_is_read_by_admission() -> None:
         buffer.admit(0, now=0.0)
     assert len(buffer.live) == 5
     assert make(target_staleness=1.5, max_staleness=4)[0].max_live == 5
+    assert make(max_staleness=0)[0].max_live == 2
 
 
 def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batch_is_full() -> None:
@@ -159,7 +160,6 @@ def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batc
     buffer.drop_all(DropReason.END_OF_DATA)
     flow = buffer.flow()
     assert (flow.issued, flow.trained, flow.dropped) == (14, 8, 6)
-    assert make(max_staleness=0)[0].max_live == 2
 
 
 # -- in the simulator ------------------------------------------------------------------------------

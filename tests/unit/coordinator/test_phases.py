@@ -316,6 +316,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     buffer = coordinator.state.buffer
     buffer.prompts = Prompts(4, order)
     needed, buffer.total_groups = buffer.total_groups, 3 * buffer.config.groups_per_batch + 4
+    buffer.spare = 1  # a group more would be of use, but is not needed
     coordinator._turn(0.0)
     assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.RUNNING
     buffer.total_groups = needed

@@ -27,7 +27,10 @@ from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion, Routes, StopReason, Turn
+from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.model_files import linear_shapes
 from asyncrl.weights.shards import HostShards
+from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
 from tests.fakes.traced import LiveBytes
 from tests.fakes.training import (
@@ -196,6 +199,24 @@ def test_the_plan_says_that_adapters_leave_experts_out(saved: Path) -> None:
     adapted, left = coverage(str(saved / "Qwen3Moe")).split("; not adapted: ")
     assert "3 x self_attn.q_proj (" in adapted and "experts" not in adapted
     assert "3 x mlp.gate (" in left and "1 x model.embed_tokens (" in left and "x experts." in left
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Qwen2Moe", {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}),
+        ("DeepseekV3", {"first_k_dense_replace": 1, "n_routed_experts": 8, "moe_intermediate_size": 8}),
+    ],
+)
+def test_the_plan_knows_what_adapters_adapt_beside_experts(
+    tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    """Shared experts are linear layers."""
+    path = save_small(tmp_path, family, **sizes)
+    adapters = Adapters(AutoModelForCausalLM.from_pretrained(path), {"": (2, 4.0)})
+    found = linear_shapes(path)
+    assert {name.removesuffix(".weight") for name in found} == set(adapters.specs[""].layers)
+    assert any("shared_expert" in name for name in found)
 
 
 def replaying(path: Path, world: World, every: Any = "none") -> Policy:

@@ -134,6 +134,7 @@ class Subject:
         self.context, self.world, self.step = context, world, 0
         self.process: Any = None
         self.loader: Any = None
+        self.clients: list[SGLangClient] = []
         self.saver = has_saver(context, command)
         torch.manual_seed(0)
         self.ids = tuple(torch.randint(10, 300, (64,)).tolist())
@@ -178,6 +179,8 @@ class Subject:
         return Finding("start", f"{what}: ready after {time.monotonic() - began:.0f} s")
 
     async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
         if self.loader is not None:
             await self.loader.close()
         if self.process is not None:
@@ -247,6 +250,7 @@ class Subject:
         vocabulary = self.policy.lm.config.vocab_size
         client = SGLangClient(self.loader.api, self.config, vocabulary, salt=ATTACHMENT)
         client.mark(ref.version)
+        self.clients.append(client)
         return client
 
     def streams(self, client: SGLangClient) -> list[asyncio.Task[Any]]:

@@ -57,11 +57,12 @@ def main() -> int:
     args = parser.parse_args()
     began = time.monotonic()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as made, tarfile.open(args.out, "w:xz") as bundle:
+    with tempfile.TemporaryDirectory() as made:
         site = Path(made) / "site"
         install(site)
-        bundle.add(site, "site")
-        bundle.add(HERE / "launch_gpu.py", "launch_gpu.py")
+        with tarfile.open(args.out, "w:xz") as bundle:
+            bundle.add(site, "site")
+            bundle.add(HERE / "launch_gpu.py", "launch_gpu.py")
     size = args.out.stat().st_size / 2**20
     print(f"{args.out}: {size:.1f} MiB, {time.monotonic() - began:.0f} s")
     if size > LIMIT_MIB:
