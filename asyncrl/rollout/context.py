@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -264,7 +264,7 @@ class EpisodeRun:
     async def until_durable(self) -> None:
         """Wait until the newest turn would survive a crash, as its receiver may have side effects. The wait
         ends with the ack, the episode's deadline or the worker's lease."""
-        if self._durable is not None:
+        if self._durable is not None and not self._durable.done():
             with self.context.waits.named("acks: turns that are not yet durable"):
                 await asyncio.shield(self._durable)
 
@@ -276,8 +276,9 @@ class EpisodeRun:
 
     async def post(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once its window has room. The future is done when it is durable."""
-        with self.context.waits.named("acks: the window of unacknowledged records is full"):
-            return await self.context.outbox.post(record, *frames)
+        outbox, wait = self.context.outbox, "acks: the window of unacknowledged records is full"
+        with self.context.waits.named(wait) if outbox.full else nullcontext():
+            return await outbox.post(record, *frames)
 
     async def reward(
         self,

@@ -62,7 +62,7 @@ class Snapshots:
 
     def kept(self, episode: str) -> bool:
         """True if there may be something to forget."""
-        return os.path.exists(self._place(episode))
+        return os.path.exists(f"{self._directory}/{quote(episode, '')}")
 
     def forget(self, episode: str) -> None:
         """Remove those of an episode that is over. Blocks."""

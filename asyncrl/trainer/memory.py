@@ -71,10 +71,8 @@ def try_largest(learner: Learner) -> None:
     """Run before the first micro-batch, while the engines generate it, what takes the most memory. So too
     little is found at once, and not with the first long batch: like any micro-batch, this one is halved then,
     in new processes. It changes nothing. A collective.
-
-    A model so small that it is sharded as a whole is not tried: it would cost more time than memory.
     """
-    if sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS:
+    if is_tiny(learner):
         return
     config, began = learner.config, time.monotonic()
     rows, length = config.largest_rows(learner.budget), config.rollout.max_tokens
@@ -91,6 +89,11 @@ def try_largest(learner: Learner) -> None:
     trim_heap()
     seconds = time.monotonic() - began
     log.info("the largest micro-batch, %d rows of %d tokens, was tried in %.1f s", rows, length, seconds)
+
+
+def is_tiny(learner: Learner) -> bool:
+    """True of a model that is sharded as a whole: to care for its memory costs more time than memory."""
+    return sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS
 
 
 def trim_heap() -> None:

@@ -29,7 +29,7 @@ from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.learner import Learner, Work
-from asyncrl.trainer.memory import given_up, trim_heap, try_largest
+from asyncrl.trainer.memory import given_up, is_tiny, trim_heap, try_largest
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
@@ -100,7 +100,7 @@ class TrainerRank:
         self.watch = self.learner.watch
         self.peak_flops = peak_flops(mesh.device, config.model.dtype)
         self.waiting = self._named = ""  # now, and in the newest beat
-        self._silence = silence_limit(config)
+        self._silence, self._progress = silence_limit(config), progress_limit(config)
         self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
@@ -154,7 +154,8 @@ class TrainerRank:
         self.learner.on_spike = "skip" if self.repeating else self.config.trainer.on_spike
         with self.timeline.span("step", step=plan.step + 1), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
-            trim_heap()
+            if not is_tiny(self.learner):
+                trim_heap()
         everyone = [uid for part in self.mesh.gather_data(self._batch, list[str]) for uid in part]
         self.saving.add(everyone)
         self._batch = []
@@ -220,7 +221,7 @@ class TrainerRank:
         """Wait for other ranks, with beats. A patient wait is rank 0's for data; any other raises
         DeadlineError after the run's limit for progress, which is longer than their waits. A rank 0 that is
         gone may have been stopped, and this rank's stop be on its way."""
-        limit = progress_limit(self.config)
+        limit = self._progress
         deadline = time.monotonic() + limit
         try:
             while (value := found()) is None:

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -345,9 +345,10 @@ class AsyncLink:
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         self._dial.mend()
+        sent: Any = self._socket.send_multipart(encode(message, frames))
         try:
-            async with asyncio.timeout(SEND_DEADLINE):
-                await self._socket.send_multipart(encode(message, frames))
+            async with asyncio.timeout(SEND_DEADLINE) if not sent.done() else nullcontext():
+                await sent
         except TimeoutError:
             raise _not_taken(message) from None
 

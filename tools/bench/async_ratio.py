@@ -135,12 +135,12 @@ class Watch:
             self._roles["trainer-0"].send_signal(signal.SIGCONT if over else signal.SIGSTOP)
             self.hold = 0 if over else self.hold
 
-    def cpu(self, begin: Callable[[float, int], bool], end: Callable[[float, int], bool]) -> float:
-        """CPU seconds of all processes between the first samples for which these hold."""
+    def cpu(self, begin: Callable[[float, int], bool], end: Callable[[float, int], bool]) -> Figures:
+        """CPU seconds of each process between the first samples for which these hold."""
         first, last = (
             next(cpu for at, steps, cpu in self.samples if edge(at, steps)) for edge in (begin, end)
         )
-        return sum(last.values()) - sum(first.get(role, 0.0) for role in last)
+        return {role: seconds - first.get(role, 0.0) for role, seconds in last.items()}
 
 
 def _count(file: Path, what: bytes) -> int:
@@ -174,10 +174,12 @@ class Plan:
         batch = statistics.mean(row["trainer/model_tokens"] for row in committed)
         lives = _group_lives(watch.lives)
         live = statistics.mean(row["async/live_groups"] for row in window) + GROUPS  # before the commit
+        cpu = watch.cpu(lambda _, n: n >= begin, lambda _, n: n >= end)
         return {
             "s": seconds,
             "T": seconds * len(window) * batch / useful,
-            "cpu": watch.cpu(lambda _, n: n >= begin, lambda _, n: n >= end) / len(window),
+            "cpu": sum(cpu.values()) / len(window),
+            **{f"cpu of {role}": seconds / len(window) for role, seconds in cpu.items()},
             "masked": 1 - useful / sum(tokens),
             "lag": sum(n * row["staleness/lag/mean"] for n, row in zip(tokens, window, strict=True))
             / sum(tokens),
@@ -199,13 +201,15 @@ class Plan:
             sys.exit(f"{steps} steps are too few to measure g with {slots} slots; --steps {slots // 32 + 1}")
         scale = BATCH / (last - first - 1)
         tokens = statistics.mean(row["trainer/model_tokens"] for row in _committed(watch.folder))
-        committed, cpu = _committed(watch.folder)[:-1], watch.cpu
+        committed = _committed(watch.folder)[:-1]
+        g_cpu = watch.cpu(lambda at, _: at >= ends[first], lambda at, _: at >= ends[last - 1])
+        t_cpu = watch.cpu(lambda _, n: n >= 1, lambda _, n: n >= len(committed))
         return {
             "batch": tokens,
             "g": (ends[last - 1] - ends[first]) * scale,
             "t": (committed[-1]["time_s"] - committed[0]["time_s"]) / (len(committed) - 1),
-            "g_cpu": cpu(lambda at, _: at >= ends[first], lambda at, _: at >= ends[last - 1]) * scale,
-            "t_cpu": cpu(lambda _, n: n >= 1, lambda _, n: n >= len(committed)) / (len(committed) - 1),
+            "g_cpu": sum(g_cpu.values()) * scale,
+            "t_cpu": sum(t_cpu.values()) / (len(committed) - 1),
         }
 
     def _run(

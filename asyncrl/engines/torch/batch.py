@@ -118,8 +118,7 @@ class Batcher:
 
     def watched(self, run: Run) -> bool:
         """Tell the run's watch of its new id; whether the run ends with it."""
-        watch, sampled = run.request.watch, self._sampled(run)
-        if watch is None or sampled == len(run.heard):
+        if (watch := run.request.watch) is None or (sampled := self._sampled(run)) == len(run.heard):
             return False
         run.heard.append(int(self.cache.ids[run.index, run.prompt + sampled - 1]))
         return watch(run.heard)
