@@ -1,9 +1,11 @@
-"""LoRA adapters on a real server: exact versions while others load, and what a keeper that died leaves."""
+"""LoRA adapters on a real server: exact versions while others load, those of several agents in one batch, and
+what a keeper that died leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from asyncrl.config import ModelConfig
+from asyncrl.config import AgentConfig, ModelConfig
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
@@ -24,6 +26,7 @@ from tests.fakes.sglang import sglang_config
 from tests.fakes.weights import publish
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, under_way
 from tests.sglang.conftest import Start
+from tests.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.full
 RANK, LONG, CLOSE = 4, 400, 1e-4  # nats
@@ -31,37 +34,78 @@ ROOM = ("--max-loras-per-batch=6", "--enable-lora", f"--max-lora-rank={RANK}", "
 
 
 class Trained:
-    """A model with adapters that do something. `publish`: the next version; `gap`: how far log-probs of the
-    last one are from the trainer's."""
+    """A model with adapters that do something, of these ranks. `publish`: the next version; `gap`: how far
+    log-probs of the last one are from the trainer's, with an agent's adapter, or the model's without one."""
 
-    def __init__(self, model: Path, directory: Path, world: World) -> None:
-        self.world, self.directory = world, directory
-        self.policy = load_policy(ModelConfig(path=str(model), dtype="float32", lora_rank=RANK), world)
+    def __init__(self, model: Path, directory: Path, world: World, ranks: Mapping[str, int]) -> None:
+        self.world, self.directory, self.agents = world, directory, [*ranks]
+        sizes = {agent: (rank, 16.0) for agent, rank in ranks.items()}
+        self.policy = load_policy(ModelConfig(path=str(model), dtype="float32"), world, adapters=sizes)
 
     def publish(self, step: int) -> WeightsRef:
         torch.manual_seed(step)
         adapters, shards = self.policy.adapters, adapter_shards(self.policy)
         assert adapters is not None
         for shard in shards.values():
-            nn.init.normal_(shard.to_local().detach(), std=0.2)
+            nn.init.normal_(shard.to_local().detach(), std=0.1)
         tensors = {piece.name: shards[piece.parameter].full_tensor() for piece in adapters.published}
         return publish(tensors, self.directory, PolicyVersion(1, step), adapters.specs)
 
-    def gap(self, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> float:
-        own = score(self.policy, ids, self.world.device)[-len(logprobs) :]
+    def gap(self, ids: tuple[int, ...], logprobs: tuple[float, ...], agent: str = "") -> float:
+        known = agent in self.agents
+        with nullcontext() if known else self.policy.base():
+            scores = score(self.policy, ids, self.world.device)
+        end = (len(ids) - 1) * (self.agents.index(agent) + 1 if known else 1)
+        own = scores[end - len(logprobs) : end]
         return max(abs(a - b) for a, b in zip(own, logprobs, strict=True))
 
 
-async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor_files(
-    sglang_server: Start,
-    tiny_models: dict[str, Path],
-    versions_of: Callable[[str], Versions],
-    world: World,
-    tmp_path: Path,
+@pytest.fixture(scope="module")
+def server(sglang_server: Start, tiny_models: dict[str, Path]) -> SGLangServer:
+    return sglang_server(tiny_models["qwen2"], *ROOM)
+
+
+async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agent(
+    server: SGLangServer, world: World, tmp_path: Path
 ) -> None:
-    model = tiny_models["qwen2"]
-    server, trained = sglang_server(model, *ROOM), Trained(model, tmp_path / "published", world)
-    config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(model))
+    ranks, version = {"planner": RANK, "coder": RANK // 2}, PolicyVersion(1, 1)
+    trained = Trained(server.model, tmp_path / "published", world, ranks)
+    config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
+    config = replace(
+        config,
+        run_dir=str(tmp_path),
+        model=replace(config.model, lora_rank=0),
+        agents={agent: AgentConfig(rank) for agent, rank in ranks.items()},
+        buffer=replace(config.buffer, max_staleness=0),
+        weights=replace(config.weights, directory="run"),
+    )
+    client = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="agents")
+    agents, text = (*ranks, "other"), prompt(40)
+    async with (
+        asyncio.timeout(240),
+        in_use(client),
+        in_use(loader(config, 0, await attach(config, server.url), "agents")) as keeper,
+    ):
+        await keeper.load(trained.publish(1))
+        client.mark(version)
+        probe = await keeper.score(text)
+        assert trained.gap(text, probe[:39], "planner") < CLOSE > trained.gap(text, probe[39:], "coder")
+        asked = [(ask(prompt(30, seed), 64, f"{seed}"), agent) for agent in agents for seed in range(2)]
+        turns = await under_way(client, *(replace(request, agent=agent) for request, agent in asked))
+        assert not any(turn.done() for turn in turns), "all were to run at once"
+        for (request, own), turn in zip(asked, turns, strict=True):
+            generation = await turn
+            assert generation.spans == (VersionSpan(0, 64, 1, 1),)
+            row, logprobs = request.ids + generation.ids, generation.logprobs
+            gaps = {agent: trained.gap(row, logprobs, agent) for agent in agents}
+            assert {agent for agent, gap in gaps.items() if gap < CLOSE} == {own}
+
+
+async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor_files(
+    server: SGLangServer, versions_of: Callable[[str], Versions], world: World, tmp_path: Path
+) -> None:
+    trained = Trained(server.model, tmp_path / "published", world, {"": RANK})
+    config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
     weights = replace(config.weights, directory="run")
     config = replace(config, run_dir=str(tmp_path), weights=weights)
     oldest, used = (
