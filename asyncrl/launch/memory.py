@@ -254,7 +254,7 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
 
 
 def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
-    """A line of the plan, or two with adapters, and a warning if the largest micro-batch does not fit."""
+    """Lines of the plan, and a warning if the largest micro-batch does not fit."""
     with recorded() as failure:
         found = footprint(config)
     if failure:
@@ -274,6 +274,13 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         left_out = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
         experts = any(".experts." in name for name in left_out)
         yield (warning if experts else ok)(f"adapters      {coverage(config.model.path)}")
+    if config.versions_held:  # a server has as much room for each as for the largest
+        size, held = adapter_count(config) * EXPORTED[config.model.dtype], config.adapters_held
+        of = [rank for rank, _ in config.adapters.values()]
+        yield ok(
+            f"              a version is {sized(size)}; a server, beside its weights, has room for {held} at "
+            f"once: {sized(held * size * max(of) // sum(of))}"
+        )
     needed = ranks * (found.total if gpu else found.total + out)
     if there is not None and needed > there:
         yield warning(

@@ -1,13 +1,17 @@
 """LoRA adapters on a real server against merged weights: what a push takes and holds up, how far the server
 is from the trainer, what episodes of many turns cost, and what 200 versions leave.
 
-    python tools/bench/adapters.py push  [--model DIR] [--rank 16] [--dtype float32] [--streams 8]
+    python tools/bench/adapters.py push  [--model DIR] [--rank 16] [--dtype float32]
+    python tools/bench/adapters.py rates [--model DIR] [--dtype float32] [--streams 8] [--rounds 2]
     python tools/bench/adapters.py turns [--model DIR] [--episodes 32] [--turns 8] [--every 2.0]
     python tools/bench/adapters.py many  [--model DIR] [--versions 200]
 
 Each starts a server on this machine's CPU (tools/sglang_cpu), or one after another. Versions have random
 adapters. "push": from files that are written to the version being confirmed by the server. "gap": the
-difference of log-probs from transformers with the adapters apart, as the trainer computes. "turns": `newest`
+difference of log-probs from transformers with the adapters apart, as the trainer computes. "rates": turns of
+64 tokens under way all the time, and windows of time with pushes between those without; a ratio is of one
+window to the mean of both beside it, which other work on the machine disturbs about as much; a server of
+adapters and one of merged weights take turns, a round each. "turns": `newest`
 takes the newest version at each turn, `keep` goes on with its own until that is outdated; `in place` are
 merged weights. Lag is of tokens, in versions, when their turn ends. "many": memory of all processes of the
 server (PSS).
@@ -19,9 +23,10 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +56,7 @@ MB = 1 << 20
 TOKENS = 1024
 SIZE = 0.002  # of B's numbers: what is added to a weight is about as large as its rounding in bfloat16
 PROMPT, REPLY, ANSWER = 64, 16, 32  # tokens of an episode: before the first turn, of a tool, of a turn
+EVERY = (2.0, 10.0)  # seconds between pushes
 MARGIN = 200  # ids at the beginning of the vocabulary that are not used: control tokens
 
 
@@ -171,7 +177,7 @@ def prompt(versions: Versions, size: int, seed: int) -> tuple[int, ...]:
 # -- push --------------------------------------------------------------------------------------------------
 
 
-async def push(bench: Bench, streams: int, seconds: float) -> list[str]:
+async def push(bench: Bench) -> list[str]:
     versions, steps = bench.versions, iter(range(1, 10_000))
     ref = versions.publish(0, bench.apart)
     await bench.load(ref)
@@ -187,45 +193,80 @@ async def push(bench: Bench, streams: int, seconds: float) -> list[str]:
         start = time.perf_counter()
         await bench.load(ref)
         loads.append(time.perf_counter() - start)
-
-    async def stream(index: int) -> None:
-        while True:
-            await bench.sample(bench.client, prompt(versions, 16, index), 256, f"{index}")
-
-    async def rates(during: Callable[[], Awaitable[None]]) -> tuple[float, float]:
-        """Tokens per second, and per second of the server's processors."""
-        tokens, start, used = bench.client.use.tokens, time.perf_counter(), bench.seconds
-        await during()
-        tokens = bench.client.use.tokens - tokens
-        return tokens / (time.perf_counter() - start), tokens / (bench.seconds - used)
-
-    ready = [versions.publish(next(steps), bench.apart, keep=12) for _ in range(10 if bench.apart else 2)]
-
-    async def pushing() -> None:
-        end, at = time.perf_counter() + seconds, 0
-        while time.perf_counter() < end:
-            await bench.load(ready[at % len(ready)] if not bench.apart else ready[at])
-            at += 1
-            await asyncio.sleep(seconds / 5)
-
-    running = [asyncio.create_task(stream(index)) for index in range(streams)]
-    await asyncio.sleep(3.0)
-    ways = (lambda: asyncio.sleep(seconds), pushing, lambda: asyncio.sleep(seconds))
-    (first, quick), (pushed, busy), (again, also) = [await rates(during) for during in ways]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
     return [
         "adapters" if bench.apart else "merged",
         f"{size / MB:.1f}",
         f"{statistics.median(writes):.2f}",
         f"{statistics.median(loads):.3f}",
-        f"{first:.0f}, {again:.0f}",
-        f"{pushed:.0f}",
-        f"{quick:.0f}, {also:.0f}",
-        f"{busy:.0f}",
         f"{statistics.mean(gaps):.1e}, {max(gaps):.1e}",
     ]
+
+
+# -- rates -------------------------------------------------------------------------------------------------
+
+
+async def rates(bench: Bench, streams: int, seconds: float) -> list[tuple[float, ...]]:
+    """Windows one after another: seconds between its pushes, or 0; tokens per second, and per second of the
+    server's processors."""
+    versions, steps = bench.versions, iter(range(1, 10_000))
+    windows: list[tuple[float, ...]] = []
+    await bench.load(versions.publish(0, bench.apart))
+
+    async def stream(index: int) -> None:
+        for turn in range(10_000):
+            ids = prompt(versions, 16, streams * turn + index)
+            await bench.sample(bench.client, ids, 64, f"{index}")
+
+    running = [asyncio.create_task(stream(index)) for index in range(streams)]
+    for every in (0.0, EVERY[0], 0.0, EVERY[1], 0.0, EVERY[0], 0.0, EVERY[1], 0.0):
+        pushes = round(seconds / every) if every else 0
+        count = pushes if bench.apart else min(pushes, 2)  # a name of an adapter is never used again
+        refs = [
+            await asyncio.to_thread(versions.publish, next(steps), bench.apart, count) for _ in range(count)
+        ]
+        await asyncio.sleep(2.0)
+        tokens, start, used = bench.client.use.tokens, time.perf_counter(), bench.seconds
+        for at in range(pushes):
+            await bench.load(refs[at % count])
+            await asyncio.sleep(start + (at + 1) * every - time.perf_counter())
+        await asyncio.sleep(start + (seconds if every else seconds / 2) - time.perf_counter())
+        tokens = bench.client.use.tokens - tokens
+        windows.append((every, tokens / (time.perf_counter() - start), tokens / (bench.seconds - used)))
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    return windows
+
+
+def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str]]:
+    """Lines of the table, from the windows of each round with adapters, and with merged weights."""
+    lines = []
+    for way, found in zip(("adapters", "merged"), (rounds[True], rounds[False]), strict=True):
+        for every in (0.0, *EVERY):
+            own = [(windows, at) for windows in found for at, one in enumerate(windows) if one[0] == every]
+            line = [way, f"{every:g}" if every else "none"]
+            for kind in (1, 2):
+                line.append(f"{statistics.median(windows[at][kind] for windows, at in own):.1f}")
+                beside = [
+                    windows[at][kind] / statistics.mean((windows[at - 1][kind], windows[at + 1][kind]))
+                    for windows, at in own
+                    if every
+                ]
+                line.append(spread(beside) if beside else "")
+            lines.append(line)
+    line = ["adapters / merged", "none"]
+    for kind in (1, 2):
+        means = [
+            [statistics.mean(one[kind] for one in windows if not one[0]) for windows in rounds[apart]]
+            for apart in (True, False)
+        ]
+        line += ["", spread([one / other for one, other in zip(*means, strict=True)])]
+    return [*lines, line]
+
+
+def spread(ratios: list[float]) -> str:
+    """Median, and the least and the most."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 # -- turns -------------------------------------------------------------------------------------------------
@@ -290,12 +331,13 @@ async def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("push", "turns", "many"))
+    parser.add_argument("part", choices=("push", "rates", "turns", "many"))
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--every", type=float, default=2.0)
@@ -303,7 +345,7 @@ async def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ |= SINGLE_THREAD
-    model = args.model or (SMOLLM if args.part == "push" else DEMO)
+    model = args.model or (SMOLLM if args.part in ("push", "rates") else DEMO)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-adapters-") as name:
         directory = Path(name)
         versions = Versions(model, args.rank, args.dtype, directory)
@@ -313,20 +355,18 @@ async def main() -> None:
 
         lines = []
         if args.part == "push":
-            header = [
-                "way",
-                "MB",
-                "write s",
-                "load s",
-                "tokens/s",
-                "5 pushes",
-                "tokens/CPU s",
-                "5 pushes",
-                "gap mean, max",
-            ]
+            header = ["way", "MB", "write s", "load s", "gap mean, max"]
             for apart in (True, False):
                 async with started(apart) as bench:
-                    lines.append(await push(bench, args.streams, args.seconds))
+                    lines.append(await push(bench))
+        elif args.part == "rates":
+            header = ["way", "push every s", "tokens/s", "ratio", "tokens/CPU s", "ratio"]
+            rounds: dict[bool, list[list[tuple[float, ...]]]] = {True: [], False: []}
+            for apart in (True, False) * args.rounds:
+                async with started(apart) as bench:
+                    rounds[apart].append(await rates(bench, args.streams, args.seconds))
+                print(apart, rounds[apart][-1], file=sys.stderr, flush=True)
+            lines = compared(rounds)
         elif args.part == "turns":
             header = ["way", "updates", "prompt tokens computed", "cache hits", "lag mean, max", "s"]
             rest = args.episodes, args.turns, args.every

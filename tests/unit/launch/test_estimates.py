@@ -229,6 +229,20 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     assert "2 trainer ranks need 2.8 GB" in short.text
 
 
+def test_the_dry_run_says_what_adapters_take_of_a_server(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "footprint", lambda config: Footprint(0, 0, 0, 0, rows=1, length=1))
+    agents = {"planner": {"lora_rank": 16}, "coder": {"lora_rank": 8}}
+    keys: dict[str, Any] = {"agents": agents, "rollout": {"agent": "a:b"}}
+    assert len([*describe_memory(config(model, **keys), gpu=False)]) == 2, (
+        "the embedded engine has one version"
+    )
+    *_, line = describe_memory(config(model, engine={"name": "sglang"}, **keys), gpu=False)
+    # 51,000 numbers of each rank, two bytes each; 6 versions of two agents, and the base, all as of rank 16
+    assert "version is 2.4 MB; a server, beside its weights, has room for 13 at once: 21.2 MB" in line.text
+
+
 @pytest.mark.parametrize(
     ("transport", "servers", "full_every", "copies"),
     [
