@@ -96,9 +96,8 @@ class Policy(nn.Module):
     ) -> Scores:
         def run(part: Selected) -> Scores:
             hidden, features, logits_of = self._head_input(part)
-            scores = score_chunks(
-                logits_of, features, part, entropy_grad=entropy_grad, collision=collision, teacher=teacher
-            )
+            asked: Any = {"entropy_grad": entropy_grad, "collision": collision, "teacher": teacher}
+            scores = score_chunks(logits_of, features, part, **asked, wide=self.cut.fp32_head)
             value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
             return scores._replace(value=value)
 

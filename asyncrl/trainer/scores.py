@@ -159,43 +159,41 @@ def score_chunks(
     entropy_grad: bool,
     collision: bool,
     teacher: Teacher | None = None,
+    wide: bool = False,
 ) -> Scores:
-    """Scores from what the output layer reads of each selected token, [N, ·]."""
+    """Scores from what the output layer reads of each selected token, [N, ·]; `wide`: its logits have 4 bytes
+    at least."""
     compiled = features.is_cuda and teacher is None
+    scores_of = _compiled_scores() if compiled else _scores_of
 
-    def chunk(
-        part: Tensor, labels: Tensor, temperature: Tensor, taught: Sequence[Tensor]
-    ) -> dict[str, Tensor]:
-        given = logits_of(part), labels, temperature, entropy_grad, collision
+    def chunk(part: Tensor, *columns: Tensor) -> Any:
+        logits = logits_of(part)
         if compiled:
-            torch._dynamo.mark_static(given[0], 1)
-            of_all: dict[str, Tensor] = _compiled_scores()(*given)
-            return of_all
-        found, table = scores_of(*given)
-        if teacher is not None:
-            of = teacher.logits_of
-            other = log_probs(of(taught[0]), temperature) if of else Told(*taught)
-            found |= distances(table, labels, other, teacher)
-        return found
+            torch._dynamo.mark_static(logits, 1)
+        return scores_of(entropy_grad, collision, teacher, logits, *columns)
 
-    taught: Sequence[Tensor] = ()
+    columns = [features, tokens.labels, tokens.temperature]
     if teacher is not None:
-        taught = tokens.told or () if teacher.features is None else (teacher.features,)
-    columns = (features, tokens.labels, tokens.temperature)
-    # The same memory: compiled, two numbers a logit of the model's type; else four of 4 bytes.
-    size = 8 * CHUNK // features.element_size() if compiled else CHUNK
-    parts = zip(*(column.split(size) for column in (*columns, *taught)), strict=True)
+        columns += tokens.told or () if teacher.features is None else (teacher.features,)
+    # The same memory: compiled, two numbers a logit of its type; else four of 4 bytes.
+    size = 8 * CHUNK // max(4 * wide, features.element_size()) if compiled else CHUNK
     found = [
-        checkpoint(chunk, *part[:3], part[3:], use_reentrant=False, preserve_rng_state=False)
-        for part in parts
+        checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(*(column.split(size) for column in columns), strict=True)
     ]
     return Scores(**{name: torch.cat([one[name] for one in found]) for name in found[0]})
 
 
-def scores_of(
-    logits: Tensor, labels: Tensor, temperature: Tensor, entropy_grad: bool, collision: bool
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return scores of n tokens by name, from their logits [n, V]; and all log-probs [n, V]."""
+def _scores_of(
+    entropy_grad: bool,
+    collision: bool,
+    teacher: Teacher | None,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    *taught: Tensor,
+) -> dict[str, Tensor]:
+    """Return scores of n tokens by name, from their logits [n, V]."""
     table = log_probs(logits, temperature)
     found = {
         "logp": table.gather(1, labels[:, None])[:, 0],
@@ -203,13 +201,17 @@ def scores_of(
     }
     if collision:
         found["collision"] = collision_of(table)
-    return found, table
+    if teacher is not None:
+        of = teacher.logits_of
+        other = log_probs(of(*taught), temperature) if of else Told(*taught)
+        found |= distances(table, labels, other, teacher)
+    return found
 
 
 @cache
 def _compiled_scores() -> Any:
-    """The scores alone, for a GPU: what is [n, V] in float32 is never written to memory."""
-    return compiled_once(lambda *given: scores_of(*given)[0])
+    """For a GPU, without a teacher: what is [n, V] in float32 is never written to memory."""
+    return compiled_once(_scores_of)
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -305,7 +307,7 @@ class SplitModel:
         self._run = self._backbone.forward
         self._backbone.forward = self._stand_in  # type: ignore[method-assign]
         self._head.register_forward_pre_hook(self._select)
-        self._fp32_head = fp32_head
+        self.fp32_head = fp32_head
         if type(self._head).forward is nn.Linear.forward:
             self._head.forward = self._multiply  # type: ignore[method-assign, assignment]
         elif fp32_head:
@@ -349,7 +351,7 @@ class SplitModel:
 
     def _make_product(self) -> Product:
         weight, bias = self._head.weight, self._head.bias
-        if self._fp32_head:
+        if self.fp32_head:
             wide = widened(weight), None if bias is None else widened(bias)
             return lambda hidden: linear(widened(hidden), *wide)
         if bias is not None or weight.dtype == widened(weight[:0]).dtype or not weight.requires_grad:

@@ -212,6 +212,29 @@ def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     return mask.to_dense()[0, 0].bool(), whole
 
 
+@pytest.mark.parametrize(
+    ("device", "major", "length", "shared", "kernel"),
+    [
+        ("cuda", 9, 80, 20, RowKernel),
+        ("cuda", 9, 79, 20, FlexKernel),  # short
+        ("cuda", 9, 80, 40, FlexKernel),  # 160 tokens in rows, of 120
+        ("cuda", 8, 80, 20, FlexKernel),
+        ("cuda", 10, 80, 20, FlexKernel),
+        ("cpu", 9, 80, 20, NodeKernel),
+    ],
+)
+def test_long_rows_that_share_little_are_computed_by_themselves_on_hopper(
+    device: str, major: int, length: int, shared: int, kernel: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "LONG", 80)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    for name, made in (("FlexKernel", FlexKernel), ("RowKernel", RowKernel)):  # not on that device
+        monkeypatch.setattr(attention, name, lambda forest, device, *other, made=made: made.__new__(made))
+    two = [np.array([*range(shared), *range(start, start + length - shared)]) for start in (100, 200)]
+    chosen = attention.ForestAttention(plant(two, shared=True), torch.device(device)).kernel
+    assert type(chosen) is kernel
+
+
 def test_a_kernel_captures_no_numbers() -> None:
     """torch 2.11 fails to compile a captured number of Python with dynamic shapes."""
     kernel = FlexKernel(plant(rows(), shared=True), torch.device("cpu"))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from math import inf, log
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Qwen2ForCausalLM
 
+from asyncrl.launch.memory import LOGITS
 from asyncrl.trainer import scores
-from asyncrl.trainer.scores import Selected, SplitModel, in_parts, score_chunks
+from asyncrl.trainer.scores import Selected, SplitModel, in_parts, score_chunks, widened
 from asyncrl.trainer.world import SequenceRanks
 from tests.fakes.training import VOCABULARY, save_tiny_qwen
 
@@ -122,6 +125,57 @@ def test_half_precision_is_widened_before_the_softmax() -> None:
         lambda part: part @ head.T.bfloat16(), half, tokens, entropy_grad=False, collision=True
     )
     assert {part.dtype for part in found if part is not None} == {torch.float32}
+
+
+class OnGpu(Tensor):
+    """Features that say they lie on one."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By what is fast: the graphs are those of a GPU."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    scores._compiled_scores.cache_clear()
+    yield
+    scores._compiled_scores.cache_clear()
+
+
+def test_compiled_scores_are_those_of_the_others(compiles: None) -> None:
+    features, head, tokens = random_case()
+    weights, found = torch.arange(1.0, TOKENS + 1, dtype=torch.float64), []
+    for given in (features, features.as_subclass(OnGpu)):
+        of = score_chunks(lambda part: part @ head.T, given, tokens, entropy_grad=True, collision=True)
+        total = weights @ of.logp - weights.flip(0) @ of.entropy
+        found.append([*of[:3], *torch.autograd.grad(total, (features, head))])
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*found, strict=True))
+    assert scores._compiled_scores.cache_info().misses == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide", "sizes"),
+    [(torch.bfloat16, False, [8, 4]), (torch.bfloat16, True, [4, 4, 4]), (torch.float32, False, [4, 4, 4])],
+)
+def test_compiled_chunks_take_the_memory_that_is_counted(
+    dtype: torch.dtype, wide: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two numbers a logit, of its type: 2 * 2 * 8 = 2 * 4 * 4 = 16 * 2 bytes (launch/memory.py)."""
+    seen: list[Tensor] = []
+
+    def logits_of(part: Tensor) -> Tensor:
+        seen.append(widened(part) if wide else part)
+        return seen[-1]
+
+    monkeypatch.setattr(scores, "CHUNK", 2)
+    monkeypatch.setattr(scores, "_compiled_scores", lambda: scores._scores_of)
+    tokens = selected([0] * 12, [1.0] * 12)
+    features = torch.zeros(12, 3, dtype=dtype).as_subclass(OnGpu)
+    with torch.no_grad():
+        score_chunks(logits_of, features, tokens, entropy_grad=False, collision=False, wide=wide)
+    assert [len(part) for part in seen] == sizes
+    assert all(2 * part.element_size() * len(part) <= LOGITS * 2 for part in seen)
 
 
 @pytest.fixture(scope="module")
