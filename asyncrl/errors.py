@@ -8,11 +8,15 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from os import _exit
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 # What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -161,6 +165,21 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    """Call a function in this thread for a future, unless it was cancelled before the end. It carries
+    Exceptions, but for StopIteration: what else is raised, a SystemExit, too, becomes a RuntimeError."""
+    try:
+        result = function()
+    except BaseException as problem:  # the caller waits for the future
+        carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
+        error = problem if carried else RuntimeError(one_line(problem)).with_traceback(problem.__traceback__)
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
+        return
+    if future.set_running_or_notify_cancel():
+        future.set_result(result)
 
 
 def lacks_memory(error: BaseException) -> bool:

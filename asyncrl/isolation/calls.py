@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.errors import AsyncrlError, fulfil, one_line
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
@@ -175,25 +175,8 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     """Call it in a daemon thread of its own: if it never returns, it blocks neither a pool nor the end of the
     process. It goes on running when this is cancelled."""
     future: Future[Any] = Future()
-    threading.Thread(target=_set_result, args=(function, future), daemon=True, name=name).start()
+    threading.Thread(target=fulfil, args=(future, function), daemon=True, name=name).start()
     return await asyncio.wrap_future(future)
-
-
-def _set_result(function: Callable[[], Any], future: Future[Any]) -> None:
-    """Call it in this thread. A future carries Exceptions, but for StopIteration."""
-    error: BaseException | None = None
-    result = None
-    try:
-        result = function()
-    except BaseException as problem:  # a SystemExit, too: the caller waits for the future
-        carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
-        error = problem if carried else RuntimeError(one_line(problem)).with_traceback(problem.__traceback__)
-    if not future.set_running_or_notify_cancel():  # abandoned at the deadline
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 class OwnThread:
@@ -211,7 +194,7 @@ class OwnThread:
         """Return what it returns, or raise; it goes on when this is cancelled. CallTimeout: no new thread."""
         thread = self._started()
         future: Future[Any] = Future()
-        self._calls.put(partial(_set_result, function, future))
+        self._calls.put(partial(fulfil, future, function))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

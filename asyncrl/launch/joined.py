@@ -32,6 +32,7 @@ from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.launch.placement import TRAINER
 from asyncrl.launch.process import LocalSpawner, ProcessSpec, log_path
 from asyncrl.launch.run_directory import run_directory
+from asyncrl.observe.files import replace_file
 from asyncrl.weights.disk import weights_directory
 from asyncrl.wire.addresses import launch_of
 from asyncrl.wire.messages.channels import ToFileSender
@@ -170,8 +171,7 @@ class SentFiles:
             if answer and answer[0].name == name and answer[0].size >= offset:
                 self._sent[name] = answer[0].size
                 with suppress(OSError):
-                    self._note.with_suffix(".tmp").write_bytes(msgspec.json.encode(self._sent))
-                    self._note.with_suffix(".tmp").replace(self._note)
+                    replace_file(self._note, msgspec.json.encode(self._sent))
                 return True
         return False
 

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
-from asyncrl.errors import one_line
+from asyncrl.errors import fulfil, one_line
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.observe")
@@ -42,14 +43,7 @@ class Background:
         """Make a call in its turn, and return or raise what it does. TimeoutError after `seconds`; at once
         where too many calls wait."""
         asked: Future[T] = Future()
-
-        def make() -> None:
-            try:
-                asked.set_result(function())
-            except BaseException as error:  # SystemExit, too: the caller waits for an answer
-                asked.set_exception(error if isinstance(error, Exception) else RuntimeError(one_line(error)))
-
-        if not self.call(make):
+        if not self.call(partial(fulfil, asked, function)):
             raise TimeoutError("earlier calls have no answer yet")
         try:
             return asked.result(self._left(seconds))

@@ -91,7 +91,9 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Replace the summary, whole or not at all."""
-    _replace(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    replace_file(
+        run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+    )
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
     """Replace it. A full disk costs no more than that."""
     with suppress(OSError):
-        _replace(run_dir / "status.json", msgspec.json.encode(status))
+        replace_file(run_dir / "status.json", msgspec.json.encode(status))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -115,7 +117,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)})") from None
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file, whole or not at all."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(content)
     temporary.replace(path)
@@ -146,7 +149,7 @@ def mark_start(run_dir: Path) -> None:
     """Record the day and an id, unless an earlier start of the run did."""
     path = run_dir / "started"
     if not path.exists():
-        _replace(path, f"{datetime.date.today().isoformat()} {secrets.token_hex(ID_BYTES)}".encode())
+        replace_file(path, f"{datetime.date.today().isoformat()} {secrets.token_hex(ID_BYTES)}".encode())
 
 
 def bound_log(path: Path) -> None:

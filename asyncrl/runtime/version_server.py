@@ -213,11 +213,8 @@ def travels(config: RunConfig) -> bool:
 
 
 def _read_at(path: Path, request: ReadBytes) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        data = os.pread(descriptor, request.size, request.offset)
-    finally:
-        os.close(descriptor)
+    with path.open("rb", 0) as file:
+        data = os.pread(file.fileno(), request.size, request.offset)
     if len(data) != request.size:
         raise WeightsError(f"{path} has no {request.size} bytes at {request.offset}")
     return data

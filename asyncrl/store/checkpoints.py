@@ -7,6 +7,7 @@ A checkpoint is there when its manifest is: nothing is renamed, which not every 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
 
 MANIFEST = "manifest.json"
 TOKEN = "ranks"  # the file by which ranks see that their place is one
-BLOCK = 4 << 20  # bytes read at once
 Files = dict[str, tuple[int, str]]  # path in a checkpoint → (bytes, xxh3)
 
 
@@ -227,12 +227,9 @@ class Checkpoints:
         return sorted((int(number) for number in digits if number.isdigit()), reverse=True)
 
     def _fingerprint(self, step: int, name: str) -> tuple[int, str]:
-        digest, size = xxhash.xxh3_64(), 0
         with self.open(step, name) as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-                size += len(block)
-        return size, digest.hexdigest()
+            digest = hashlib.file_digest(file, xxhash.xxh3_64)
+            return file.seek(0, os.SEEK_END), digest.hexdigest()
 
     def _sync(self, step: int, files: Files) -> None:
         """On a local disk: the names of these files are durable, too."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from asyncrl.errors import DeadlineError
+from asyncrl.errors import DeadlineError, fulfil
 
 T = TypeVar("T")
 Backend = Literal["gloo", "nccl"]
@@ -29,14 +29,7 @@ POLL = 0.005  # seconds between two looks at whether rank 0 is listening
 def background(work: Callable[[], T]) -> Future[T]:
     """Run on a thread of its own that keeps no process from ending: for calls that nothing can interrupt."""
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # raised where the result is awaited
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weights-group", daemon=True).start()
+    threading.Thread(target=fulfil, args=(future, work), name="weights-group", daemon=True).start()
     return future
 
 
