@@ -165,6 +165,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
                 compose(config).divergence,
                 config.kl.top_k,
             )
+        del tokens, micros  # they hold the masks of their attention, which are of the micro-batch
         gradients = live.now - before
         return Footprint(weights, gradients, held - weights, live.peak - live.now, rows, length)
 
