@@ -317,11 +317,13 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "or scorers.teacher, or a kl.coef below 1": config.kl.where != "none"
         and config.kl.coef >= 1
         and not (config.kl.reference or config.kl.prompt or teachers),
-        "kl.prompt is for a teacher in the trainer, and for episodes played turn by turn; leave out scorers "
-        "and rollout.agent": bool(config.kl.prompt)
-        and bool({*config.scorers} - {"reward"} or config.rollout.agent or recipe.loss.demonstrations),
+        "kl.prompt is for episodes played turn by turn; leave out rollout.agent, or kl.prompt": bool(
+            config.kl.prompt and (config.rollout.agent or recipe.loss.demonstrations)
+        ),
         "kl.prompt makes rows of another length, which ranks would cut otherwise; set "
-        "trainer.sequence_parallel=1": bool(config.kl.prompt) and config.trainer.sequence_parallel > 1,
+        "trainer.sequence_parallel=1, or name a scorer": bool(config.kl.prompt)
+        and config.trainer.sequence_parallel > 1
+        and not config.scored_reference,
         f"kl.top_k is of divergences, and kl.estimator is {recipe.kl_estimator}; use "
         f"{', '.join(DIVERGENCE_NAMES)}, or leave it out": config.kl.top_k > 0 and not recipe.divergence,
         "kl has settings, but where=none: they have no effect; set kl.where, or leave the "

@@ -118,7 +118,7 @@ def _check_combinations(config: RunConfig) -> None:
             config.checkpoint.best
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
-    } | scorer_refusals(config.scorers, config.rollout, config.kl.reference)
+    } | scorer_refusals(config.scorers, config.rollout, config.kl.reference, config.adapters_apart)
     for message, refused in refusals.items():
         if refused:
             raise ConfigError(message)

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
-from asyncrl.config.scorers import ScorerConfig, ScorerName, asked_by
+from asyncrl.config.scorers import ENGINES, ScorerConfig, ScorerName, asked_by
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -233,6 +233,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         asked = {"reward"} | asked_by(self.rollout.reward)
         return [name for name in self.scorers if self.total_steps or name in asked]
 
+    @property
+    def scorers_lent(self) -> list[str]:
+        """Return those whose servers are the run's engines."""
+        return [name for name in self.scorers_used if ENGINES in self.scorers[name].urls]
+
     def serving(self, name: str) -> RunConfig:
         """Return the configuration of the servers of a scorer: its model and how many there are, in place of
         the policy's and the engines'. `model.path` is empty where it is not known. '': that of engines."""
@@ -271,8 +276,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def adapters_held(self) -> int:
-        """Count the adapters of these versions, and the base, as servers do, where an agent has none."""
-        return self.versions_held * len(self.adapters) + ("" not in self.adapters)
+        """Count the adapters of these versions, and the base, as servers do, if agents or scorers use it."""
+        return self.versions_held * len(self.adapters) + ("" not in self.adapters or bool(self.scorers_lent))
 
     @property
     def side_requests(self) -> bool:

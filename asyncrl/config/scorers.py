@@ -13,6 +13,7 @@ from asyncrl.config.episodes import RolloutConfig
 ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
 
 
+ENGINES = "engines"  # in place of a URL
 TEACHES = 0.5  # kl.coef from which kl.reference is a teacher; published penalties are below
 
 
@@ -24,7 +25,8 @@ class ScorerConfig(Section, frozen=True):
     path: str = ""
     """Model directory or hub repository. The run starts servers with it; with `urls` it is only compared."""
     urls: list[str] = []
-    """Attach to these servers instead of starting any."""
+    """Attach to these servers instead of starting any. `[engines]`: the run's engines score, with the base of
+    their adapters."""
     servers: Positive = 1
     """Servers to start."""
     tp: Positive = 1
@@ -34,7 +36,7 @@ class ScorerConfig(Section, frozen=True):
 
     @property
     def keepers(self) -> int:
-        return len(self.urls) or self.servers
+        return 0 if ENGINES in self.urls else len(self.urls) or self.servers
 
 
 def taught(keys: Mapping[str, Any]) -> bool:
@@ -51,14 +53,23 @@ def asked_by(reward: Any) -> set[str]:
 
 
 def scorer_refusals(
-    scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str
+    scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str, adapters_apart: bool
 ) -> dict[str, bool]:
-    """Find scorers that would read nothing, or the same as others, or at another temperature."""
+    """Find scorers that would read nothing, or the same as others, or at another temperature, or with weights
+    that change."""
     teachers = [name for name in scorers if name.startswith("teacher")]
     named = [source for name in teachers for source in scorers[name].sources or [""]]
     lacking = [name for name, one in scorers.items() if not (one.path or one.urls)]
     asked = asked_by(rollout.reward)
+    lent = {name: one for name, one in scorers.items() if ENGINES in one.urls}
     return {
+        f"scorers.{', '.join(lent)}: urls=[engines] is alone, without path, and for log-probs of turns only; "
+        "give the scorer servers of its own": bool({*lent} & (asked | {"reward"}))
+        or any(one.path or len(one.urls) > 1 for one in lent.values()),
+        f"scorers.{', '.join(lent)}: urls=[engines] is of engines that keep the base, beside adapters; set "
+        "model.lora_rank and weights.adapters=true, or leave the scorer out": (
+            bool(lent) and not adapters_apart
+        ),
         f"rollout.reward asks scorer:{', '.join(sorted(asked - {*scorers}))}, which is not among scorers; "
         "add it there": bool(asked - {*scorers}),
         f"scorers.{', '.join(lacking)}: neither a model nor servers; set path, or urls": bool(lacking),

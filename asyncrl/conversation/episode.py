@@ -192,8 +192,8 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
     if trouble := problem(rules.chat.stop_ids, asked.max_new_tokens, generation):
         return _fail(episode, FailReason.ENGINE_ERROR, trouble)
     turn = make_turn(len(episode.turns), asked.row, asked.ids[len(before) :], generation)
-    if rules.privilege and not before:
-        turn = replace(turn, taught=_privileged(rules, episode))
+    if not before:
+        turn = replace(turn, taught=taught(rules, episode, asked))
     rows = (*episode.rows[: asked.row], asked.ids + generation.ids)
     parsed = read_turn(rules, turn, episode.opened.tools)
     episode = replace(episode, rows=rows, turns=(*episode.turns, turn), read=(*episode.read, parsed))
@@ -326,8 +326,12 @@ def _prompt(rules: Rules, episode: Episode) -> tuple[int, ...]:
     return rules.chat.prompt_ids(conversation(rules, episode), episode.opened.tools)
 
 
-def _privileged(rules: Rules, episode: Episode) -> tuple[int, ...]:
-    """The ids that begin the row as the teacher reads it: its first message says more."""
+def taught(rules: Rules, episode: Episode, asked: Generate) -> tuple[int, ...]:
+    """The turn's prefix as the teacher reads it: the first message of its row says more. Empty: as it is."""
+    if not rules.privilege:
+        return ()
+    if begun := next((turn for turn in episode.turns if turn.row == asked.row), None):
+        return begun.taught + asked.ids[len(begun.context) :]
     first, *others = conversation(rules, episode)
     truth = json.loads(episode.sample.ground_truth)
     told = rules.privilege.replace("{ground_truth}", truth if isinstance(truth, str) else json.dumps(truth))

@@ -250,11 +250,11 @@ class EngineHandler:
 
     def table(self) -> tuple[EngineEntry, ...]:
         serving, held = {keeper.peer for keeper in self._serving(None)}, self.state.versions.engines
-        engines = (
+        engines = [
             keeper.entry(engine.acked, keeper.peer in serving, "eval" if engine.pinned else "train")
             for keeper, engine in ((keeper, held[keeper.peer]) for keeper in self.keepers)
-        )
-        return (*engines, *self.scorers.table())
+        ]
+        return (*engines, *self.scorers.table(engines))
 
     def add_use(self, before: Sequence[EngineUse], now: Sequence[EngineUse]) -> None:
         """Count what the servers have done for a worker between two heartbeats. The later one has the same
@@ -286,7 +286,7 @@ class EngineHandler:
             found["async/engines"] = float(len(self._serving(None)))
         if prompt:
             found["rollout/prefix_cache_hit"] = cached / prompt
-        return found | self.scorers.gauges(self._uses)
+        return found | self.scorers.gauges(self.table(), self._uses)
 
     def _serving(self, lane: str | None) -> list[KeeperRecord]:
         """Keepers of servers that may sample, in all lanes or in one."""

@@ -8,8 +8,11 @@ unblocks: workers (their entries in the table of servers)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+
+from msgspec.structs import replace
 
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
@@ -69,19 +72,24 @@ class ScorerHandler:
         lacking = (name for name, _ in self._places if name not in here and name != "reward")
         return next((f"a server of scorers.{name}" for name in lacking), "")
 
-    def table(self) -> tuple[EngineEntry, ...]:
-        return tuple(
-            keeper.entry(NO_VERSION, keeper.beat.healthy, self._places[keeper.hello.index][0])
-            for keeper in self.keepers
-        )
+    def table(self, engines: Sequence[EngineEntry]) -> Iterator[EngineEntry]:
+        """Yield the scorers' own servers, and for scorers that have none those of engines once more: they
+        score with the base of their adapters, which no version changes."""
+        for keeper in self.keepers:
+            yield keeper.entry(NO_VERSION, keeper.beat.healthy, self._places[keeper.hello.index][0])
+        for name, one in product(self.state.config.scorers_lent, engines):
+            if one.lane == "train":
+                yield replace(one, name=f"{SCORER} {name} {one.name}", version=NO_VERSION, lane=name)
 
-    def gauges(self, uses: Mapping[str, Counter[str]]) -> dict[str, float]:
+    def gauges(self, table: Sequence[EngineEntry], uses: Mapping[str, Counter[str]]) -> dict[str, float]:
         """Return metrics per scorer, by what its servers have done for the workers."""
         found: dict[str, float] = {}
         for name in self.state.config.scorers_used:
-            mine = [keeper for keeper in self.keepers if keeper.name.split()[1] == name]
-            total = sum((uses[keeper.name] for keeper in mine), Counter[str]())
-            found[f"scorer/{name}/servers"] = float(sum(keeper.beat.healthy for keeper in mine))
+            mine = [entry for entry in table if entry.lane == name]
+            if not mine and name in self.state.config.scorers_lent:
+                continue  # engines are in the workers, or have not reported
+            total = sum((uses[entry.name] for entry in mine), Counter[str]())
+            found[f"scorer/{name}/servers"] = float(sum(entry.healthy for entry in mine))
             found[f"scorer/{name}/turns"] = float(total["requests"])
             found[f"scorer/{name}/prompt_tokens"] = float(total["prompt_tokens"])
             found[f"scorer/{name}/cache_hit"] = total["cached_tokens"] / max(1.0, total["prompt_tokens"])

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from asyncrl.errors import EngineError
 from asyncrl.registry import Registry
-from asyncrl.types import Generation, Routes, StopReason, VersionSpan
+from asyncrl.types import Generation, Routes, StopReason, TokenScores, VersionSpan
 from asyncrl.weights.manifest import Manifest, WeightsRef
 
 
@@ -98,6 +98,10 @@ class Engine(Protocol):
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn."""
+
+    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        """Score the last `count` of these ids, without adapters, at temperature 1, and name the `top`
+        likeliest at each of their places."""
 
     async def close(self) -> None: ...
 

@@ -24,7 +24,7 @@ def check_servers(config: RunConfig) -> None:
             raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
     if engine.remote:
         check_group_address(config)
-    for scorer in [*config.scorers_used, *[""] * engine.remote]:
+    for scorer in [*dict(config.scorer_places), *[""] * engine.remote]:
         if config.serving(scorer).engine.urls:
             check_urls(config, scorer)
         else:

@@ -27,6 +27,7 @@ from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, exte
 from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
+from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import Waits
 from asyncrl.tools.snapshots import Snapshots
@@ -86,7 +87,7 @@ class EpisodeContext:
     waits: Waits
     oldest: Callable[[], int]
     snapshots: Snapshots | None = None
-    reader: Callable[[str], ServerPool | None] = lambda source: None
+    reader: Callable[[str], ServerPool | LocalSampler | None] = lambda source: None
     top: int = 0
 
 
@@ -136,10 +137,11 @@ class EpisodeRun:
         watch: Watch | None = None,
         trains: bool = True,
         agent: str = "",
+        taught: tuple[int, ...] = (),
     ) -> Generation:
         """Sample a turn after `ids`, the whole prefix, or the rest of it. Rows may be sampled side by side.
-        `trains`: it is made durable in parts if it lasts, and scorers read it when it is whole. `agent`: who
-        asked for it."""
+        `trains`: it is made durable in parts if it lasts, and scorers read it when it is whole, after
+        `taught` if that is another prefix. `agent`: who asked for it."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         stop_ids = self.context.rules.chat.stop_ids
@@ -153,7 +155,7 @@ class EpisodeRun:
         durable = self._durable_part(row, prompt)
         sampled = await self.sampler.generate(rest(request, durable), self._oldest)
         whole = extended(request, durable, sampled)
-        return await self._read(session, ids, whole) if trains else whole
+        return await self._read(session, taught or ids, whole) if trains else whole
 
     async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
         """Add what scorers make of the turn: nothing in validation, where nothing trains, or greedily."""
@@ -192,7 +194,7 @@ class EpisodeRun:
         return max(self.assign.oldest, self.context.oldest())
 
     @property
-    def _reader(self) -> ServerPool | None:
+    def _reader(self) -> ServerPool | LocalSampler | None:
         return self.context.reader(self.assign.sample.data_source)
 
     @property

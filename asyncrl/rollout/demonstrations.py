@@ -19,7 +19,7 @@ from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import EngineError, ProtocolError
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.tools import Toolbox
-from asyncrl.types import EpisodeResult, EpisodeStats, Generation, Turn
+from asyncrl.types import EpisodeResult, EpisodeStats, Generation, TokenScores, Turn
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
 
@@ -95,6 +95,9 @@ class NoEngine:
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         return ()  # nothing is computed, so nothing can differ from the trainer
+
+    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        raise EngineError("a supervised run has no scorers")
 
     async def close(self) -> None:
         """Nothing was opened."""

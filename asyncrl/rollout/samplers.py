@@ -22,7 +22,7 @@ from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Waits
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.process import quick_imports
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
-from asyncrl.types import Generation
+from asyncrl.types import Generation, TokenScores
 from asyncrl.wire.messages.shared import Loaded
 
 BROKEN = 8  # failed turns in a row after which the engine counts as broken
@@ -108,6 +108,12 @@ class LocalSampler:
             raise EngineError(f"there is no {self.name} engine")
         with self.meter.turn():
             return await self.engine.score(request.ids)
+
+    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, _: object) -> TokenScores:
+        """Have the base of the adapters score the last `count` of these ids; compare `ServerPool.read`."""
+        assert self.engine is not None
+        with self.meter.turn():
+            return await self.engine.read(ids, count, top)
 
     def release(self, session: str) -> None:
         if self.engine is not None:

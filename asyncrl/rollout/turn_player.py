@@ -85,8 +85,9 @@ class TurnPlayer:
     async def _answer(self, episode: Episode) -> commands.Event:
         """Carry out the command the episode waits for."""
         match episode.command:
-            case commands.Generate(ids=ids, max_new_tokens=limit, row=row):
-                return commands.TurnGenerated(await self.run.generate(ids, limit, row))
+            case commands.Generate(ids=ids, max_new_tokens=limit, row=row) as asked:
+                taught = machine.taught(self._rules, episode, asked)
+                return commands.TurnGenerated(await self.run.generate(ids, limit, row, taught=taught))
             case commands.CallTools(calls=calls):
                 await self.run.until_durable()
                 names = ", ".join(sorted({call.name for call in calls}))

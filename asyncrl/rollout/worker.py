@@ -64,8 +64,8 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
     parts, remote = EpisodeParts(config).load(), config.engine.remote
     build = None if remote else engine_factory(config)
-    connect = {name: connector(config, name) for name in config.scorers_used}
-    connect |= dict.fromkeys(LANES, connector(config)) if remote else {}
+    connect = {name: connector(config, name) for name in dict(config.scorer_places)}
+    connect |= dict.fromkeys([*LANES, *config.scorers_lent], connector(config)) if remote else {}
     engine: Engine | None = None if sampling else NoEngine()
     if engine is None and build is not None:
         engine = build()
@@ -125,6 +125,9 @@ class RolloutWorker:
         self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
         pool = (self.waits, self.busy_timer, config.engine.start_timeout, self._uses)
         self._pools = {name: ServerPool(name, one, *pool) for name, one in connect.items()}
+        readers: dict[str, ServerPool | LocalSampler] = {**self._pools}
+        if self._local:
+            readers |= dict.fromkeys(config.scorers_lent, self._local["train"])
         self.outbox = Outbox(lambda records, frames: self._bulk.send(records, frames))
         self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
         context = EpisodeContext(
@@ -134,7 +137,7 @@ class RolloutWorker:
             self.waits,
             oldest=lambda: self._oldest,
             snapshots=self._snapshots,
-            reader=lambda source: self._pools.get(config.reader(source)),
+            reader=lambda source: readers.get(config.reader(source)),
             top=config.kl.top_k,
         )
         gateway = Gateway(config.rollout.agent_address)

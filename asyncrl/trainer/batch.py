@@ -44,8 +44,8 @@ class Example:
     before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
     asks for them. `routes`: of each row the experts of its first tokens, [·, layers * k], -1 for a gap.
     `agents`: of each row the place of its adapter, where there are several.
-    `taught`: the rows as a teacher reads them, where their prompts are others. `likeliest`: what a teacher on
-    servers told of each token, [T_i, k] ids and log-probs.
+    `taught`: the rows as a teacher in the trainer reads them, if their prompts are others. `likeliest`: what
+    one on servers told of each token, [T_i, k] ids and log-probs.
     """
 
     planned: PlannedTrajectory
@@ -263,7 +263,7 @@ def example(
         reference=None if scored is None else references(turns, scored),
         routes=row_routes(turns, [*map(len, rows)], choices) if choices else (),
         agents=tuple(whose[row] for row in range(len(rows))) if len(agents) > 1 else (),
-        taught=taught_rows(rows, turns),
+        taught=taught_rows(rows, turns) if scored is None else (),
         likeliest=likeliest(turns, scored) if scored else None,
         excluded=mask_truncated and planned.own.end.truncated,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from asyncrl.engines.base import Request
-from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.types import Generation, StopReason, TokenScores, VersionSpan
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 from tests.fakes.chat import END, encode, read
 
@@ -40,6 +42,7 @@ class ScriptedEngine:
         self.load_gate.set()
         self.requests: list[Request] = []
         self.loads: list[WeightsRef] = []
+        self.read_ids: list[tuple[int, ...]] = []
         self.released: list[str] = []
         self.cancelled: list[str] = []
         self.closed = False
@@ -81,6 +84,10 @@ class ScriptedEngine:
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         return tuple(-1.0 for _ in ids[1:])
+
+    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        self.read_ids.append(ids)
+        return TokenScores(np.full(count, -1, "<f4").tobytes())
 
     async def close(self) -> None:
         self.closed = True

@@ -8,20 +8,22 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
 
-from asyncrl.config import AgentConfig, ModelConfig
+from asyncrl.config import AgentConfig, ModelConfig, ScorerConfig
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.server import attach, loader
 from asyncrl.trainer.model import adapter_shards, load_policy, score
 from asyncrl.trainer.world import World
-from asyncrl.types import PolicyVersion, StopReason, VersionSpan
+from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.sglang import sglang_config
 from tests.fakes.weights import publish
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, under_way
@@ -30,7 +32,7 @@ from tests.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.full
 RANK, LONG, CLOSE = 4, 400, 1e-4  # nats
-ROOM = ("--max-loras-per-batch=6", "--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", "all")
+ROOM = ("--max-loras-per-batch=7", "--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", "all")
 
 
 class Trained:
@@ -63,6 +65,47 @@ class Trained:
 @pytest.fixture(scope="module")
 def server(sglang_server: Start, tiny_models: dict[str, Path]) -> SGLangServer:
     return sglang_server(tiny_models["qwen2"], *ROOM)
+
+
+async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes(
+    server: SGLangServer, world: World, tmp_path: Path
+) -> None:
+    """Beside requests of as many versions as a server holds. Its log-probs are those of the trainer without
+    adapters."""
+    trained = Trained(server.model, tmp_path / "published", world, {"": RANK})
+    config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
+    config = replace(config, run_dir=str(tmp_path), weights=replace(config.weights, directory="run"))
+    config = replace(config, scorers={"reference": ScorerConfig(urls=["engines"])})
+    assert config.adapters_held == 7
+    read, gaps, shares = EngineUse("read"), list[float](), list[float]()
+    sampler, reader = (
+        SGLangClient(ServerApi(server.url), config, VOCABULARY, use, "r") for use in (None, read)
+    )
+    row, running = prompt(600), list[asyncio.Task[Generation]]()
+    async with (
+        asyncio.timeout(240),
+        in_use(sampler),
+        in_use(reader),
+        in_use(loader(config, 0, await attach(config, server.url), "r")) as keeper,
+    ):
+        for step in range(1, 7):
+            await keeper.load(ref := trained.publish(step))
+            sampler.mark(ref.version)
+            running += await under_way(sampler, ask(prompt(9, step), LONG, f"long {step}"))
+            row += prompt(20, step)
+            row += (sampled := await sampler.generate(ask(row, 40))).ids
+            before = read.cached_tokens, read.prompt_tokens
+            scores = await reader.read(row, len(sampled.ids), 4)
+            shares.append((read.cached_tokens - before[0]) / (read.prompt_tokens - before[1]))
+            own = tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
+            gaps.append(trained.gap(row, own, "nobody"))
+        ended = [task.result() for task in running if task.done()]
+        assert len(ended) < 3, "they were to last"
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    print(f"largest difference {max(gaps):.2g} nats; found in the cache {min(shares[1:]):.1%} and more")
+    assert max(gaps) < CLOSE and shares[0] == 0 and min(shares[1:]) > 0.9
 
 
 async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agent(

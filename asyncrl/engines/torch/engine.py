@@ -12,8 +12,9 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +24,13 @@ from asyncrl.engines.base import NOTHING, Request, Sampling, check_request, engi
 from asyncrl.engines.torch.batch import Batcher, Run
 from asyncrl.errors import ConfigError, EngineError, one_line
 from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
-from asyncrl.types import Generation, StopReason
+from asyncrl.types import Generation, StopReason, TokenScores
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.names import pieces
+
+T = TypeVar("T")
 
 PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
 
@@ -108,20 +111,35 @@ class TorchEngine:
         return manifest
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        async with self._loading:  # all of it under the same weights
-            self._between_steps(lambda: None)  # the thread is free after the step under way
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, ids)
+        scores = await self._apart(partial(self._score, ids, len(ids) - 1))
+        return tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
 
-    def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        rows = len(self._adapters.agents) if self._adapters else 1
+    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        return await self._apart(partial(self._score, ids, count, top, base=True))
+
+    async def _apart(self, compute: Callable[[], T]) -> T:
+        """Compute in the thread, after the step under way, all of it under the same weights."""
+        async with self._loading:
+            self._between_steps(lambda: None)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+
+    @torch.inference_mode()
+    def _score(self, ids: tuple[int, ...], count: int, top: int = 0, base: bool = False) -> TokenScores:
+        """Score the last `count` ids with each adapter, or without any."""
+        rows = len(self._adapters.agents) if self._adapters and not base else 1
         tokens = torch.tensor([ids] * rows, device=self._model.device)
         if self._adapters is not None:
             self._adapters.use(torch.arange(rows, device=tokens.device)[:, None].expand_as(tokens))
-        with torch.inference_mode():
-            logits = self._model(tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-            parts = zip(logits.split(WIDENED), tokens[:, 1:].reshape(-1, 1).split(WIDENED), strict=True)
-            found = [part.float().log_softmax(-1).gather(1, labels)[:, 0] for part, labels in parts]
-            return tuple(torch.cat(found).tolist())
+        with self._adapters.disabled() if self._adapters and base else nullcontext():
+            output = self._model(tokens, use_cache=False, logits_to_keep=count + 1)
+        logits, labels = output.logits[:, :-1].flatten(0, 1), tokens[:, len(ids) - count :].reshape(-1, 1)
+        found = []
+        for part, own in zip(logits.split(WIDENED), labels.split(WIDENED), strict=True):
+            table = part.float().log_softmax(-1)
+            found.append((table.gather(1, own), *table.topk(top)))
+        logs, highest, likeliest = (torch.cat(column).cpu().numpy() for column in zip(*found, strict=True))
+        kinds = (logs, "<f4"), (likeliest, "<i4"), (highest, "<f4")
+        return TokenScores(*(values.astype(kind).tobytes() for values, kind in kinds))
 
     async def close(self) -> None:
         self._break(EngineError("the engine was closed"))

@@ -31,11 +31,13 @@ HEALTHY = KeeperBeat(healthy=True, starting=False)
 class EngineSetup:
     """Two keepers whose servers are up; times are passed in."""
 
-    def __init__(self, run_dir: Path, scorers: dict[str, Any] | None = None, **weights: object) -> None:
+    def __init__(
+        self, run_dir: Path, scorers: dict[str, Any] | None = None, lora_rank: int = 0, **weights: Any
+    ) -> None:
         config = parse(
             {
                 "name": "t",
-                "model": {"path": "m"},
+                "model": {"path": "m", "lora_rank": lora_rank},
                 "data": {"train": "d"},
                 "engine": {"name": "sglang", "servers": 2},
                 "launch": {"lease": 10.0},
@@ -402,6 +404,25 @@ def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path
     assert found["scorer/reward/servers"] == 0 and "rollout/prefix_cache_hit" not in found
     setup.handler.tick(11.0)  # silent for longer than its lease
     assert len(setup.handler.table()) == 0
+
+
+def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -> None:
+    """Those that are not set aside for validation, whatever version they hold."""
+    setup = EngineSetup(tmp_path, {"reference": {"urls": ["engines"]}}, lora_rank=2, adapters=True)
+    setup.serve(1)
+    assert setup.handler.lacks == ""
+    setup.state.versions.engines[B].pinned = True
+    *_, last = setup.handler.table()
+    lent = EngineEntry("scorer reference engine 0", "http://host", "a", NO_VERSION, True, lane="reference")
+    assert last == lent and [one.lane for one in setup.handler.table()] == ["train", "eval", "reference"]
+    setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
+    found = setup.handler.gauges()
+    assert found["scorer/reference/cache_hit"] == 0.75 and found["scorer/reference/servers"] == 1
+    assert "rollout/prefix_cache_hit" not in found
+    setup.publish(2)
+    setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
+    *_, last = setup.handler.table()
+    assert last == msgspec.structs.replace(lent, healthy=False)
 
 
 def test_new_episodes_wait_for_a_server_of_each_scorer_that_reads_turns(tmp_path: Path) -> None:

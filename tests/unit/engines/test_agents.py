@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -76,6 +77,13 @@ async def test_rows_of_several_agents_in_one_step(
             tables = [alone[agent](row).logits[0, :-1].log_softmax(-1) for agent in SIZES]
         wanted = torch.cat([table.gather(1, row[0, 1:, None])[:, 0] for table in tables])
         assert torch.allclose(torch.tensor(scored), wanted, atol=2e-5)
+        base = await engine.read(same, 7, 3)
+        with torch.no_grad():
+            table = alone["other"](row).logits[0, -8:-1].log_softmax(-1)
+        own, (top, ids) = table.gather(1, torch.tensor(same)[-7:, None]), table.topk(3)
+        for found, expected in ((base.logprobs, own), (base.top, top)):
+            assert np.allclose(np.frombuffer(found, "<f4"), expected.flatten(), atol=2e-5)
+        assert np.frombuffer(base.ids, "<i4").tolist() == ids.flatten().tolist()
     await engine.close()
 
 

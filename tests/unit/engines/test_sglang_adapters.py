@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from asyncrl.config import AgentConfig, RunConfig
+from asyncrl.config import AgentConfig, RunConfig, ScorerConfig
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang import adapters
 from asyncrl.engines.sglang.adapters import AdapterLoader
@@ -37,6 +37,7 @@ LENGTH = {"type": "length", "length": 0}
 LAYER = "model.layers.0.q_proj"
 SPEC = AdapterSpec(2, 4.0, (LAYER,))
 CONFIG = sglang_config(32, lora_rank=2)
+LENT = msgspec.structs.replace(CONFIG, scorers={"reference": ScorerConfig(urls=["engines"])})
 OLDEST = CONFIG.buffer.usual_staleness
 
 
@@ -223,6 +224,23 @@ async def test_a_request_names_its_adapter_and_is_of_exactly_that_version() -> N
         assert generation.spans == (VersionSpan(0, 2, 7, 7),)
         [(_, body, _)] = script.asked
         assert body["lora_path"] == "e1-v7@mine" and "cache_salt" not in body
+
+
+async def test_the_base_reads_turns_beside_adapters_under_one_key_of_the_cache() -> None:
+    """And counts as one more of those that a server uses at once."""
+    read = {"prompt_tokens": 3, "input_token_logprobs": [[None, 2, None], [-0.5, 3, None]]}
+    async with connected(LENT) as (script, client):
+        script.says("/generate", 200, msgspec.json.encode({"meta_info": read}))
+        for step in (8, 9):
+            await client.read((1, 2, 3), 1, 0)
+            client.mark(PolicyVersion(1, step))
+        assert [(body["cache_salt"], "lora_path" in body) for _, body, _ in script.asked] == [
+            ("mine", False)
+        ] * 2
+    assert LENT.adapters_held == CONFIG.adapters_held + 1
+    info = msgspec.convert(server_info(max_loaded_loras=None), ServerInfo)
+    with pytest.raises(ConfigError, match="start it with --max-loras-per-batch 7"):
+        _check_adapters(LENT, "http://s", info)
 
 
 REFUSED = b'data: {"error": {"message": "Got LoRA adapter that has never been loaded: x", "code": 400}}\n\n'

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,8 @@ from asyncrl.rollout import server_pool
 from asyncrl.rollout.context import EpisodeRun
 from asyncrl.types import FailReason, Generation, StopReason, TokenScores, VersionSpan
 from asyncrl.wire.messages.worker import EngineUse, Failed, Finished
-from tests.fakes.episodes import TurnBench
+from tests.fakes.chat import FakeChat
+from tests.fakes.episodes import TurnBench, look
 from tests.fakes.loop import settle
 from tests.fakes.servers import (
     SECONDS,
@@ -117,6 +120,27 @@ async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none_up_to_a
         assert [turn.scores is not None for turn in bench.turns] == [True]
     else:
         assert isinstance(end, Failed) and end.reason is FailReason.DEADLINE
+
+
+@pytest.mark.parametrize("privilege", ["", "It is {ground_truth}."])
+def test_a_scorer_reads_each_turn_behind_the_prompt_of_a_teacher(privilege: str) -> None:
+    """Which is told more in the first message (kl.prompt), and scores the same tokens; also after a restart,
+    when turns before are recorded."""
+    first = TurnBench([look("a"), look("b"), "42"])
+    read = first.engine.read_ids
+    for bench in (first, again := TurnBench(["42"])):
+        bench.context.rules = dataclasses.replace(bench.context.rules, privilege=privilege)
+        bench.context.reader = partial(getattr, bench, "sampler")
+    first.finished()
+    turns, told = first.turns, "It is 42.\n\n" * bool(privilege)
+    prompt = FakeChat().decode(turns[0].context).replace("q\x02", f"{told}q\x02")
+    assert FakeChat().decode(read[0]).startswith(prompt)
+    assert all(row[-len(turn.ids) :] == turn.ids for row, turn in zip(read, turns, strict=True))
+    assert read[2][: len(read[1])] == read[1] and read[1][: len(read[0])] == read[0]
+    assert len(read[2]) == sum(len(turn.context + turn.ids) for turn in turns) + len(told)
+    assert [turn.scores and len(turn.scores.logprobs) for turn in turns] == [4 * len(t.ids) for t in turns]
+    again.finished(first.record[:4])
+    assert again.engine.read_ids == read[2:]
 
 
 async def test_rows_that_wait_side_by_side_are_off_the_clock_together(

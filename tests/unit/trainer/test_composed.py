@@ -114,6 +114,11 @@ def entropy(model: Any, episode: Episode) -> Tensor:
     return -(table.exp() * table).sum()
 
 
+def with_taught(turn: Turn, index: int = 3) -> Turn:
+    """It has another prompt for a teacher, longer by `index`."""
+    return msgspec.structs.replace(turn, taught=(*range(index), 5, *turn.context[1:]))
+
+
 def with_prompt(turns: list[Turn], taught: tuple[int, ...]) -> list[Turn]:
     return [msgspec.structs.replace(turns[0], context=taught), *turns[1:]]
 
@@ -132,7 +137,7 @@ def test_what_distils(
     if prompted:
         own = [(row, list(turns)) for row, turns in episodes]
         for i, (_, turns) in enumerate(own):
-            turns[0] = msgspec.structs.replace(turns[0], taught=(*range(i), 5, *turns[0].context[1:]))
+            turns[0] = with_taught(turns[0], i)
         episodes = own
     learner, without = made(kl=kl, algorithm=steps, buffer=UNFILTERED), made(algorithm=steps)
     run_batch(learner, [[episodes]])
@@ -170,12 +175,17 @@ def test_what_distils(
     assert gradient_gap(learner, episodes, together) < TOLERANCE
 
 
-@pytest.mark.parametrize("steps", [{}, {"loss": "ppo", "steps_per_batch": 2}])
+@pytest.mark.parametrize(
+    ("steps", "prompted"), [({}, False), ({}, True), ({"loss": "ppo", "steps_per_batch": 2}, False)]
+)
 def test_a_teacher_on_servers_teaches_what_one_in_the_trainer_does(
-    made: Made, model: Any, model_path: str, episodes: list[Episode], steps: dict[str, Any]
+    made: Made, model: Any, model_path: str, episodes: list[Episode], steps: dict[str, Any], prompted: bool
 ) -> None:
-    """By its likeliest tokens, as they come with the turns. A turn that no scorer has read is left out."""
-    kl = {"where": "loss", "coef": 1.0, "estimator": "js", "top_k": 4}
+    """By its likeliest tokens, as they come with the turns. A turn that no scorer has read is left out.
+    `prompted`: either reads another prompt."""
+    kl = {"where": "loss", "coef": 1.0, "estimator": "js", "top_k": 4, "prompt": "Think." * prompted}
+    if prompted:
+        episodes = [(row, [with_taught(turns[0]), *turns[1:]]) for row, turns in episodes]
     here = made(kl={**kl, "reference": model_path}, algorithm=steps, buffer=UNFILTERED)
     there = made(kl=kl, scorers={"teacher": {"urls": ["http://t"]}}, algorithm=steps, buffer=UNFILTERED)
     assert there.reference is None
@@ -200,11 +210,11 @@ def change(learner: Learner) -> None:
 
 @torch.no_grad()
 def read(model: Any, episode: Episode, top: int) -> list[Turn]:
-    """The turns with the scores of a server of `model`."""
-    _, turns = episode
+    """The turns with the scores of a server of `model`, behind the prompt of a teacher."""
+    planned, turns = episode
     sizes = [len(turn.ids) for turn in turns]
-    found = []
-    for turn, table in zip(turns, tables(model, episode).split(sizes), strict=True):
+    found, theirs = [], (planned, with_prompt(turns, turns[0].taught or turns[0].context))
+    for turn, table in zip(turns, tables(model, theirs).split(sizes), strict=True):
         logs, ids = table.topk(top)
         own = table.gather(1, torch.tensor(turn.ids)[:, None])
         parts = (own.numpy().astype("<f4"), ids.numpy().astype("<i4"), logs.numpy().astype("<f4"))
