@@ -22,6 +22,7 @@ from tests.sglang.server import SGLangServer
 
 Answer = TypeVar("Answer")
 DEADLINE = 240.0  # seconds for one test
+PATIENCE = 120.0  # seconds for a server to come to what a test waits for
 LONG = 900  # tokens: still running when whatever the test does has happened
 WHOLE = 400  # tokens of a request that is waited for
 
@@ -80,9 +81,9 @@ def frozen(server: SGLangServer) -> Iterator[None]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """The deadline is the test's."""
-    while not await condition():  # noqa: ASYNC110 (another process: there is no event)
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(PATIENCE):
+        while not await condition():  # noqa: ASYNC110 (another process: there is no event)
+            await asyncio.sleep(0.02)
 
 
 async def idle(api: ServerApi) -> bool:
@@ -109,21 +110,23 @@ def raw(ids: tuple[int, ...], new: int, **fields: Any) -> dict[str, Any]:
 async def sampling(engine: Kept, request: Request) -> asyncio.Task[Generation]:
     """Start a request, and return when the server samples it: a later one is done by then. A server whose
     queue is full for a moment is asked again."""
-    while True:
-        task = asyncio.create_task(engine.generate(request))
-        await asyncio.sleep(0)  # a task has sent nothing before it has run
-        await accepted(lambda: engine.generate(ask(prompt(3, "gate"), 8, "gate")))
-        if not task.done() or not isinstance(task.exception(), EngineBusy):
-            return task
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            task = asyncio.create_task(engine.generate(request))
+            await asyncio.sleep(0)  # a task has sent nothing before it has run
+            await accepted(lambda: engine.generate(ask(prompt(3, "gate"), 8, "gate")))
+            if not task.done() or not isinstance(task.exception(), EngineBusy):
+                return task
 
 
 async def accepted(send: Callable[[], Awaitable[Answer]]) -> Answer:
-    """The answer, asked for again while the server's queue is full. The deadline is the test's."""
-    while True:
-        try:
-            return await send()
-        except EngineBusy:
-            await asyncio.sleep(0.02)
+    """The answer, asked for again while the server's queue is full."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            try:
+                return await send()
+            except EngineBusy:
+                await asyncio.sleep(0.02)
 
 
 def publish(directory: Path, version: int, family: str = "qwen2", **changes: object) -> WeightsRef:
