@@ -185,15 +185,10 @@ def score_chunks(
 
 
 def _scores_of(
-    entropy_grad: bool,
-    collision: bool,
-    teacher: Teacher | None,
-    logits: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    *taught: Tensor,
+    entropy_grad: bool, collision: bool, teacher: Teacher | None, logits: Tensor, *columns: Tensor
 ) -> dict[str, Tensor]:
-    """Return scores of n tokens by name, from their logits [n, V]."""
+    """Return scores of n tokens by name, from logits [n, V], labels, temperatures, and what is taught."""
+    labels, temperature, *taught = columns
     table = log_probs(logits, temperature)
     found = {
         "logp": table.gather(1, labels[:, None])[:, 0],
