@@ -185,7 +185,7 @@ async def push(bench: Bench) -> list[str]:
     pairs = zip(await bench.loader.score(ids), versions.logprobs(ids), strict=True)
     gaps = [abs(a - b) for a, b in pairs]
     size = os.path.getsize(payload(Path(ref.path)))  # noqa: ASYNC240
-    writes, loads = [], []
+    writes, loads, used = [], [], bench.seconds
     for _ in range(5):
         start = time.perf_counter()
         ref = await asyncio.to_thread(versions.publish, next(steps), bench.apart)
@@ -198,6 +198,7 @@ async def push(bench: Bench) -> list[str]:
         f"{size / MB:.1f}",
         f"{statistics.median(writes):.2f}",
         f"{statistics.median(loads):.3f}",
+        f"{(bench.seconds - used) / len(loads):.3f}",
         f"{statistics.mean(gaps):.1e}, {max(gaps):.1e}",
     ]
 
@@ -355,7 +356,7 @@ async def main() -> None:
 
         lines = []
         if args.part == "push":
-            header = ["way", "MB", "write s", "load s", "gap mean, max"]
+            header = ["way", "MB", "write s", "load s", "server CPU s", "gap mean, max"]
             for apart in (True, False):
                 async with started(apart) as bench:
                     lines.append(await push(bench))
