@@ -98,7 +98,8 @@ def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
 def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (plain).
 
-    Use: in the loss, at any staleness, where the student shall cover all that the teacher would do.
+    Use: in the loss, at any staleness, where the student shall cover all that the teacher would do, or never
+    does it yet: its slope there is pi - T, that of the others about pi.
     """
     share = t.exp()
     return (share * (t - p)).sum(-1), -share

@@ -32,6 +32,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
     reward, nll = edges(steps, metric.REWARD), edges(steps, metric.NLL)
+    kl = edges(steps, "actor/kl_loss")
     components = {
         label: (*edges(steps, name), *_of_both(validations, metric.COMPONENT_HELD_OUT.replace("*", label)))
         for label, name in matching(metric.COMPONENT, set[str]().union(*steps)).items()
@@ -47,6 +48,8 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "components": components,
         "nll_first": nll[0],
         "nll_last": nll[1],
+        "kl_loss_first": kl[0],
+        "kl_loss_last": kl[1],
         **{
             f"{key}_{when}": value
             for key, (_, name) in JUDGED.items()

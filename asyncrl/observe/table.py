@@ -104,6 +104,7 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found.append((f"{label} ({held_out})", get(f"{key}_before"), get(f"{key}_after")))
     label, key = ("reward", "reward") if get("nll_first") is None else ("loss per token", "nll")
     found.append((f"{label} (training)", get(f"{key}_first"), get(f"{key}_last")))
+    found.append(("KL to the reference (training)", get("kl_loss_first"), get("kl_loss_last")))
     for name, (first, last, before, after) in [*get("components", {}).items()][:MOST_COMPONENTS]:
         found += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
 

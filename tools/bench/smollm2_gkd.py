@@ -5,9 +5,9 @@
 
 The teacher is the untrained model with four demonstrations (of sums and differences) in front of its prompt,
 as `kl.prompt` shows them to it; students read none, and get no reward. Both SFT arms train what the teacher
-wrote, the second only what is right, for as many steps and model tokens as `gkd` of the same seed took. Then
-all are asked the same held-out questions (products), each once sampled and once greedily. CPU minutes are
-those of all processes that train a student; the teacher's, when it writes for SFT, are printed apart.
+wrote, the second only what is right, for as many steps and model tokens as `gkd, forward` of that seed took.
+Then all are asked the same held-out questions (products), each once sampled and once greedily. CPU minutes
+are those of all processes that train a student; the teacher's, when it writes for SFT, are printed apart.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from asyncrl.observe.files import read_lines
 
 DATA, MODEL = ROOT / "examples/multiturn/smollm2_sft/data", ROOT / ".models/smollm2-135m-instruct"
 EXPERIMENT, OPENING = "smollm2_answer", "<|im_start|>system\n"
-STUDENT, TEACHER, GKD, ALL, RIGHT = "student", "teacher", "gkd", "sft", "sft, only right ones"
-ARMS = [STUDENT, TEACHER, GKD, ALL, RIGHT]
+STUDENT, TEACHER, ALL, RIGHT = "student", "teacher", "sft", "sft, only right ones"
+GKD = {"gkd, forward": "forward", "gkd, js": "js"}
+ARMS = [STUDENT, TEACHER, *GKD, ALL, RIGHT]
 ROOMY = "rollout.max_tokens=1024"  # as the prompt is longer
 HEADER = ["arm", "lr", "seeds", "sampled", "greedy", "tokens trained", "generated", "CPU minutes"]
 
@@ -77,19 +78,20 @@ class Bench:
     def trained(self, arm: str, seed: int, lr: float) -> dict[str, Any]:
         """Train an arm and ask it; the numbers of its row."""
         name, model, told = f"{file_name(arm)}-{seed}-{lr:g}", MODEL, dict[str, Any]()
-        before, common = cpu_minutes(), [f"seed={seed}", f"trainer.lr={lr}", f"total_steps={self.args.steps}"]
-        common += [f"model.path={MODEL}", "validation.samples=0", "data.test=''"]
-        if arm == GKD:
-            keys = ["algorithm=gkd", "rollout.reward=none", f"kl.prompt='{shots()}'"]
+        keys = [f"seed={seed}", f"trainer.lr={lr}", f"total_steps={self.args.steps}", f"model.path={MODEL}"]
+        keys += ["validation.samples=0", "data.test=''"]
+        if arm in GKD:
+            keys += ["algorithm=gkd", f"kl.estimator={GKD[arm]}", f"kl.prompt='{shots()}'"]
+            keys.append("rollout.reward=none")
             keys += [f"buffer.groups_per_batch={self.args.episodes // 2}", "buffer.episodes_per_group=2"]
-            told["tokens"] = told["generated"] = self.ran(name, [*keys, *common])["tokens_trained"]
         elif arm in (ALL, RIGHT):
             answers = self.said(seed)
-            told["generated"], before = sum(row["tokens"][0] for row in answers), cpu_minutes()
-            keys = ["algorithm=sft", "buffer.episodes_per_group=1", *self.lessons(arm, seed, answers)]
-            told["tokens"] = self.ran(name, [*keys, *common])["tokens_trained"]
-        told["minutes"] = cpu_minutes() - before
-        if "tokens" in told:
+            told["generated"] = sum(row["tokens"][0] for row in answers)
+            keys += ["algorithm=sft", "buffer.episodes_per_group=1", *self.lessons(arm, seed, answers)]
+        if lr:
+            ran = self.ran(name, keys)
+            told = {"tokens": ran["tokens_trained"], "generated": ran["tokens_trained"], **told}
+            told["minutes"] = ran["minutes"]
             model = self.folder / name / "checkpoints" / f"step-{self.args.steps}" / "hf"
         told |= self.asked(f"asked-{name}", str(model), arm == TEACHER)
         shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)  # 2 GB
@@ -104,13 +106,15 @@ class Bench:
         return {"tests": count, "sampled": sampled, "greedy": greedy}
 
     def ran(self, name: str, keys: list[str]) -> dict[str, Any]:
-        """The summary of a run, which goes on if it was cut off."""
-        if (found := summary(self.folder / name)).get("outcome") != "completed":
-            keys = ["resume=auto", *keys, *self.args.overrides]
-            found = train(name, self.folder, keys, 7200.0, EXPERIMENT)
+        """The summary of a run, which goes on if it was cut off, and its CPU minutes since then."""
+        found, used = summary(self.folder / name), self.folder / name / "cpu_minutes"
+        if found.get("outcome") != "completed":
+            before = cpu_minutes()
+            found = train(name, self.folder, ["resume=auto", *keys, *self.args.overrides], 7200.0, EXPERIMENT)
             if found["exit_code"]:
                 raise SystemExit(1)
-        return found
+            used.write_text(str(cpu_minutes() - before))
+        return found | {"minutes": float(used.read_text())}
 
     def said(self, seed: int) -> list[Row]:
         """What the teacher wrote to training questions."""
@@ -128,8 +132,8 @@ class Bench:
 
     def lessons(self, arm: str, seed: int, answers: list[Row]) -> list[str]:
         """Write what is learned of it, without the teacher's prompt; in batches with the tokens of gkd's."""
-        gkd, path = self.found(GKD, seed), self.folder / f"learn-{file_name(arm)}-{seed}.jsonl"
-        assert gkd is not None, "run the arm gkd first: the others get its tokens"
+        gkd, path = self.found("gkd, forward", seed), self.folder / f"learn-{file_name(arm)}-{seed}.jsonl"
+        assert gkd is not None, "run the arm `gkd, forward` first: SFT gets its tokens"
         kept = [row for row in answers if row["stop_reasons"] == ["answered"]]  # none that was cut off
         kept = [row for row in kept if arm == ALL or row["rewards"] == [1]]
         each = sum(row["tokens"][0] for row in kept) / len(kept)

@@ -123,6 +123,13 @@ def test_components_of_a_reward_stand_beside_the_score_in_training_and_held_out(
     assert summarize(rows[1:3], FLOW, True)["components"] == {"near": (0.5, 0.75, None, None)}
 
 
+def test_how_far_a_student_is_from_its_teacher_is_in_the_table() -> None:
+    """Without a reward nothing else tells whether it learns."""
+    summary = summarize([step(1, **{"actor/kl_loss": 0.25}), step(2, **{"actor/kl_loss": 0.125})], FLOW, True)
+    assert ("KL to the reference (training)", "0.25", "0.125") in before_and_after(summary)
+    assert before_and_after(summarize([step(1)], FLOW, True)) == []
+
+
 def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
     line = identity_line(FLOW, True)
     assert line.startswith("12 issued = 4 trained + 3 filtered + 1 dropped + 1 failed + 1 taken + 1 ready")
