@@ -174,9 +174,10 @@ def fulfil(future: Future[T], function: Callable[[], T]) -> None:
         result = function()
     except BaseException as problem:  # the caller waits for the future
         carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
-        error = problem if carried else RuntimeError(one_line(problem)).with_traceback(problem.__traceback__)
+        other = None if carried else RuntimeError(one_line(problem)).with_traceback(problem.__traceback__)
         if future.set_running_or_notify_cancel():
-            future.set_exception(error)
+            future.set_exception(other or problem)
+        del other  # its traceback holds this frame, and what the function was given
         return
     if future.set_running_or_notify_cancel():
         future.set_result(result)

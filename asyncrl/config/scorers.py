@@ -63,9 +63,9 @@ def scorer_refusals(
     asked = asked_by(rollout.reward)
     lent = {name: one for name, one in scorers.items() if ENGINES in one.urls}
     return {
-        f"scorers.{', '.join(lent)}: urls=[engines] is alone, without path, and for log-probs of turns only; "
-        "give the scorer servers of its own": bool({*lent} & (asked | {"reward"}))
-        or any(one.path or len(one.urls) > 1 for one in lent.values()),
+        f"scorers.{', '.join(lent)}: urls=[engines] is alone, without path, servers and tp, and for "
+        "log-probs of turns only; give the scorer servers of its own": bool({*lent} & (asked | {"reward"}))
+        or any(one.path or len(one.urls) > 1 or one.servers * one.tp > 1 for one in lent.values()),
         f"scorers.{', '.join(lent)}: urls=[engines] is of engines that keep the base, beside adapters; set "
         "model.lora_rank and weights.adapters=true, or leave the scorer out": (
             bool(lent) and not adapters_apart

@@ -15,6 +15,8 @@ from asyncrl.errors import ProtocolError
 from asyncrl.store.checkpoints import CheckpointError, checkpoints_of
 from asyncrl.types import DropReason
 
+ADVICE = "restore both from the same copy"
+
 
 def recover(state: RunState, step: int, now: float) -> None:
     """The trainer has resumed from the checkpoint of `step`, beyond what the store has committed.
@@ -22,9 +24,9 @@ def recover(state: RunState, step: int, now: float) -> None:
     known, checkpoints = state.batches.committed, checkpoints_of(state.config, state.run_dir)
     refusal = (
         f"the trainer's checkpoint is of step {step}, the run store knows {known} steps: checkpoint and "
-        "store are not of one run; restore both from the same copy"
+        "store are not of one run"
     )
-    with ProtocolError.instead_of(CheckpointError, text=refusal):
+    with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):
         manifests = checkpoints.lineage(step, known)
     state.buffer.cohorts.exclude(known)
     trained = [uid for manifest in manifests for uid in manifest.trained]
@@ -32,7 +34,9 @@ def recover(state: RunState, step: int, now: float) -> None:
     _set_trained(state, trained, step, now)
     rows = state.buffer.counts()[State.TRAINED] - before
     if before + rows != manifests[-1].trained_total:
-        raise ProtocolError(f"{refusal} ({manifests[-1].trained_total} trajectories, not {before + rows})")
+        raise ProtocolError(
+            f"{refusal} ({manifests[-1].trained_total} trajectories, not {before + rows}); {ADVICE}"
+        )
     state.batches.skip_to(step)
     for uid in trained:  # nobody needs its payload
         state.store.forget_frames(uid)

@@ -85,10 +85,14 @@ class ScorerHandler:
         """Return metrics per scorer, by what its servers have done for the workers."""
         found: dict[str, float] = {}
         for name in self.state.config.scorers_used:
+            lent = name in self.state.config.scorers_lent
+            if lent and not self.state.config.engine.remote:
+                continue  # the workers' own engines score
             mine = [entry for entry in table if entry.lane == name]
-            if not mine and name in self.state.config.scorers_lent:
-                continue  # engines are in the workers, or have not reported
-            total = sum((uses[entry.name] for entry in mine), Counter[str]())
+            names = {entry.name for entry in mine}
+            if lent:  # those that are a validation's now have scored, too
+                names |= {known for known in uses if known.startswith(f"{SCORER} {name} ")}
+            total = sum((uses[known] for known in names), Counter[str]())
             found[f"scorer/{name}/servers"] = float(sum(entry.healthy for entry in mine))
             found[f"scorer/{name}/turns"] = float(total["requests"])
             found[f"scorer/{name}/prompt_tokens"] = float(total["prompt_tokens"])

@@ -37,7 +37,7 @@ class CommandError(AsyncrlError):
 
 def words_of(line: str, key: str = "line") -> list[str]:
     """Split a line as a shell would. ConfigError, with the option's name, for what cannot be filled."""
-    with ConfigError.instead_of(ValueError, text=f"{key} {line!r}"):
+    with ConfigError.instead_of(ValueError, text=f"{key} {line!r} cannot be split"):
         words = shlex.split(line)
     for index, word in enumerate(words):
         if trouble := _trouble(words[:index], word):

@@ -183,7 +183,7 @@ class Command:
             seconds = min(most or math.inf for most in limits)
             due = now() + seconds
             while not running.done() and (left := due - now()) > 0:
-                await asyncio.wait([running], timeout=left)
+                await asyncio.wait([running], timeout=max(left, 0.05))  # the clock may stand
             if running.done():
                 return running.result()
             late = TimeUp(f"{self._named} was ended after {seconds:g} s, as its time was up")

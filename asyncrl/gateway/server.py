@@ -53,18 +53,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Endpoint(msgspec.Struct, frozen=True):
     """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
     Anthropic's API want `anthropic_url`, without it. `max_tokens`: of a row, prompt included. `seconds`:
-    that the episode had left at first; its `clock` stands while a turn waits for a scorer."""
+    that the episode had left at first, on its `clock`."""
 
     base_url: str
     api_key: str
     model: str = exchange.MODEL
     max_tokens: int = 0
     seconds: float = math.inf
-    clock: Callable[[], float] = time.monotonic
 
     @property
     def anthropic_url(self) -> str:
         return self.base_url.removesuffix("/v1")
+
+    def clock(self) -> float:
+        """Return the episode's time in seconds, which stands while a turn waits for a scorer."""
+        gateway = _gateways.get(self.api_key)
+        return gateway.admitted[self.api_key].clock() if gateway is not None else time.monotonic()
 
     async def through(self, listener: socket.socket) -> Endpoint:
         """Serve the episode on this listening socket, too, and return the endpoint with its address; in any
@@ -109,6 +113,7 @@ Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
 @dataclass(eq=False)
 class _Admitted:
     host: Host
+    clock: Callable[[], float]
     asked: Future[None] = field(default_factory=Future)  # done with the first request for a turn
     running: set[Answering] = field(default_factory=set)
     listeners: list[asyncio.Server] = field(default_factory=list)  # its own
@@ -188,9 +193,9 @@ class Gateway:
         await self._runner.cleanup()
 
     @asynccontextmanager
-    async def admit(self, host: Host) -> AsyncIterator[Endpoint]:
+    async def admit(self, host: Host, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Endpoint]:
         """The agent is served while the body runs. Requests under way at its end are cancelled."""
-        key, admitted = secrets.token_urlsafe(32), _Admitted(host)
+        key, admitted = secrets.token_urlsafe(32), _Admitted(host, clock)
         self.admitted[key], _gateways[key] = admitted, self
         try:
             yield Endpoint(self._url, key)

@@ -123,11 +123,15 @@ class Keeper:
 
     async def _keep_server(self) -> int:
         """Start and serve; raises when the server is lost."""
-        server = self._server = await self._start()
+        server = await self._start()
         log.info("%s: %s at %s", self.name, server.description, server.api.url)
         if self._versions is not None:
-            await self._versions.begin(server, self.incarnation)
-        self._healthy = True
+            try:
+                await self._versions.begin(server, self.incarnation)
+            except BaseException:
+                await server.api.close()
+                raise
+        self._server, self._healthy = server, True
         await self._hello()
         works: list[Coroutine[Any, Any, NoReturn]] = [self._watch(server)]
         if self._process is not None:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.conversation.tokenizer import load_tokenizer
-from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.errors import UNDECODABLE, ConfigError, NoEngineError
 from asyncrl.remote import (
     SCORER,
     RemoteError,
@@ -70,8 +70,9 @@ async def place_of(url: str, seconds: float) -> AsyncIterator[str]:
     try:
         async with asyncio.timeout(seconds / 2):
             place = await find(url.removeprefix(SCORER))
-    except TimeoutError:
-        raise RewardError(f"{url}: no server within {seconds / 2:g} s", FailReason.ENGINE_LOST) from None
+    except (TimeoutError, NoEngineError) as error:
+        why = str(error) or f"no server within {seconds / 2:g} s"
+        raise RewardError(f"{url}: {why}", FailReason.ENGINE_LOST) from None
     try:
         yield place
     except RemoteLost as error:

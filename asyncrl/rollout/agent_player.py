@@ -224,7 +224,7 @@ class AgentPlayer:
         host = AgentHost(self.run, self._branches, self._idle)
         self._idle.start()
         try:
-            async with self.shared.gateway.admit(host) as endpoint:
+            async with self.shared.gateway.admit(host, lambda: self.run.seconds) as endpoint:
                 agent = await self._run_agent(endpoint, host.failed)
         finally:
             self._idle.stop()
@@ -246,9 +246,8 @@ class AgentPlayer:
 
     async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
         """Run the agent until it ends, or `failed` is done; it is done in both cases."""
-        run, tokens = self.run, self.run.context.rules.config.max_tokens
-        left, clock = run.seconds_left, lambda: run.seconds
-        endpoint = replace(endpoint, max_tokens=tokens, seconds=left, clock=clock)
+        tokens = self.run.context.rules.config.max_tokens
+        endpoint = replace(endpoint, max_tokens=tokens, seconds=self.run.seconds_left)
         call = self.shared.threads.call(partial(self.shared.agent, self.run.assign.sample, endpoint))
         agent = asyncio.ensure_future(call)
         try:

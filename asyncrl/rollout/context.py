@@ -158,11 +158,9 @@ class EpisodeRun:
         return await self._read(session, taught or ids, whole) if trains else whole
 
     async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
-        """Add what scorers make of the turn: nothing in validation, where nothing trains, or greedily."""
-        ids, count = prefix + sampled.ids, len(sampled.ids)
-        if not count or self.assign.lane == "eval" or not self.assign.temperature:
-            return sampled
-        if (reader := self._reader) is None:
+        """Add what scorers make of the turn."""
+        ids, count, reader = prefix + sampled.ids, len(sampled.ids), self.reader
+        if reader is None or not count:
             return sampled
         scores = await reader.read(session, ids, count, self.context.top, self.waiting)
         return msgspec.structs.replace(sampled, scores=scores)
@@ -194,8 +192,10 @@ class EpisodeRun:
         return max(self.assign.oldest, self.context.oldest())
 
     @property
-    def _reader(self) -> ServerPool | LocalSampler | None:
-        return self.context.reader(self.assign.sample.data_source)
+    def reader(self) -> ServerPool | LocalSampler | None:
+        """The scorer of its turns; none in validation, where nothing trains, or greedily."""
+        idle = self.assign.lane == "eval" or not self.assign.temperature
+        return None if idle else self.context.reader(self.assign.sample.data_source)
 
     @property
     def seconds(self) -> float:
@@ -224,11 +224,11 @@ class EpisodeRun:
         try:
             yield
         finally:
-            self._waiting -= 1
-            if not self._waiting:
+            if self._waiting == 1:
                 waited = now() - self._waiting_since
                 self._begin(self.started + min(waited, self._spare))
                 self._waited += waited
+            self._waiting -= 1  # last: agents' threads read `seconds`
 
     @property
     def _spare(self) -> float:
@@ -244,8 +244,8 @@ class EpisodeRun:
         """The engines may forget the episode."""
         for session in self._sessions | {self.name}:
             self.sampler.release(session)
-            if self._reader is not None:
-                self._reader.release(session)
+            if self.reader is not None:
+                self.reader.release(session)
 
     def forget(self, ended: asyncio.Future[None]) -> None:
         """The episode's end is durable: nothing goes on from its snapshots."""

@@ -159,6 +159,7 @@ class ServerPool:
         deadline = asyncio.get_running_loop().time() + self._patience
         turn = ServerTurn(Request("", (), Sampling(0, ())), lambda: 0, deadline)
         (await self._acquire(turn)).running -= 1
+        self.release("")
         servers = self._eligible(0)
         return servers[next(self._calls) % len(servers)].entry.url
 

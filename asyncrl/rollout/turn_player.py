@@ -86,7 +86,7 @@ class TurnPlayer:
         """Carry out the command the episode waits for."""
         match episode.command:
             case commands.Generate(ids=ids, max_new_tokens=limit, row=row) as asked:
-                taught = machine.taught(self._rules, episode, asked)
+                taught = machine.taught(self._rules, episode, asked) if self.run.reader else ()
                 return commands.TurnGenerated(await self.run.generate(ids, limit, row, taught=taught))
             case commands.CallTools(calls=calls):
                 await self.run.until_durable()

@@ -90,7 +90,9 @@ class SegmentReader:
     def read(self, place: FramePlace) -> bytes:
         """The record at a place, verified. StoreError names the file when it is damaged or gone."""
         path = segment_path(self.directory, place.segment)
-        with StoreError.instead_of(OSError, text=f"{path}"):  # a bad sector, or the file is gone
+        with StoreError.instead_of(
+            OSError, text=f"{path} cannot be read"
+        ):  # a bad sector, or the file is gone
             file = self._file(place.segment)
             header = os.pread(file, HEADER.size, place.offset)
             if len(header) == HEADER.size:

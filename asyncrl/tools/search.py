@@ -214,7 +214,7 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
-    with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r}"):
+    with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r} are not known"):
         _tokenized([""], stopwords)
     if not cache:
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -92,7 +92,7 @@ def try_largest(learner: Learner) -> None:
 
 
 def is_tiny(learner: Learner) -> bool:
-    """True of a model that is sharded as a whole: to care for its memory costs more time than memory."""
+    """Return whether the model is sharded as a whole: to care for its memory costs more time than memory."""
     return sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS
 
 

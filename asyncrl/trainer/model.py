@@ -302,7 +302,8 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     if known < own or (known > own and config.kl.diverges and not config.kl.top_k):
         what = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
         if known < own:
-            what = f"ids from {known} on can be sampled, too; save it after resize_token_embeddings({own})"
+            resize = f"resize_token_embeddings({own})"
+            what = f"ids from {known} on can be sampled, too; save the reference after {resize}"
         raise ConfigError(f"kl.reference: {path} has a vocabulary of {known}, the policy of {own}; {what}")
     return Reference(frozen.requires_grad_(False))
 

@@ -161,8 +161,8 @@ def score_chunks(
     teacher: Teacher | None = None,
     wide: bool = False,
 ) -> Scores:
-    """Scores from what the output layer reads of each selected token, [N, ·]; `wide`: its logits have 4 bytes
-    at least."""
+    """Compute scores from what the output layer reads of each selected token, [N, ·]. `wide`: that layer's
+    logits have 4 bytes at least."""
     compiled = features.is_cuda and teacher is None
     scores_of = _compiled_scores() if compiled else _scores_of
 
@@ -205,7 +205,7 @@ def _scores_of(
 
 @cache
 def _compiled_scores() -> Any:
-    """For a GPU, without a teacher: what is [n, V] in float32 is never written to memory."""
+    """Compile them for a GPU, without a teacher: what is [n, V] in float32 is never written to memory."""
     return compiled_once(_scores_of)
 
 

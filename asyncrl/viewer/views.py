@@ -57,7 +57,7 @@ class Views:
 
     def answer(self, name: str, query: Query) -> Any:
         """Return an answer as JSON. AsyncrlError says why there is none."""
-        with ConfigError.instead_of(OSError, text=name):
+        with ConfigError.instead_of(OSError, text=f"{name} cannot be read"):
             return self._views[name](query)
 
     def _list(self, query: Query) -> dict[str, Any]:

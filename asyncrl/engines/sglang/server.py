@@ -116,7 +116,7 @@ def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, mod
     if path and (differences := _differences(_shape_of(path), url, info, model)):
         raise ConfigError(f"server {url} serves another model than scorers.{scorer}.path: {differences[0]}")
     if scorer != "reward":
-        _check_room(url, info, config.rollout.max_tokens)
+        _check_room(config, url, info, prompted=True)
         check_vocabulary(config, f"scorers.{scorer}", path or info.model_path)
 
 
@@ -175,18 +175,27 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
         )
     if config.adapters_apart:
         _check_adapters(config, url, info)
-    _check_room(url, info, config.rollout.max_tokens)
+    lent = config.scorers_lent
+    if lent and Path(model.model_path).resolve() != Path(config.model.path).resolve():
+        raise ConfigError(
+            f"server {url} was started with {model.model_path}, whose weights are back after a restart: with "
+            f"scorers.{', '.join(lent)}.urls=[engines] start it with model.path ({config.model.path})"
+        )
+    _check_room(config, url, info, prompted=bool(lent))
     differences = _differences(_shape_of(config.model.path), url, info, model)
     if differences:
         raise ConfigError(f"server {url} serves another model than model.path: {'; '.join(differences)}")
 
 
-def _check_room(url: str, info: ServerInfo, needed: int) -> None:
-    room = info.max_req_input_len
-    if room is not None and room < needed:
+def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool) -> None:
+    """`prompted`: it reads rows behind kl.prompt, which has at most as many tokens as bytes."""
+    room, own = info.max_req_input_len, config.rollout.max_tokens
+    more = len(config.kl.prompt.encode()) if prompted else 0
+    if room is not None and room < own + more:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
+        behind = f", behind up to {more} of kl.prompt" if more else ""
         raise ConfigError(
-            f"server {url} has room for {room} tokens, rollout.max_tokens is {needed}: {remedy}"
+            f"server {url} has room for {room} tokens, rollout.max_tokens is {own}{behind}: {remedy}"
         )
 
 

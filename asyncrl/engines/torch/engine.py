@@ -115,7 +115,8 @@ class TorchEngine:
         return tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        return await self._apart(partial(self._score, ids, count, top, base=True))
+        with EngineError.instead_of(RuntimeError, text="the engine cannot score"):
+            return await self._apart(partial(self._score, ids, count, top, base=True))
 
     async def _apart(self, compute: Callable[[], T]) -> T:
         """Compute in the thread, after the step under way, all of it under the same weights."""

@@ -418,6 +418,8 @@ def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -
     setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
     found = setup.handler.gauges()
     assert found["scorer/reference/cache_hit"] == 0.75 and found["scorer/reference/servers"] == 1
+    setup.handler.add_use((), (EngineUse("scorer reference engine 1", requests=1, prompt_tokens=10),))
+    assert setup.handler.gauges()["scorer/reference/turns"] == 4  # it did that before it was set aside
     assert "rollout/prefix_cache_hit" not in found
     setup.publish(2)
     setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))

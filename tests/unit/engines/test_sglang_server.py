@@ -65,6 +65,28 @@ def test_other_versions_and_too_little_room_are_refused(
         check(config, URL, *served(config.model.path, **changes))
 
 
+def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teachers_prompt(tmp_path: Path):
+    """Another server has other weights after a restart, until its keeper has seen it."""
+    own, teacher = model(tmp_path / "own"), {"scorers": {"teacher": {"urls": ["engines"]}}}
+    lent = parse(
+        {
+            "name": "x",
+            "model": {"path": own, "lora_rank": 2},
+            "data": {"train": "t.parquet"},
+            "rollout": {"max_tokens": 256, "max_new_tokens": 64},
+            "weights": {"adapters": True},
+            "kl": {"where": "loss", "prompt": "Be brief."},
+            **teacher,
+        }
+    )
+    able = {"enable_lora": True, "max_loras_per_batch": 16, "max_req_input_len": 265}
+    check(lent, URL, *served(own, **able))
+    with pytest.raises(ConfigError, match=r"max_tokens is 256, behind up to 9 of kl\.prompt: lower it"):
+        check(lent, URL, *served(own, **able | {"max_req_input_len": 264}))
+    with pytest.raises(ConfigError, match=r"was started with \S+other, .*start it with model\.path"):
+        check(lent, URL, *served(model(tmp_path / "other"), **able))
+
+
 def test_replicas_within_a_server_cannot_be_broadcast_to(config: RunConfig):
     replicas = served(config.model.path, dp_size=2)
     check(config, URL, *replicas)

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from asyncrl.errors import ConfigError
@@ -281,7 +280,7 @@ async def test_a_programs_time_stands_while_the_episodes_does(monkeypatch: pytes
     """The episode waits for a scorer until the clock has been read a few times."""
     reads, over = itertools.count(), asyncio.Event()
 
-    def clock() -> float:
+    def clock(_: Endpoint) -> float:
         if next(reads) == 5:
             over.set()
         return 0.0
@@ -295,7 +294,8 @@ async def test_a_programs_time_stands_while_the_episodes_does(monkeypatch: pytes
     command = Command(line="true", seconds=0.001)
     monkeypatch.setattr(command, "_run", run)
     monkeypatch.setattr(Endpoint, "asked", asked)
-    assert await command(SAMPLE, msgspec.structs.replace(ENDPOINT, clock=clock)) == "whole"
+    monkeypatch.setattr(Endpoint, "clock", clock)
+    assert await command(SAMPLE, ENDPOINT) == "whole"
 
 
 async def test_so_many_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

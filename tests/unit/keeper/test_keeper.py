@@ -162,10 +162,11 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
         answering(script, paused=False, label="e1-v1")
         async with keeper_of(tmp_path, script.url) as keeper:
             unmade = patch("asyncrl.keeper.versions.loader", side_effect=ConfigError("no files"))
-            with unmade, pytest.raises(ConfigError, match="no files"):
+            with unmade as called, pytest.raises(ConfigError, match="no files"):
                 await keeper._keep_server()
-            server = keeper._server
-        assert server is not None and server.api._http._session is None
+            assert keeper._server is None  # no beat has told of it
+        server = called.call_args.args[2]
+        assert server.api._http._session is None
 
 
 def report(*answers: Loaded) -> Callable[[Keeper, ServerVersions], Awaitable[Any]]:
