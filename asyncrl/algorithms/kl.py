@@ -98,8 +98,9 @@ def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
 def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (plain).
 
-    Use: in the loss, at any staleness, where the student shall cover all that the teacher would do, or never
-    does it yet: its slope there is pi - T, that of the others about pi.
+    Use: in the loss, at any staleness, where the student shall cover all that the teacher would do, or hardly
+    ever does yet what the teacher does: where pi(v) is near 0, its slope in the logit of v is about -T(v),
+    and that of the others nearly 0.
     """
     share = t.exp()
     return (share * (t - p)).sum(-1), -share

@@ -320,8 +320,8 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "kl.prompt is for episodes played turn by turn; leave out rollout.agent, or kl.prompt": bool(
             config.kl.prompt and (config.rollout.agent or recipe.loss.demonstrations)
         ),
-        "kl.prompt makes rows of another length, which ranks would cut otherwise; set "
-        "trainer.sequence_parallel=1, or name a scorer": bool(config.kl.prompt)
+        "kl.prompt makes the teacher's rows longer, so ranks would cut them at other places; set "
+        "trainer.sequence_parallel=1, or put the teacher on scorers.teacher": bool(config.kl.prompt)
         and config.trainer.sequence_parallel > 1
         and not config.scored_reference,
         f"kl.top_k is of divergences, and kl.estimator is {recipe.kl_estimator}; use "

@@ -63,11 +63,11 @@ def scorer_refusals(
     asked = asked_by(rollout.reward)
     lent = {name: one for name, one in scorers.items() if ENGINES in one.urls}
     return {
-        f"scorers.{', '.join(lent)}: urls=[engines] is alone, without path, servers and tp, and for "
-        "log-probs of turns only; give the scorer servers of its own": bool({*lent} & (asked | {"reward"}))
+        f"scorers.{', '.join(lent)}: urls=[engines] takes no other URL, path, servers or tp, and is for no "
+        "reward; leave these out, or give it servers of its own": bool({*lent} & (asked | {"reward"}))
         or any(one.path or len(one.urls) > 1 or one.servers * one.tp > 1 for one in lent.values()),
-        f"scorers.{', '.join(lent)}: urls=[engines] is of engines that keep the base, beside adapters; set "
-        "model.lora_rank and weights.adapters=true, or leave the scorer out": (
+        f"scorers.{', '.join(lent)}: urls=[engines] needs engines that hold the base and its adapters "
+        "apart; set model.lora_rank and weights.adapters=true, or leave the scorer out": (
             bool(lent) and not adapters_apart
         ),
         f"rollout.reward asks scorer:{', '.join(sorted(asked - {*scorers}))}, which is not among scorers; "

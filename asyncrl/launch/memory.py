@@ -254,7 +254,7 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
 
 
 def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
-    """Lines of the plan, and a warning if the largest micro-batch does not fit."""
+    """Yield lines of the plan, and a warning if the largest micro-batch does not fit."""
     with recorded() as failure:
         found = footprint(config)
     if failure:
@@ -278,8 +278,8 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         size, held = adapter_count(config) * EXPORTED[config.model.dtype], config.adapters_held
         of = [rank for rank, _ in config.adapters.values()]
         yield ok(
-            f"              a version is {sized(size)}; a server, beside its weights, has room for {held} at "
-            f"once: {sized(held * size * max(of) // sum(of))}"
+            f"              a version is {sized(size)}; a server, beside its weights, has room for {held} "
+            f"adapters at once: {sized(held * size * max(of) // sum(of))}"
         )
     needed = ranks * (found.total if gpu else found.total + out)
     if there is not None and needed > there:

@@ -106,16 +106,22 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ),
         ({"scorers__reference__path": "m", "kl__reference": "n"}, r"two references"),
         ({"scorers": {"teacher": {"path": "m"}, "reference": {"path": "n"}}}, r"two references"),
-        ({"scorers__reference__urls": ["engines"]}, r"base.*set model\.lora_rank and weights\.adapters=true"),
+        (
+            {"scorers__reference__urls": ["engines"]},
+            r"the base.*set model\.lora_rank and weights\.adapters=true",
+        ),
         (
             {"scorers__teacher__urls": ["engines"], "model__lora_rank": 2, "engine__name": "sglang"},
-            r"^scorers\.teacher: urls=\[engines\] is of engines that keep the base",
+            r"^scorers\.teacher: urls=\[engines\] needs engines that hold the base",
         ),
         (
             {"scorers__reward__urls": ["engines"], "model__lora_rank": 2},
-            r"^scorers\.reward: .* log-probs of turns only; give the scorer servers of its own",
+            r"^scorers\.reward: .* is for no reward; leave these out, or give it servers of its own",
         ),
-        ({"scorers__reference": {"urls": ["engines"], "path": "m"}, "model__lora_rank": 2}, "without path"),
+        (
+            {"scorers__reference": {"urls": ["engines"], "path": "m"}, "model__lora_rank": 2},
+            "no other URL, path",
+        ),
         ({"trainer__router_replay": True}, r"trainer\.router_replay needs engine=sglang"),
         (
             {"engine__name": "sglang", "trainer__router_replay": True, "trainer__compile": True},

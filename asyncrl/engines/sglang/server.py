@@ -193,7 +193,7 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
     more = len(config.kl.prompt.encode()) if prompted else 0
     if room is not None and room < own + more:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
-        behind = f", behind up to {more} of kl.prompt" if more else ""
+        behind = f", and kl.prompt may take {more} more" if more else ""
         raise ConfigError(
             f"server {url} has room for {room} tokens, rollout.max_tokens is {own}{behind}: {remedy}"
         )

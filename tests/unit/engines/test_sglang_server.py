@@ -81,7 +81,7 @@ def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teacher
     )
     able = {"enable_lora": True, "max_loras_per_batch": 16, "max_req_input_len": 265}
     check(lent, URL, *served(own, **able))
-    with pytest.raises(ConfigError, match=r"max_tokens is 256, behind up to 9 of kl\.prompt: lower it"):
+    with pytest.raises(ConfigError, match=r"max_tokens is 256, and kl\.prompt may take 9 more: lower it"):
         check(lent, URL, *served(own, **able | {"max_req_input_len": 264}))
     with pytest.raises(ConfigError, match=r"was started with \S+other, .*start it with model\.path"):
         check(lent, URL, *served(model(tmp_path / "other"), **able))
