@@ -185,7 +185,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
                 "trainer": {"sequence_parallel": 2, "ranks": 2},
                 "buffer": UNFILTERED,
             },
-            "set trainer.sequence_parallel=1, or name a scorer",
+            "set trainer.sequence_parallel=1, or put the teacher on scorers.teacher",
         ),
         ({"kl": {"where": "loss", "top_k": 8}}, "kl.top_k is of divergences, and kl.estimator is k2"),
     ],
