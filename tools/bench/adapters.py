@@ -206,12 +206,12 @@ async def push(bench: Bench) -> list[str]:
 # -- rates -------------------------------------------------------------------------------------------------
 
 
-async def rates(bench: Bench, streams: int, seconds: float) -> list[tuple[float, ...]]:
-    """Windows one after another: seconds between its pushes, or 0; tokens per second, and per second of the
-    server's processors."""
-    versions, steps = bench.versions, iter(range(1, 10_000))
+async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[tuple[float, ...]]:
+    """Measure windows one after another: seconds between its pushes, or 0; tokens per second, and per second
+    of the server's processors. `first`: the oldest of its versions, newer than those of earlier rounds."""
+    versions, steps = bench.versions, iter(range(first + 1, first + 1000))
     windows: list[tuple[float, ...]] = []
-    await bench.load(versions.publish(0, bench.apart))
+    await bench.load(versions.publish(first, bench.apart))
 
     async def stream(index: int) -> None:
         for turn in range(10_000):
@@ -363,9 +363,9 @@ async def main() -> None:
         elif args.part == "rates":
             header = ["way", "push every s", "tokens/s", "ratio", "tokens/CPU s", "ratio"]
             rounds: dict[bool, list[list[tuple[float, ...]]]] = {True: [], False: []}
-            for apart in (True, False) * args.rounds:
+            for at, apart in enumerate((True, False) * args.rounds):
                 async with started(apart) as bench:
-                    rounds[apart].append(await rates(bench, args.streams, args.seconds))
+                    rounds[apart].append(await rates(bench, args.streams, args.seconds, 1000 * at))
                 print(apart, rounds[apart][-1], file=sys.stderr, flush=True)
             lines = compared(rounds)
         elif args.part == "turns":
