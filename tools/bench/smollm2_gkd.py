@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import shutil
 import subprocess
@@ -64,19 +65,21 @@ class Bench:
         for seed in self.args.seeds:
             for arm in self.args.arms:
                 for lr in self.args.lr if arm not in (STUDENT, TEACHER) else [0.0]:
-                    if self.found(arm, seed, lr) is None and (arm not in (STUDENT, TEACHER) or not seed):
+                    if self.found(arm, seed, lr) is None and (
+                        arm not in (STUDENT, TEACHER) or seed == self.args.seeds[0]
+                    ):
                         row = {"arm": arm, "seed": seed, "lr": lr, **self.trained(arm, seed, lr)}
                         with self.args.out.open("a") as out:
                             out.write(json.dumps(row) + "\n")
                         print(row, flush=True)
 
     def found(self, arm: str, seed: int, lr: float | None = None) -> dict[str, Any] | None:
-        """A row of `--out`, without `lr` the newest."""
+        """Return a row of `--out`, without `lr` the newest."""
         own = [row for row in read_lines(self.args.out) if (row["arm"], row["seed"]) == (arm, seed)]
         return next((row for row in reversed(own) if lr in (None, row["lr"])), None)
 
     def trained(self, arm: str, seed: int, lr: float) -> dict[str, Any]:
-        """Train an arm and ask it; the numbers of its row."""
+        """Train an arm and ask it. Return the numbers of its row."""
         name, model, told = f"{file_name(arm)}-{seed}-{lr:g}", MODEL, dict[str, Any]()
         keys = [f"seed={seed}", f"trainer.lr={lr}", f"total_steps={self.args.steps}", f"model.path={MODEL}"]
         keys += ["validation.samples=0", "data.test=''"]
@@ -106,7 +109,7 @@ class Bench:
         return {"tests": count, "sampled": sampled, "greedy": greedy}
 
     def ran(self, name: str, keys: list[str]) -> dict[str, Any]:
-        """The summary of a run, which goes on if it was cut off, and its CPU minutes since then."""
+        """Return the summary of a run, which goes on if it was cut off, and its CPU minutes since then."""
         found, used = summary(self.folder / name), self.folder / name / "cpu_minutes"
         if found.get("outcome") != "completed":
             before = cpu_minutes()
@@ -114,10 +117,11 @@ class Bench:
             if found["exit_code"]:
                 raise SystemExit(1)
             used.write_text(str(cpu_minutes() - before))
-        return found | {"minutes": float(used.read_text())}
+        minutes = float(used.read_text()) if used.exists() else math.nan  # nan: the bench was cut off
+        return found | {"minutes": minutes}
 
     def said(self, seed: int) -> list[Row]:
-        """What the teacher wrote to training questions."""
+        """Return what the teacher wrote to training questions."""
         out = self.folder / f"said-{seed}.jsonl"
         if not out.exists():
             command = [sys.executable, "-m", "asyncrl.cli", "generate", MODEL, f"experiment={EXPERIMENT}"]
@@ -142,15 +146,15 @@ class Bench:
         return [f"data.train={path}", f"buffer.groups_per_batch={batch}"]
 
     def prompted(self, split: str) -> Path:
-        """The data as the teacher reads it."""
+        """Write the data as the teacher reads it."""
         path = self.folder / f"{split}.jsonl"
         write_rows(path, map(with_prompt, read_rows(DATA / f"{split}.parquet")))
         return path
 
 
 def shots() -> str:
-    """Four demonstrations, each a conversation of its own. The template has opened the first message, and the
-    prompt that follows is the rest of the last one."""
+    """Return four demonstrations, each a conversation of its own. The template has opened the first message,
+    and the prompt that follows is the rest of the last one."""
     messages = [m for row in islice(read_rows(DATA / "demonstrations.jsonl"), 4) for m in row["messages"]]
     text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     return (text + OPENING).removeprefix(OPENING).strip()
@@ -162,14 +166,14 @@ def with_prompt(row: Row) -> Row:
 
 
 def lesson(row: Row) -> Row:
-    """A conversation without the demonstrations. Calls become text, since SmolLM2's template writes none."""
+    """Return a conversation without the demonstrations. Calls become text: SmolLM2's template writes none."""
     first, *others = json.loads(row["conversations"][0])
     first["content"] = first["content"].removeprefix(f"{shots()}\n\n")
     return {"messages": [first, *map(as_text, others)]}
 
 
 def as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its calls as the model writes them."""
+    """Return a message with its calls as the model writes them."""
     said = [message["content"]]
     for function in (call["function"] for call in message.pop("tool_calls", [])):
         call = {"name": function["name"], "arguments": json.loads(function["arguments"])}
@@ -182,13 +186,13 @@ def file_name(arm: str) -> str:
 
 
 def cpu_minutes() -> float:
-    """Of all processes that have ended."""
+    """Return those of all processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (used.ru_utime + used.ru_stime) / 60
 
 
 def report(found: list[dict[str, Any]]) -> str:
-    """All seeds of an arm and learning rate together."""
+    """Put together all seeds of an arm and learning rate together."""
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for row in found:
         groups.setdefault((row["arm"], row["lr"]), []).append(row)
