@@ -18,6 +18,7 @@ GAIN = 0.015  # how fast the level moves: slowly, as one late group masks many t
 FIRST_GAIN = 0.03  # the same until the first token goes over the bound
 QUICK_GAIN = 0.5  # added until then, times the share of the step that was only waiting,
 QUICK = 4  # while groups live for less than a quarter of the bound
+WAITING = 0.1  # of their time: episodes that wait less for tools end soon, as soon as engines have time
 MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
@@ -66,8 +67,8 @@ class FlowControl:
 
     def spare(self, outside: float) -> int:
         """Return how many groups a run may issue beyond those that it trains: what `update` has added to the
-        live ones, times `outside`, the share of their time in which episodes do not wait for engines."""
-        return max(0, round((self.level - self.first) * outside))
+        live ones, if `outside`, the share of their time in which episodes wait for tools, is not small."""
+        return max(0, round(self.level - self.first)) if outside >= WAITING else 0
 
     def update(self, shares: Iterable[tuple[float, float]], grows: bool, waits: float) -> None:
         """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as

@@ -419,7 +419,7 @@ def test_it_follows_the_steps_and_is_reported() -> None:
     step(fast)
     assert step(fast, ROW | waits) == pytest.approx(6 * math.exp(FIRST_GAIN + QUICK_GAIN * 0.5 * 0.4))
     assert step(fast, ROW | waits) > 7.5
-    assert fast.buffer.spare == round(0.4 * (fast.control.level - 6)) == 1
+    assert fast.buffer.spare == round(fast.control.level - 6) == 2
     for _ in range(4):
         step(limit)
     assert limit.buffer.spare == 0
