@@ -64,7 +64,8 @@ def test_one_two_and_four_ranks_in_turn_and_a_directory_that_moves(tmp_path: Pat
             run.completed(steps)
     shutil.move(here, there)
     with Run(there, *KEYS, "total_steps=7", "trainer.ranks=1") as run:
-        assert run.completed(7)["flow"]["issued"] == 7 * 16
+        flow = run.completed(7)["flow"]
+        assert 6 * 16 < flow["trained"] <= 7 * 16 <= flow["issued"]  # the rest came too late
     assert not here.exists()
 
 

@@ -52,7 +52,7 @@ def test_kill_9(tmp_path: Path) -> None:
         restarted = re.findall(r"; (.+?) is restarted", run.text())
     assert restarted == ["rollout-0", "trainer (all ranks)", "coordinator-0", "coordinator-0"]
     flow = summary["flow"]  # a member that is late at the end, as its worker was lost, is dropped by name
-    assert flow["trained"] + flow["dropped"] == 11 * 16 and flow["dropped"] < 16
+    assert flow["trained"] + flow["dropped"] == flow["issued"] and 10 * 16 < flow["trained"] <= 11 * 16
     assert summary["success_after"] is not None
     once(run.path, 11, flow["trained"])
 

@@ -47,7 +47,7 @@ def test_mini_swe_agent_leads_a_pretrained_model_and_no_episode_fails(tmp_path: 
     with Run(tmp_path, *few, "launch.lease=60", experiment="smollm2_mini_swe_agent") as run:
         run.wait(800)
         summary = run.completed(5)
-    assert summary["flow"]["issued"] == summary["flow"]["trained"] == 5 * 4
+    assert summary["flow"]["issued"] >= summary["flow"]["trained"] == 5 * 4
     assert not summary.get("reasons"), "an attempt failed"
     assert summary["skipped_steps"] == 0 and summary["k3_same_version"] < 0.05
 

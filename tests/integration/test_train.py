@@ -29,8 +29,9 @@ def test_a_short_run_leaves_everything_it_promises(
         summary = run.completed(6)
     assert not [*leaks(run, secrets)]
     flow = summary["flow"]
-    late = summary["reasons"].get("dropped/end_of_data", 0)  # late members of the last groups
-    assert flow["trained"] + late == 6 * 16 and late < 8
+    # Late members of the last groups; on a slow machine, whose episodes wait, groups beyond these, too.
+    dropped = summary["reasons"].get("dropped/end_of_data", 0)
+    assert flow["trained"] + dropped == flow["issued"] and 6 * 16 - 8 < flow["trained"] <= 6 * 16
     assert flow["issued"] == sum(flow.values()) - flow["issued"]
     assert 0 <= summary["lag_max"] <= 4 and summary["masked_token_frac"] == 0
     assert summary["logprob_diff_max_same_version"] <= 1e-4 and summary["logprob_tokens_compared"] > 0
@@ -56,7 +57,7 @@ def test_a_short_run_leaves_everything_it_promises(
     assert trained and all("<|im_start|>" in row["text"] for row in trained)
     assert overlap(run.path)
     replayed_to_the_last_bit(run)
-    regraded(run, tmp_path, capsys, 6 * 16 - late)
+    regraded(run, tmp_path, capsys, flow["trained"])
     measured = Measurements.of(run.path, recompose(run.path, []))  # what `asyncrl plan` reads
     assert len(measured.rows) == 6 and measured.recorded and measured.load.sampling >= 1
     assert cli.main(["status", str(run.path)]) == 0
