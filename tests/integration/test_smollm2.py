@@ -48,7 +48,7 @@ def test_mini_swe_agent_leads_a_pretrained_model_and_no_episode_fails(tmp_path: 
         run.wait(800)
         summary = run.completed(5)
     assert summary["flow"]["issued"] >= summary["flow"]["trained"] == 5 * 4
-    assert not summary.get("reasons"), "an attempt failed"
+    assert not {*summary.get("reasons", ())} - {"dropped/end_of_data"}, "an attempt failed"
     assert summary["skipped_steps"] == 0 and summary["k3_same_version"] < 0.05
 
 
