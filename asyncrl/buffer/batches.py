@@ -7,6 +7,7 @@ A retry of a request, and a step that a restarted trainer repeats, are therefore
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 
@@ -14,6 +15,7 @@ import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.shifts import Outlook
 from asyncrl.buffer.staleness import Places, floor_of, places_of
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
@@ -138,22 +140,20 @@ class Batches:
             self._dirty.add(step)
         return uids
 
+    def outlook(self, step: int, micro: int, ranks: int) -> Outlook:
+        """Say what a `plan` would find now."""
+        batch = self.batches.get(step, Batch(step))
+        if micro < len(batch.micros) or batch.closed or self.over:
+            return Outlook(ready=True, share=1.0, complete=True)
+        pool, groups, full = self._next(batch, ranks, math.inf)
+        share = len(batch.groups | groups) / self.buffer.config.groups_per_batch
+        return Outlook(bool(pool) or (full and bool(batch.planned)), share, full)
+
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
-        """Add what is ready, once it is enough or nothing more can enter the batch. Late
-        members that are not enough by themselves are left to the next batch, if there is one."""
-        places = places_of(self.buffer)
-        pool, groups = self._pool(batch, places, MOST * self.micro_tokens * ranks)
-        size = self.buffer.config.groups_per_batch
-        full = len(batch.groups | groups) >= size
-        full = full or self._last(batch, groups) or (self._capped and places.may_close)
-        enough = self._enough(pool, groups, ranks)
-        ends = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // size
-        if not (enough or ends) and all(self._may_wait(episode, batch.step) for episode in pool):
-            pool = []
+        """Add what is ready; without it, close the batch if it is full."""
+        pool, _, full = self._next(batch, ranks, MOST * self.micro_tokens * ranks)
         if not pool:
             return self._close(batch) if full else None
-        if not (enough or full):
-            return None
         for episode in pool:
             self.buffer.take(episode, batch.step)
             self.taken[episode.uid] = episode
@@ -165,6 +165,20 @@ class Batches:
         batch.micros.append([episode.uid for episode in pool])
         self._dirty.add(batch.step)
         return batch.micros[-1]
+
+    def _next(self, batch: Batch, ranks: int, most: float) -> tuple[list[EpisodeRecord], set[int], bool]:
+        """Find what is ready, up to so many tokens, once it is enough or nothing more can enter the batch;
+        its new groups; and whether the batch is full with them. Late members that are not enough by
+        themselves are left to the next batch, if there is one."""
+        places = places_of(self.buffer)
+        pool, groups = self._pool(batch, places, most)
+        size = self.buffer.config.groups_per_batch
+        full = len(batch.groups | groups) >= size
+        full = full or self._last(batch, groups) or (self._capped and places.may_close)
+        enough = self._enough(pool, groups, ranks)
+        ends = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // size
+        waits = not (enough or ends) and all(self._may_wait(episode, batch.step) for episode in pool)
+        return ([] if waits or not (enough or full) else pool), groups, full
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
         """True for a late member of a group that was taken or filtered, if none of its tokens is over the
@@ -238,7 +252,7 @@ class Batches:
 
     # -- what may be taken ---------------------------------------------------------------------------
 
-    def _pool(self, batch: Batch, places: Places, tokens: int) -> tuple[list[EpisodeRecord], set[int]]:
+    def _pool(self, batch: Batch, places: Places, tokens: float) -> tuple[list[EpisodeRecord], set[int]]:
         """Ready trajectories that may enter the batch now, oldest group first, up to so many tokens; and
         their new groups, which take their `places`."""
         pool: list[EpisodeRecord] = []

@@ -137,7 +137,7 @@ class KvCap:
 # -- flow control in the run -------------------------------------------------------------------------------
 
 
-TRAINER_IDLE = "async/trainer_idle_frac"
+TRAINER_IDLE, ROLLOUT_IDLE = "async/trainer_idle_frac", "async/rollout_idle_frac"
 
 
 class LiveLimit:
@@ -151,6 +151,8 @@ class LiveLimit:
         self.control = FlowControl(section)
         self.kv = KvCap(section.groups_per_batch, section.usual_staleness)
         self._servers = config.engine.remote
+        # With shifts the trainer waits for theirs in any case: then more live groups are of use to engines.
+        self._waits = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
         self.crossings = Crossings(buffer.waiting_tokens, section.max_staleness)
         self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
         self._idle = 0.0  # share of a step that the trainer waited, as last known
@@ -166,7 +168,7 @@ class LiveLimit:
         plain = same and not validating
         live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit
         self.kv.update(live, plain)
-        self._idle = row.get(TRAINER_IDLE, self._idle)  # it comes with heartbeats
+        self._idle = row.get(self._waits, self._idle)  # it comes with heartbeats
         masked, tokens = row.get("staleness/masked_token_frac", 0.0), row.get("trainer/model_tokens", 0.0)
         self._crossed += self.crossings.committed(masked, tokens, now)
         if self.adapts:

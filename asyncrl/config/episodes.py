@@ -121,6 +121,9 @@ class EngineConfig(Section, frozen=True):
     `{mem-fraction-static: 0.4}` (default 0.85) where the trainer shares the GPU."""
     server_command: list[str] = []
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
+    colocated: Count = 0
+    """Engines on the trainer's devices: they sleep, without KV cache and weights, while it trains, and it
+    rests in main memory while they sample. 0, or all: `servers`, of `torch` `rollout.workers`."""
     api_key_env: str = ""
     """sglang: environment variable with the servers' API key; empty: none."""
     admin_key_env: str = ""

@@ -119,6 +119,31 @@ def _check_combinations(config: RunConfig) -> None:
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
     } | scorer_refusals(config.scorers, config.rollout, config.kl.reference, config.adapters_apart)
+    refusals |= _shift_refusals(config) if config.engine.colocated else {}
     for message, refused in refusals.items():
         if refused:
             raise ConfigError(message)
+
+
+def _shift_refusals(config: RunConfig) -> dict[str, bool]:
+    """Say what engines on the trainer's devices do not work with."""
+    engine, weights = config.engine, config.weights
+    key, count = ("servers", engine.servers) if engine.remote else ("rollout.workers", config.rollout.workers)
+    devices = count * engine.tp if engine.remote else count
+    return {
+        "engine.urls: the devices of these servers are not the trainer's; leave out engine.colocated, or the "
+        "URLs": bool(engine.urls),
+        f"engine.colocated ({engine.colocated}) is to be {key} ({count}), or 0: all engines share the "
+        "trainer's devices, or none": engine.colocated != count,
+        f"engine.colocated: engines need {devices} devices, trainer.ranks={config.trainer.ranks}; set fewer "
+        f"{key}, or more ranks": devices > config.trainer.ranks,
+        "engine.colocated: engines wake from whole files; set weights.transport=disk and full_every=1": (
+            weights.transport != "disk" or weights.full_every > 1
+        ),
+        "engine.colocated: scorers on engines would sleep with them; give scorers servers of their own": bool(
+            config.scorers_lent
+        ),
+        "engine.colocated needs all processes on one machine; set launch.kind=local": (
+            config.launch.kind != "local"
+        ),
+    }

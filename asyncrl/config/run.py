@@ -280,6 +280,16 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return self.versions_held * len(self.adapters) + ("" not in self.adapters or bool(self.scorers_lent))
 
     @property
+    def shifts(self) -> bool:
+        """Engines and trainer use the same devices, one side at a time."""
+        return self.engine.colocated > 0 and self.total_steps > 0
+
+    @property
+    def update_mode(self) -> Literal["in_place", "retract", "abort"]:
+        """Tells what an update does with requests under way. An engine that sleeps keeps no KV cache."""
+        return "retract" if self.shifts and self.weights.mode == "in_place" else self.weights.mode
+
+    @property
     def side_requests(self) -> bool:
         """Some turns of an agent program may not be trained."""
         return bool(self.rollout.untrained_agents or (self.agents and not self.model.lora_rank))

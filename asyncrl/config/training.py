@@ -55,6 +55,9 @@ class BufferConfig(Section, frozen=True):
     retire_pass_rate: Fraction = 1.0
     """Samples whose share of positive rewards in a group reached this are not drawn again
     (no-positive-resampling); 1: off."""
+    shift_fill: Fraction | Literal["auto"] = "auto"
+    """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
+    devices. auto: all; or fewer, once no engine has sampled for as long as a change of the devices takes."""
     max_bytes: Positive = 1 << 30
     """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
 

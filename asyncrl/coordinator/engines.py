@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 
+from asyncrl.buffer.shifts import Shift
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.scorers import SCORER, KeeperRecord, ScorerHandler
 from asyncrl.coordinator.state import RunState, log
@@ -45,6 +46,7 @@ class EngineHandler:
         self.scorers = ScorerHandler(state)  # in the same table
         self.peers = self.keepers, self.scorers.keepers
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
+        self.wakes = False  # the trainer rests: engines that sleep get the newest version
         self.refused: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version
         self.refusal = ""  # why the last was
         self._told = NO_VERSION  # newest version that keepers were told of
@@ -103,7 +105,7 @@ class EngineHandler:
             self.quarantine(peer, now + LOAD_RETRY)
             return
         self.record_probe(message)
-        engine.unproven = message.unproven
+        engine.asleep, engine.woken, engine.unproven = False, True, message.unproven
         if message.unproven:  # it is sent the newest version again, with the probe
             engine.resend(now)
             return
@@ -119,7 +121,7 @@ class EngineHandler:
         it."""
         held, newest = self.state.versions.engines, self.state.versions.newest
         often = any(count >= REFUSALS for (_, version), count in self.refused.items() if version == newest)
-        if not often or any(engine.acked >= newest for engine in held.values()):
+        if not often or any(engine.acked >= newest and engine.woken for engine in held.values()):
             return ""
         self.refused.clear()
         return f"no engine can load v{newest.step}: {self.refusal}"
@@ -148,25 +150,34 @@ class EngineHandler:
                 self._told = versions.newest
                 for keeper in self.keepers:
                     self.state.outbox.to_control(keeper.peer, Prefetch(versions.ref))
-            for peer in self._due(now):
+            for peer in self._due(now) if self.awake or self.wakes else []:
                 self.state.outbox.to_control(peer, versions.order(versions.ref, "train"))
-                versions.engines[peer].pushed, versions.engines[peer].pushed_at = versions.newest, now
+                engine = versions.engines[peer]
+                engine.pushed, engine.pushed_at, engine.asleep = versions.newest, now, False
         for engine in versions.engines.values():
-            if engine.acked < engine.pushed and now - engine.pushed_at > self.state.config.weights.deadline:
+            late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
+            if late and now - engine.pushed_at > self.state.config.weights.deadline:
                 engine.resend(now)
                 step = versions.newest.step
                 log.warning("%s has not loaded v%d in time; it is sent again", engine.name, step)
+
+    @property
+    def awake(self) -> bool:
+        """Engines have their devices: always, unless they share them with the trainer."""
+        return self.state.shifts is None or self.state.shifts.shift is Shift.ROLLOUT
 
     def _due(self, now: float) -> list[bytes]:
         """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
         while one is paused, the others generate. None is for adapters."""
         held = self.state.versions.engines
         free = {
-            peer for peer, engine in held.items() if engine.up and (engine.quarantined or not engine.pinned)
+            peer
+            for peer, engine in held.items()
+            if (engine.up or self.state.config.shifts) and (engine.quarantined or not engine.pinned)
         }
         due = [peer for peer in held if peer in free and self.state.versions.behind(held[peer], now)]
         config = self.state.config
-        if not self.remote or not config.weights.rolling or config.adapters_apart:
+        if not self.remote or not config.weights.rolling or config.adapters_apart or config.shifts:
             return due
         served = {peer for peer in held if held[peer].acked != NO_VERSION}  # whether healthy now or not
         idle = [peer for peer in due if peer not in served]
@@ -251,7 +262,12 @@ class EngineHandler:
     def table(self) -> tuple[EngineEntry, ...]:
         serving, held = {keeper.peer for keeper in self._serving(None)}, self.state.versions.engines
         engines = [
-            keeper.entry(engine.acked, keeper.peer in serving, "eval" if engine.pinned else "train")
+            keeper.entry(
+                engine.acked,
+                keeper.peer in serving,
+                "eval" if engine.pinned else "train",
+                asleep=self.state.shifts is not None and not engine.woken,
+            )
             for keeper, engine in ((keeper, held[keeper.peer]) for keeper in self.keepers)
         ]
         return (*engines, *self.scorers.table(engines))

@@ -28,6 +28,7 @@ from asyncrl.coordinator.lifecycle import Lifecycle, Phase
 from asyncrl.coordinator.peers import EnrolmentHandler, WrittenFiles, enrolled_keys
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
+from asyncrl.coordinator.shifts import ShiftHandler
 from asyncrl.coordinator.state import Journal, TransactionalOutbox, load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
@@ -82,11 +83,11 @@ class Coordinator:
         self.peers = *self.engines.peers, self.workers.peers, self.trainer.ranks.peers
         test = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
         self.validation = Validation(self.state, self.workers, self.engines, test)
+        handlers = self.workers, self.engines, self.trainer, self.validation
+        self.shifts = ShiftHandler(self.state, *handlers, self._replace)
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
         self.records = RecordHandler(self.state, self.workers, self.reporter)
-        self.lifecycle = Lifecycle(
-            self.state, self.workers, self.engines, self.trainer, self.validation, self.reporter, now
-        )
+        self.lifecycle = Lifecycle(self.state, *handlers, self.reporter, now)
         self.files = WrittenFiles(self.state)
         self.over = False  # closed, and everybody was sent the end
         self.observers: set[bytes] = set()
@@ -106,7 +107,9 @@ class Coordinator:
         if state.store.read.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
             state.versions.ref = None  # its files may have been damaged by a power cut
+            state.store.put_meta("shift", "")
             state.store.put_meta("launch", incarnation)
+        self.shifts.begin(time.monotonic())
         self.enrolment = EnrolmentHandler(state, self._gate)
         state.first_attempts.landed = state.store.read.meta("landed") == incarnation
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
@@ -211,10 +214,14 @@ class Coordinator:
                 self.validation.loaded(peer, message, now)
             case shared.Loaded():
                 self.engines.loaded(peer, message, now)
+            case shared.Slept():
+                self.shifts.slept(peer, message, now)
             case engine.KeeperHello():
                 self.engines.hello(peer, message, now)
             case engine.KeeperBeat():
                 self.engines.beat(peer, message, now)
+            case trainer.AskDevices():
+                self.trainer.ask_devices(peer, message)
             case trainer.TrainerHello():
                 self.trainer.hello(peer, message, now)
             case trainer.TrainerBeat():
@@ -281,11 +288,12 @@ class Coordinator:
             self.workers.reissue_orphans(now)
         if self.lifecycle.training:
             self.workers.admit(now)
-            state.buffer.tick(now)
+            state.buffer.tick(state.engine_time(now))
             self.workers.cancel(drop_overdue(state.buffer))
             if futile := state.futile():
                 self.lifecycle.abort(futile, now)
         if self.lifecycle.phase is not Phase.STOPPING:
+            self.shifts.tick(now)
             self.engines.tick(now)
             self.validation.tick(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
             waited = state.buffer.waiting
@@ -313,6 +321,8 @@ class Coordinator:
         outcome = self.lifecycle.outcome
         for peers in self.peers:
             peers.stop(outcome)
+        for peer in self.trainer.asking:
+            self.state.outbox.to_control(peer, shared.Stop(outcome))
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
         self._to_observers(shared.RunEnd(outcome, self.lifecycle.error))
         self.state.outbox.flush()
@@ -324,7 +334,8 @@ class Coordinator:
         row = self.reporter.step_row(message.step, message.metrics)
         engines, validating = map(bytes.decode, self.state.versions.engines), self.validation.busy
         taken = len(self.state.batches.batches[message.step - 1].groups)
-        self.state.live_limit.committed(row, taken, [*engines], validating, time.monotonic())
+        now = self.state.engine_time(time.monotonic())
+        self.state.live_limit.committed(row, taken, [*engines], validating, now)
         self._to_observers(shared.StepReport(message.step, row, self.reporter.values))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:

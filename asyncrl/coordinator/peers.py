@@ -123,11 +123,17 @@ class Peers(Generic[P]):
         for one in self:
             self._state.outbox.to_control(one.peer, shared.Stop(reason))
 
+    @property
+    def vacant(self) -> dict[int, str]:
+        """The planned places without a process: by index, the one that was lost; '': none was there."""
+        here = {one.hello.index for one in self}
+        free = (index for index in range(self._planned) if index not in here)
+        return {index: self._gone.get(index, ("", 0.0))[0] for index in free}
+
     def missing(self, now: float) -> tuple[list[str], list[shared.Replace]]:
         """A wait for each planned process that is silent, or still starts. One that was lost `liveness.start`
         seconds ago hangs: it is to be replaced, and the next one has as long."""
-        here, limit = {one.hello.index for one in self}, self._state.liveness.start
-        places = [index for index in range(self._planned) if index not in here]
+        limit, places = self._state.liveness.start, self.vacant
         hanging = list[shared.Replace]()
         for index in places:
             name, since = self._gone.get(index, ("", now))

@@ -103,7 +103,7 @@ class RecordHandler:
                     state.held_out.finish(episode, message)
                     return
                 self._keep_text(episode, message)
-                state.buffer.finish(episode, message.result, message.stats, now)
+                state.buffer.finish(episode, message.result, message.stats, state.engine_time(now))
                 self.reporter.on_landed(episode)
                 if not state.first_attempts.landed:
                     state.first_attempts.landed = True  # after a restart of this process alone, too
@@ -157,7 +157,9 @@ class RecordHandler:
         if episode.uid in self.state.buffer.episodes:
             self.reporter.on_turn(len(turn.ids))
             if not turn.untrained:
-                self.state.buffer.waiting_tokens.begin(episode.uid, now, len(turn.ids) - part.tokens)
+                self.state.buffer.waiting_tokens.begin(
+                    episode.uid, self.state.engine_time(now), len(turn.ids) - part.tokens
+                )
 
     def _never_pushed(
         self, worker: WorkerRecord, episode: EpisodeRecord, sampled: Turn | Generation, now: float
@@ -196,7 +198,7 @@ class RecordHandler:
         episode.seconds = max(episode.seconds, message.seconds)
         state.flow_of(episode.uid).touch(episode)
         if episode.uid in state.buffer.episodes:
-            state.buffer.waiting_tokens.begin(episode.uid, now, len(part.sampled.ids))
+            state.buffer.waiting_tokens.begin(episode.uid, state.engine_time(now), len(part.sampled.ids))
 
     def queue_acks(self) -> None:
         """Queues one cumulative ack per worker that sent records in this turn of the loop."""

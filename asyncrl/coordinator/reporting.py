@@ -70,6 +70,7 @@ class Reporter:
         self._file = path.open("ab", buffering=0)
         self._unwritten = b"\n" if cut else b""
         self._busy = self._totals()
+        self._awake = state.engine_time(self.row_at)  # on the engines' clock, at the last row
         self._settled: Counter[str] = Counter()
         self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
         self._own: dict[str, float] = {}  # likewise, the coordinator's own, by their name in the timeline
@@ -79,7 +80,7 @@ class Reporter:
     def begin(self) -> None:
         """The run leaves its start phase: the first row counts from here."""
         self.began = self.row_at = time.monotonic()
-        self._busy = self._totals()
+        self._busy, self._awake = self._totals(), self.state.engine_time(self.row_at)
 
     def on_turn(self, tokens: int) -> None:
         """A turn is durable: its prompt was seen to extend the tokens of its row."""
@@ -189,6 +190,7 @@ class Reporter:
             | ({"weights/push_s": trainer.write_s} if files else {})
             | self.engines.gauges()
             | state.live_limit.gauges()
+            | (state.shifts.gauges() if state.shifts else {})
         )
 
     def batch_share(self) -> float:
@@ -269,6 +271,11 @@ class Reporter:
             role = "trainer" if name.startswith("trainer") else "rollout"
             busy[role] += b - b0
             idle[role] += i - i0
+        if (shifts := self.state.shifts) is not None:  # each side counts its own half
+            awake, self._awake = self._awake, shifts.clock(time.monotonic())
+            halves = {"rollout": self._awake - awake, "trainer": seconds - (self._awake - awake)}
+            processes = {"rollout": len(self.workers.peers), "trainer": len(self.trainer.ranks.peers)}
+            idle = {role: max(0.0, halves[role] * processes[role] - busy[role]) for role in halves}
         shares = {
             f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
             for role in ("trainer", "rollout")

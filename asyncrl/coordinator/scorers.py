@@ -34,9 +34,9 @@ class KeeperRecord:
     seen: float
     beat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
 
-    def entry(self, version: PolicyVersion, healthy: bool, lane: str) -> EngineEntry:
+    def entry(self, version: PolicyVersion, healthy: bool, lane: str, asleep: bool = False) -> EngineEntry:
         """Return what workers are told of its server."""
-        return EngineEntry(self.name, self.hello.url, self.hello.incarnation, version, healthy, lane)
+        return EngineEntry(self.name, self.hello.url, self.hello.incarnation, version, healthy, lane, asleep)
 
 
 class ScorerHandler:

@@ -18,6 +18,7 @@ from asyncrl.buffer.payloads import cut_back, decode_turn
 from asyncrl.buffer.prompts import ComparedParts, Prompts
 from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.shifts import Shifts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts, FirstAttempts, MicroBudget
 from asyncrl.coordinator.held_out import HeldOutEpisodes
@@ -97,6 +98,7 @@ class RunState:
     launch: str = ""  # that this coordinator belongs to
     skipped: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
+    shifts: Shifts | None = None  # where engines and trainer use the same devices
 
     def __post_init__(self) -> None:
         evaluates = not self.config.total_steps
@@ -131,6 +133,10 @@ class RunState:
                 "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
             )
         return ""
+
+    def engine_time(self, now: float) -> float:
+        """Return the time on the engines' clock, which stands still while they sleep: by it groups live."""
+        return now if self.shifts is None else self.shifts.clock(now)
 
     def flow_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
         """Return the owner of an episode: what is trained, or a validation."""

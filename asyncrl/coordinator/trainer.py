@@ -14,12 +14,14 @@ from functools import partial
 import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.buffer.shifts import Shift
 from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.metrics import NLL_HELD_OUT, SAMPLED_SCORE
 from asyncrl.types import DropReason, PolicyVersion
+from asyncrl.wire.addresses import is_older
 from asyncrl.wire.messages import shared, trainer
 
 # Scores of a validation that choose the best checkpoint; the first one present counts. -1: lower is better.
@@ -46,6 +48,8 @@ class Ranks:
     incarnation: str = ""
     size: int = 0
     request: trainer.PlanRequest | None = None  # rank 0's, that is not answered
+    resting: bool = False  # they hold nothing on their devices
+    told: str = ""  # the kind of the last plan
     committed: int = 0  # the newest step that they have committed
 
 
@@ -65,6 +69,8 @@ class TrainerHandler:
         self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
         self._spiked, self._spikes = -1, 0  # the last step that spiked, and batches in a row that did there
+        self.asking: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
+        self.asker = ""  # the incarnation of the newest of them
         self._given_up = int(state.store.read.meta("given_up", "-1"))  # the newest epoch that gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
@@ -100,6 +106,15 @@ class TrainerHandler:
         state.vocabulary = message.vocabulary
         state.welcome(peer)
 
+    def ask_devices(self, peer: bytes, message: trainer.AskDevices) -> None:
+        """A rank waits until engines sleep. The ranks that it replaces have ended, and need no answers."""
+        if is_older(message.incarnation, self.asker):
+            return
+        if message.incarnation != self.asker:
+            self.asker, self.asking = message.incarnation, {}
+            self.ranks.request, self.ranks.told = None, ""
+        self.asking[peer] = message
+
     def _check_position(self, step: int) -> None:
         kept = self.state.batches.batches
         if any(number not in kept for number in range(step, self.state.batches.committed)):
@@ -123,7 +138,7 @@ class TrainerHandler:
     def hangs(self, now: float) -> bool:
         """True where some rank is silent; asked when nothing has moved for long. Who waits sends beats."""
         peers = self.ranks.peers
-        return len(peers) < max(1, self.ranks.size) or bool(peers.silent(now))
+        return not self.asking and (len(peers) < max(1, self.ranks.size) or bool(peers.silent(now)))
 
     def _superseded(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
         """True for a message of an earlier trainer, which is told to end."""
@@ -240,6 +255,9 @@ class TrainerHandler:
         # Ranks that repeat steps after a crash are stopped before the last committed one.
         reached = state.batches.committed if self._stopped_at is None else self._stopped_at
         self.finished = self.finished or (self.stopping and message.step >= reached)
+        if message.resting and not self.ranks.told:  # an earlier coordinator has told them
+            self.ranks.told = "end"
+        self.ranks.resting |= message.resting and self.ranks.told == "end"
         if message.step == self.checkpoint_step:
             return  # sent again, as a restarted coordinator may have missed it
         state.store.put_checkpoint(message.step)
@@ -301,23 +319,42 @@ class TrainerHandler:
         a step that they have committed, is not answered: what cannot be read by now was trained."""
         rank = self._rank_of(peer, message)
         if rank is not None and rank.hello.index == 0:
-            self.ranks.request = message
+            self.ranks.request = message  # one at rest may have been sent twice, and be answered already
+            self.ranks.resting = message.resting and self.ranks.told in ("", "rest")
 
     def _rank_of(
         self, peer: bytes, message: trainer.PlanRequest | trainer.PayloadRequest
     ) -> RankRecord | None:
         """The rank that asks, if its trainer is the newest, for a step that is not committed by it."""
         late = message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed
-        return None if late else self.ranks.peers.get(peer)
+        replaced = is_older(self.ranks.incarnation, self.asker)
+        return None if late or replaced else self.ranks.peers.get(peer)
 
     def serve(self) -> None:
         """Answer rank 0's request if it can be answered; else its beat says what it waits for."""
-        request = self.ranks.request
+        request, shifts = self.ranks.request, self.state.shifts
+        if self.asking and (self.stopping or shifts is None or shifts.shift is Shift.TRAIN):
+            for peer in self.asking:
+                self.state.outbox.to_control(peer, trainer.GrantDevices())
+            self.asking, self.ranks.resting = {}, False
         first = next((rank for rank in self.ranks.peers if rank.hello.index == 0), None)
-        if request is None or first is None or (plan := self._answer(request)) is None:
+        if request is None or first is None or (plan := self._in_shift(request)) is None:
             return
         self.ranks.request = None
+        self.ranks.resting, self.ranks.told = False, plan.kind
         self.state.outbox.to_bulk(first.peer, plan)
+
+    def _in_shift(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
+        """Return the plan asked for if the trainer has the devices. It rests where engines are to have them,
+        once they can compare the version that they will load. A stop is for ranks that rest, too."""
+        shifts, version = self.state.shifts, PolicyVersion(self.state.trainer_epoch, request.step)
+        if shifts is None or shifts.shift is Shift.TRAIN or self.stopping:
+            return self._answer(request)
+        if shifts.shift is Shift.ROLLOUT or self.ranks.resting:
+            return None
+        newest = request.step == self.state.batches.committed
+        lacks = newest and self.state.versions.lacks_probe(version, always=True)
+        return trainer.WorkPlan(request.step, request.micro, "probe" if lacks else "rest")
 
     def _answer(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the plan asked for. None: the request has to wait."""

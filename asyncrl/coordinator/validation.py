@@ -79,6 +79,7 @@ class Validation:
         self.deadline = math.inf
         self.results: list[tuple[int, dict[str, float]]] = []
         self._held = ExitStack()
+        self._resumed = False  # what was under way when the coordinator ended, if anything was
 
     def begin(self, step: int, final: bool, now: float) -> bool:
         """Start validating the latest published version; False when there is none, or nothing to do."""
@@ -94,6 +95,7 @@ class Validation:
     def resume(self, now: float, over: bool) -> None:
         """Begin again what was under way when the coordinator ended, or the first validation of a new run.
         `over`: training has ended, and the last validation is still to come."""
+        self._resumed = True
         stored, start = self.state.store.read.meta("validation"), self._stored()
         committed = self.state.batches.committed
         if not stored and committed == 0:
@@ -143,8 +145,8 @@ class Validation:
         uids = [uid for row in range(self._count) for uid in self._episodes(step, row)]
         again = before is not None and before.goes_on(start)
         self.episodes.begin(uid_prefix(step), uids, again)
-        seconds = self.state.config.rollout.episode_timeout * (2 if start.final else 1)
-        self.session, self.deadline = start, math.inf if self._alone else now + seconds
+        until = self.state.engine_time(now) + self.state.config.rollout.episode_timeout * (1 + start.final)
+        self.session, self.deadline = start, math.inf if self._alone else until
         self._held.enter_context(self.state.timeline.span("validation", step=step))
         self._keep(start)
         return True
@@ -157,10 +159,13 @@ class Validation:
         session = self.session
         if session is None:
             return
-        if now > self.deadline:
+        late = self.state.engine_time(now) > self.deadline
+        if late:
             log.error("validation of step %d abandoned: not done by its deadline", session.step)
-        if now > self.deadline or not self._in_flight:
+        if late or not self._in_flight:
             self._end(session)
+            return
+        if not self.engines.awake:
             return
         pinned = False
         if remote := self.engines.remote:  # servers with the version are set aside, as workers know before
@@ -187,12 +192,17 @@ class Validation:
     def busy(self) -> bool:
         return self.session is not None
 
+    @property
+    def needs_engines(self) -> bool:
+        """One is under way, or will go on once the run is."""
+        return self.busy or (not self._resumed and self._stored() is not None)
+
     def _loaded(self, session: SessionStart, worker: WorkerRecord, now: float) -> bool:
         """The worker's own engine has the version. It is sent it; again after a refusal or a long silence."""
         if worker.eval_version == session.ref.version:
             return True
         if now - worker.eval_asked > self.state.config.weights.deadline:
-            worker.eval_asked = now
+            worker.eval_asked, self.state.versions.engines[worker.peer].asleep = now, False
             self.state.outbox.to_control(worker.peer, self.state.versions.order(session.ref, "eval"))
         return False
 

@@ -20,6 +20,8 @@ class EngineRecord(msgspec.Struct):
     `unproven`: it has loaded a version, but must compare the probe with the trainer's log-probs before it may
     sample. `quarantined`: its weights are not what they should be; it gets no work before it has loaded them
     anew. `pinned`: it is set aside for validation, and keeps what it has. `up`: a server has told its URL.
+    `asleep`: it has said that it holds neither KV cache nor weights, and was sent no version since;
+    `woken`: it has loaded one since.
     """
 
     name: str
@@ -32,6 +34,8 @@ class EngineRecord(msgspec.Struct):
     pushed_at: float = 0.0
     send_at: float = 0.0
     unproven: bool = False
+    asleep: bool = False
+    woken: bool = False
     kv_use: float | None = None  # newest known share of a server's KV memory in use
 
     def resend(self, at: float) -> None:
@@ -73,11 +77,13 @@ class VersionLedger:
         """Return the probe with the trainer's log-probs of this version; None: it has not scored it."""
         return next((probed.probe for probed in self.probed if probed.version == version), None)
 
-    def lacks_probe(self, version: PolicyVersion) -> bool:
+    def lacks_probe(self, version: PolicyVersion, always: bool = False) -> bool:
         """True when the trainer, which has this version now, is to score the probe with it: an engine waits
-        for that, or the last time is PROBE_EVERY steps ago."""
+        for that, or the last time is PROBE_EVERY steps ago; or `always`, before the trainer rests."""
         if self._probe(version) is not None:
             return False
+        if always:
+            return True
         due = bool(self.probed) and version.step >= self.probed[-1].version.step + PROBE_EVERY
         return due or any(held.unproven for held in self.engines.values())
 

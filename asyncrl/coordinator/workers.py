@@ -168,7 +168,8 @@ class WorkerHandler:
 
     def _reissue(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue it again, or give it up."""
-        self.cancel(self.state.flow_of(episode.uid).fail(episode, reason, now))
+        flow = self.state.flow_of(episode.uid)
+        self.cancel(flow.fail(episode, reason, self.state.engine_time(now)))
         if not episode.turns and not episode.open:
             self.state.store.forget_frames(episode.uid)
 
@@ -229,7 +230,7 @@ class WorkerHandler:
         if buffer.has_room:
             free, total = self.free_slots - buffer.waiting, self.total_slots
             while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
-                free -= len(buffer.admit(batches.committed, now).members)
+                free -= len(buffer.admit(batches.committed, self.state.engine_time(now)).members)
         if buffer.prompts.over and self.state.config.data.at_end == "drop":
             self.cancel(batches.drop_remainder())
 
@@ -246,7 +247,8 @@ class WorkerHandler:
         frames, flow = self.state.readable(episode), self.state.flow_of(episode.uid)
         parts = self.state.parts(episode)
         self.assign_seq += 1
-        flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, now)
+        started = self.state.engine_time(now)
+        flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, started)
         trained = flow is self.state.buffer
         if not episode.member:
             self.state.store.put_question(episode.group if trained else -1 - episode.group, sample)

@@ -71,6 +71,9 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
     check_trackers(config)
+    count = config.engine.keepers * config.engine.tp if config.engine.remote else config.rollout.workers
+    if config.shifts and (idle := config.trainer.ranks - count):
+        yield warning(f"engine.colocated: {idle} of the trainer's devices idle while engines sample")
     yield ok(f"{len(placement.processes_of(config))} processes")
 
 

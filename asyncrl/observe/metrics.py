@@ -42,6 +42,7 @@ HELD_OUT = (SAMPLED, SAMPLED_SCORE, GREEDY, GREEDY_SCORE, NLL_HELD_OUT)  # of a 
 PHASES = (  # of the trainer, in the order in which they happen; they do not overlap
     *("timing_s/wait_data", "timing_s/ref", "timing_s/values", "timing_s/adv", "timing_s/update_actor"),
     *("timing_s/update_critic", UPDATE, "timing_s/save_checkpoint"),
+    *("timing_s/rest", "timing_s/wait_devices", "timing_s/wake"),
 )
 CHARTS: dict[str, dict[str, Sequence[str]]] = {  # by group, by title; what a `*` stands for is in the label
     "learning": {

@@ -29,7 +29,9 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "fetch_weights": (WEIGHTS, "fetch weights"),
     "load_weights": (WEIGHTS, "load weights"),
     "probe": (WEIGHTS, "check the weights"),
+    "sleep": (WEIGHTS, "give up weights and KV cache"),
     "wait_data": (DATA, "wait for data"),
+    "wait_devices": (DATA, "wait for data, at rest"),
     "wait_commit": (PROCESS, "wait for the commit"),
     "wait_welcome": (PROCESS, "wait for the coordinator"),
     "wait_stop": (PROCESS, "wait for the end"),
@@ -37,6 +39,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "acks: the window": (PROCESS, "acks: the window is full"),
     "fresher weights": (PROCESS, "wait for fresher weights"),
     "room on": (PROCESS, None),
+    "the devices, which the trainer": (PROCESS, "wait for its shift"),
     "rollout-# is silent": (PROCESS, "a worker is silent, or starts"),
     "its server to become": (PROCESS, "its server is not ready"),
     "commit": (OTHER, "commit"),
@@ -44,6 +47,8 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "a checkpoint": (OTHER, "checkpoint before the end"),
     "validation": (OTHER, "validation"),
     "the validation of": (OTHER, "validation episodes"),
+    "rest": (OTHER, "to main memory"),
+    "wake": (OTHER, "back from main memory"),
     "others": (OTHER, None),
 }
 _known = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))

@@ -5,10 +5,11 @@ A message is a header (one of these structs, msgpack) and zero or more opaque fr
 
 from asyncrl.wire.messages import engine, shared, trainer, worker
 
-FromWorker = worker.WorkerHello | worker.Heartbeat | worker.Leave | shared.Loaded
-FromKeeper = engine.KeeperHello | engine.KeeperBeat | worker.Leave | shared.Loaded
+FromWorker = worker.WorkerHello | worker.Heartbeat | worker.Leave | shared.Loaded | shared.Slept
+FromKeeper = engine.KeeperHello | engine.KeeperBeat | worker.Leave | shared.Loaded | shared.Slept
 FromTrainer = (
-    trainer.TrainerHello
+    trainer.AskDevices
+    | trainer.TrainerHello
     | trainer.TrainerBeat
     | trainer.Commit
     | trainer.Probed
@@ -46,13 +47,14 @@ ToWorkerControl = (
     | worker.Assign
     | worker.Cancel
     | shared.LoadWeights
+    | shared.Sleep
     | worker.Engines
     | worker.Clock
     | shared.Stop
 )
-ToKeeper = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Stop
+ToKeeper = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Sleep | shared.Stop
 ToWorkerBulk = worker.Ack | worker.Fenced
-ToTrainerControl = shared.Welcome | trainer.Committed | shared.Stop
+ToTrainerControl = shared.Welcome | trainer.GrantDevices | trainer.Committed | shared.Stop
 ToTrainerBulk = trainer.WorkPlan | trainer.Payloads
 ToFileSender = shared.WrittenTaken
 ToToken = shared.Enrolled

@@ -103,6 +103,21 @@ class Loaded(WireMessage, frozen=True):
     lost: bool = False
 
 
+class Sleep(WireMessage, frozen=True):
+    """Give up the KV cache and the weights of all lanes, and answer Slept: the trainer needs the devices.
+    Turns under way wait with their ids. LoadWeights wakes the engine. `number`: of the order."""
+
+    number: Count
+
+
+class Slept(WireMessage, frozen=True):
+    """An engine holds neither KV cache nor weights, after so many seconds; or could not give them up."""
+
+    number: Count
+    seconds: Finite
+    error: str = ""
+
+
 class Stop(WireMessage, frozen=True):
     """To the coordinator: write a checkpoint and end the run; without `save`, for which there are no trainer
     ranks any more, end it now. To any other process: end now."""

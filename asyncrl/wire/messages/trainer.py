@@ -37,6 +37,17 @@ class TrainerBeat(WireMessage, frozen=True):
     written: Count = 0
 
 
+class AskDevices(WireMessage, frozen=True):
+    """A rank that has loaded nothing yet asks whether it may: engines on its devices sleep first."""
+
+    index: Count
+    incarnation: str
+
+
+class GrantDevices(WireMessage, frozen=True):
+    """Answer to AskDevices: engines sleep."""
+
+
 class Commit(WireMessage, frozen=True):
     """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes). `trained`: uids of all
     ranks, those of the plan whose payloads a rank was given."""
@@ -73,11 +84,13 @@ class Probed(WireMessage, frozen=True):
 
 
 class Checkpointed(WireMessage, frozen=True):
-    """A verified checkpoint of `step` is in place; it counts `trained_total` trajectories."""
+    """A verified checkpoint of `step` is in place; it counts `trained_total` trajectories. `resting` as in
+    PlanRequest."""
 
     trainer_epoch: Count
     step: Count
     trained_total: Count
+    resting: bool = False
 
 
 class GaveUp(WireMessage, frozen=True):
@@ -98,11 +111,13 @@ class GaveUp(WireMessage, frozen=True):
 
 
 class PlanRequest(WireMessage, frozen=True):
-    """Rank 0 asks for part `micro` of batch `step` (0-based: the step being trained), for all ranks."""
+    """Rank 0 asks for part `micro` of batch `step` (0-based: the step being trained), for all ranks.
+    `resting`: all of them hold nothing on their devices."""
 
     trainer_epoch: Count
     step: Count
     micro: Count
+    resting: bool = False
 
 
 class PlannedTrajectory(msgspec.Struct, frozen=True):
@@ -159,12 +174,13 @@ class WorkPlan(WireMessage, frozen=True):
 
     work: train the trajectories. probe: score the probe, for an engine that was just started, then ask again.
     step: the batch is complete, take the optimizer step. end: no more batches, write a checkpoint. stop:
-    write a checkpoint now, mid-batch.
+    write a checkpoint now, mid-batch. rest: move everything to main memory, as engines need the devices, then
+    ask again.
     """
 
     step: int
     micro: int
-    kind: Literal["work", "probe", "step", "end", "stop"]
+    kind: Literal["work", "probe", "step", "end", "stop", "rest"]
     trajectories: tuple[PlannedTrajectory, ...] = ()
     plan_hash: str = ""  # with kind "step"
 
@@ -187,6 +203,7 @@ class Payloads(WireMessage, frozen=True):
 
 # What answers a request, and the fields in which both must agree. Stop answers all others.
 ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
+    AskDevices: (GrantDevices, ()),
     TrainerHello: (Welcome, ()),
     PlanRequest: (WorkPlan, ("step", "micro")),
     PayloadRequest: (Payloads, ("step", "uids")),

@@ -95,7 +95,8 @@ class Cancel(WireMessage, frozen=True):
 class EngineEntry(msgspec.Struct, frozen=True):
     """A server that workers may use. `version` is what its keeper has confirmed last; only `healthy`
     ones take requests. `lane` "eval": set aside for validation, its weights do not change; another one: the
-    name of the scorer that it serves."""
+    name of the scorer that it serves. `asleep`: until it wakes, requests under way stay there, others wait.
+    Without a URL it is not started yet."""
 
     name: str
     url: str
@@ -103,6 +104,7 @@ class EngineEntry(msgspec.Struct, frozen=True):
     version: PolicyVersion
     healthy: bool
     lane: str = "train"
+    asleep: bool = False
 
 
 class Engines(WireMessage, frozen=True):

@@ -1,0 +1,147 @@
+"""Decides whose shift it is, where engines and trainer use the same devices, one side at a time.
+
+    ROLLOUT ──► SLEEPING ──► TRAIN ──► WAKING ──► ROLLOUT
+       engines fall asleep    ranks rest, engines load the newest version
+
+The trainer gets the devices when its next request can be answered at once and enough of the batch is ready;
+it gives them back when its next request cannot be. So a shift of the trainer trains something, and a shift
+of the engines lasts until an episode has landed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+
+class Shift(enum.StrEnum):
+    """Names the four states."""
+
+    ROLLOUT = "rollout"
+    SLEEPING = "sleeping"
+    TRAIN = "train"
+    WAKING = "waking"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the trainer's next request would meet. `ready`: it would be answered now; `share`: of the batch's
+    groups that are in it, or could be; `complete`: nothing more can enter the batch before it is trained."""
+
+    ready: bool
+    share: float
+    complete: bool
+
+
+NOTHING_ASKED = Outlook(False, 0.0, False)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What both sides report.
+
+    outlook: of the trainer's request; NOTHING_ASKED while it has none, or trains.
+    starting: ranks that have loaded nothing ask for the devices.
+    asked: the trainer waits for an answer, or for the end of the run.
+    held: held-out episodes need the engines, and the batch under way has nothing yet.
+    asleep: all engines are; a place without a process counts as awake.
+    awake: an engine has loaded a version since it slept.
+    resting: all ranks hold nothing on the devices.
+    idle: seconds since an engine last sampled.
+    """
+
+    outlook: Outlook = NOTHING_ASKED
+    starting: bool = False
+    asked: bool = False
+    held: bool = False
+    asleep: bool = False
+    awake: bool = False
+    resting: bool = False
+    idle: float = 0.0
+
+
+class Shifts:
+    """Moves `shift`; times are seconds of one monotonic clock.
+
+    Args:
+        fill: share of a batch's groups that must be ready for the trainer's shift. "auto": all, or any once
+            no engine has sampled for as long as two changes take: to wait longer could cost more than both.
+    """
+
+    def __init__(self, fill: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:
+        self.shift, self.since = shift, now
+        self.clock = EngineClock(now, stopped=shift is not Shift.ROLLOUT)
+        self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # of the newest change
+        self.count = 0  # of the trainer's shifts
+        self._fill = fill
+
+    @property
+    def engines_may_load(self) -> bool:
+        return self.shift in (Shift.WAKING, Shift.ROLLOUT)
+
+    def move(self, now: float, seen: Situation) -> bool:
+        """Enter the next state if it is time. True: it was entered."""
+        after = self._next(seen)
+        if after is self.shift:
+            return False
+        if self.shift in self.seconds:
+            self.seconds[self.shift] = now - self.since
+        self.count += after is Shift.TRAIN
+        (self.clock.go if after is Shift.ROLLOUT else self.clock.stop)(now)
+        self.shift, self.since = after, now
+        return True
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "shift/train": float(self.shift is Shift.TRAIN),
+            "shift/count": float(self.count),
+            "shift/sleep_s": self.seconds[Shift.SLEEPING],
+            "shift/wake_s": self.seconds[Shift.WAKING],
+        }
+
+    def _next(self, seen: Situation) -> Shift:
+        match self.shift:
+            case Shift.ROLLOUT if not seen.held and (seen.starting or self._enough(seen)):
+                return Shift.SLEEPING
+            case Shift.SLEEPING if seen.asleep:
+                return Shift.TRAIN
+            case Shift.TRAIN if seen.asked and not seen.starting and (seen.held or not seen.outlook.ready):
+                return Shift.WAKING
+            case Shift.WAKING if seen.starting:
+                return Shift.SLEEPING
+            case Shift.WAKING if seen.resting and seen.awake:
+                return Shift.ROLLOUT
+        return self.shift
+
+    def _enough(self, seen: Situation) -> bool:
+        """Trains what is ready: a batch, a part of it, or all that can be."""
+        outlook = seen.outlook
+        if self._fill == "auto":
+            filled = outlook.share >= 1 or seen.idle > sum(self.seconds.values())
+        else:
+            filled = outlook.share >= self._fill
+        return outlook.ready and (outlook.complete or filled)
+
+
+class EngineClock:
+    """A clock that stands still while engines sleep: by it lives of groups and their deadlines are measured.
+
+    Example: engines sleep from second 10 to 14. Second 9 is 9, 12 is 10, and 15 is 11.
+    """
+
+    def __init__(self, now: float, stopped: bool = False) -> None:
+        self._slept = 0.0
+        self._stopped_at: float | None = now if stopped else None
+
+    def stop(self, now: float) -> None:
+        if self._stopped_at is None:
+            self._stopped_at = now
+
+    def go(self, now: float) -> None:
+        if self._stopped_at is not None:
+            self._slept += now - self._stopped_at
+            self._stopped_at = None
+
+    def __call__(self, now: float) -> float:
+        return (now if self._stopped_at is None else min(now, self._stopped_at)) - self._slept
