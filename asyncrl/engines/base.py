@@ -85,6 +85,14 @@ class Engine(Protocol):
     def tokens(self) -> int:
         """Tokens sampled so far, those of turns under way included: a sign of life."""
 
+    @property
+    def asleep(self) -> bool:
+        """It holds neither KV cache nor weights."""
+
+    async def sleep(self) -> None:
+        """Give up KV cache and weights until the next `load`. Turns under way keep what they have sampled,
+        and wait, as new ones do. Nothing, if it sleeps."""
+
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Cancelling the call ends it. Raises EngineError on a request it must refuse."""
 
@@ -94,10 +102,11 @@ class Engine(Protocol):
 
     async def load(self, ref: WeightsRef) -> Manifest:
         """Swap in a published version without waiting for running turns; returns what was loaded. Raises
-        WeightsError and keeps the old weights when the files are missing or damaged."""
+        WeightsError and keeps the old weights, or sleeps on, when the files are missing or damaged."""
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn."""
+        """Log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn. Waits
+        while the engine sleeps."""
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
         """Score the last `count` of these ids, without adapters, at temperature 1, and name the `top`

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -29,7 +29,7 @@ from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.runtime.activity import Waits
+from asyncrl.runtime.activity import Sleeps, Waits
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import (
     EpisodeEnd,
@@ -61,6 +61,10 @@ class Sampler(Protocol):
     @property
     def version(self) -> int:
         """The newest one that a turn can be sampled with; -1 if there is none."""
+
+    @property
+    def sleeps(self) -> Sleeps:
+        """Whether its engines sleep: then calls wait."""
 
     def episode(self) -> AbstractAsyncContextManager[None]:
         """The body is one episode."""
@@ -106,7 +110,7 @@ class EpisodeRun:
     context: EpisodeContext
     assign: Assign
     sampler: Sampler
-    started: float  # loop time; moved back by what earlier attempts took
+    started: float  # as `_now`; moved back by what earlier attempts took
     limit: asyncio.Timeout  # of the episode's time
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
@@ -119,6 +123,10 @@ class EpisodeRun:
     _waiting: int = 0  # rows that wait for a scorer
     _waiting_since: float = 0.0
     _waited: float = 0.0  # seconds, all together
+    _sleeping: int = 0  # rows whose engine sleeps
+    _still: float | None = None  # when its clock was stopped for them
+    _slept: float = 0.0  # seconds, all together
+    _lent: float = 0.0  # seconds to spare for now
     _said: str = ""  # the model's last words
 
     @property
@@ -153,9 +161,10 @@ class EpisodeRun:
         seconds = self.context.rules.config.part_seconds
         request = Request(session, ids, sampling, key, watch, routed, agent, seconds, on_part)
         durable = self._durable_part(row, prompt)
-        sampled = await self.sampler.generate(rest(request, durable), self._oldest)
-        whole = extended(request, durable, sampled)
-        return await self._read(session, taught or ids, whole) if trains else whole
+        with self.sampler.sleeps.during(asleep=self.sleeping):
+            sampled = await self.sampler.generate(rest(request, durable), self._oldest)
+            whole = extended(request, durable, sampled)
+            return await self._read(session, taught or ids, whole) if trains else whole
 
     async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
         """Add what scorers make of the turn."""
@@ -199,8 +208,9 @@ class EpisodeRun:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the episode has taken, earlier attempts included, waits for scorers not."""
-        now = asyncio.get_running_loop().time()
+        """Seconds that the episode has taken, earlier attempts included, waits for scorers and sleeping
+        engines not."""
+        now = self._now()
         return (max(self._waiting_since, now - self._spare) if self._waiting else now) - self.started
 
     @property
@@ -210,22 +220,21 @@ class EpisodeRun:
     def caught_up(self) -> None:
         """The recorded turns have been repeated, which costs the episode nothing: what is left of its time
         begins now."""
-        self._begin(asyncio.get_running_loop().time() - self.assign.seconds)
+        self._begin(self._now() - self.assign.seconds)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The body waits for a scorer that has no server, which costs the episode no time: at most as much
         again as it has, in all. Rows that are sampled side by side may be in it together."""
-        now = asyncio.get_running_loop().time
         if not self._waiting:
-            self._waiting_since = now()
+            self._waiting_since = self._now()
             self._begin(self.started, self._spare)
         self._waiting += 1
         try:
             yield
         finally:
             if self._waiting == 1:
-                waited = now() - self._waiting_since
+                waited = self._now() - self._waiting_since
                 self._begin(self.started + min(waited, self._spare))
                 self._waited += waited
             self._waiting -= 1  # last: agents' threads read `seconds`
@@ -236,9 +245,35 @@ class EpisodeRun:
 
     def _begin(self, started: float, spare: float = 0.0) -> None:
         """Its time began then, and for now it has some to spare."""
-        self.started = started
-        if not self.limit.expired():
-            self.limit.reschedule(started + self.context.rules.config.episode_timeout + spare)
+        self.started, self._lent = started, spare
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        ends = self.started + self.context.rules.config.episode_timeout + self._lent + self._slept
+        with suppress(RuntimeError):  # it is over
+            self.limit.reschedule(ends if self._still is None else None)
+
+    @contextmanager
+    def sleeping(self) -> Iterator[None]:
+        """The body waits for an engine that sleeps: the episode's clock stands still. Rows that are sampled
+        side by side may be in it together."""
+        if not self._sleeping:
+            self._still = self._now()
+            self._set_limit()
+        self._sleeping += 1
+        try:
+            yield
+        finally:
+            self._sleeping -= 1
+            if not self._sleeping and self._still is not None:
+                self._slept = asyncio.get_running_loop().time() - self._still
+                self._still = None  # last: agents' threads read `seconds`
+                self._set_limit()
+
+    def _now(self) -> float:
+        """Return the loop's time less what it slept."""
+        still = self._still
+        return asyncio.get_running_loop().time() - self._slept if still is None else still
 
     def release(self) -> None:
         """The engines may forget the episode."""

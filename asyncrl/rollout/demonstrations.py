@@ -80,7 +80,7 @@ class NoEngine:
     """Stands in for an engine where nothing is sampled: it confirms versions, and reads none."""
 
     def __init__(self) -> None:
-        self.version, self.tokens = 0, 0
+        self.version, self.tokens, self.asleep = 0, 0, False
 
     async def generate(self, request: Request) -> Generation:
         raise EngineError("a supervised run samples in validation only")
@@ -90,8 +90,11 @@ class NoEngine:
 
     async def load(self, ref: WeightsRef) -> Manifest:
         manifest = await asyncio.to_thread(disk.read_manifest, ref)
-        self.version = ref.version.step
+        self.version, self.asleep = ref.version.step, False
         return manifest
+
+    async def sleep(self) -> None:
+        self.asleep = True
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         return ()  # nothing is computed, so nothing can differ from the trainer

@@ -1,7 +1,7 @@
 """A sampler with an embedded engine: the versions it is to load, and the turns sampled from it.
 
-consumes: LoadWeights
-waits for: the engine; if `pinned`, the end of its episodes before its weights change
+consumes: LoadWeights, Sleep
+waits for: the engine, also while it sleeps; if `pinned`, the end of its episodes before its weights change
 unblocks: turns that wait for fresher weights
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, EngineRefused, Request, engines
 from asyncrl.errors import EngineError
 from asyncrl.observe.timeline import Timeline
-from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Waits
+from asyncrl.runtime.activity import ASLEEP, FRESHER, BusyTimer, Notifier, Sleeps, Waits
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.process import quick_imports
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
@@ -31,7 +32,8 @@ BROKEN = 8  # failed turns in a row after which the engine counts as broken
 @dataclass
 class LocalSampler:
     """`pinned`: the engine is built when first needed, and its weights change only when no episode runs:
-    validation samples one fixed version while training goes on."""
+    validation samples one fixed version while training goes on. Without an `engine` at first, that of
+    training sleeps until there is a version."""
 
     name: str
     build: Callable[[], Engine]
@@ -45,9 +47,11 @@ class LocalSampler:
     running: int = 0  # episodes
     failures: int = 0  # turns in a row that the engine broke
     loads: WeightLoader = field(init=False)
+    sleeps: Sleeps = field(init=False)
 
     def __post_init__(self) -> None:
         self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._built, self.mirror)
+        self.sleeps = Sleeps(self._asleep)
 
     @property
     def changed(self) -> Notifier:
@@ -63,6 +67,7 @@ class LocalSampler:
                     raise EngineError(f"the {self.name} engine failed {self.failures} turns in a row")
                 await self.changed.wait()
             answer = await self.loads.next()
+            self.sleeps.change(self._asleep)
             await report(answer)
             refused.add(answer)
             if not self.pinned and (why := refused.too_many(self.deadline)):
@@ -71,7 +76,7 @@ class LocalSampler:
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
         """The body is one episode. If `pinned`, it starts on the version offered last."""
-        while self.pinned and (self.loads.pending or self.engine is None):
+        while self.pinned and (self.loads.pending or self.sleeps.asleep):
             with self.waits.named(f"{self.name} engine: its weights are being loaded"):
                 await self.changed.wait()
         self.running += 1
@@ -85,16 +90,18 @@ class LocalSampler:
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait until the weights are not older than `oldest()`. With `pinned` they stay as they are."""
         while not self.pinned and self.version < oldest():
-            with self.waits.named(f"weights v{oldest()}: engine has v{self.version}", span=FRESHER):
+            lack, span = f"weights v{oldest()}: engine has v{self.version}", FRESHER
+            if self.sleeps.asleep:
+                lack = span = ASLEEP
+            with self.waits.named(lack, span=span):
                 await self.changed.wait()
 
     async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:
         """Sample a turn, on weights that are not older than `oldest()`. Raises EngineError."""
         await self.fresh(oldest)
-        assert self.engine is not None  # the worker's, or built before its first episode
         try:
-            with self.meter.turn():
-                generation = await self.engine.generate(request)
+            with self._computing():
+                generation = await self._own().generate(request)
         except EngineError as error:
             self.failures += not isinstance(error, EngineRefused)
             if self.failures >= BROKEN:
@@ -104,16 +111,36 @@ class LocalSampler:
         return generation
 
     async def score(self, request: Request) -> tuple[float, ...]:
-        if self.engine is None:
-            raise EngineError(f"there is no {self.name} engine")
-        with self.meter.turn():
-            return await self.engine.score(request.ids)
+        with self._computing():
+            return await self._own().score(request.ids)
 
     async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, _: object) -> TokenScores:
         """Have the base of the adapters score the last `count` of these ids; compare `ServerPool.read`."""
-        assert self.engine is not None
-        with self.meter.turn():
-            return await self.engine.read(ids, count, top)
+        await self.fresh(lambda: 0)
+        with self._computing():
+            return await self._own().read(ids, count, top)
+
+    def _own(self) -> Engine:
+        if self.engine is None:
+            raise EngineError(f"there is no {self.name} engine")
+        return self.engine
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """The body asks the engine, which may fall asleep meanwhile: then it is not busy."""
+        return self.sleeps.during(self.meter.turn, partial(self.waits.named, ASLEEP))
+
+    @property
+    def _asleep(self) -> bool:
+        return self.engine is None or self.engine.asleep
+
+    def sleep(self) -> Awaitable[None]:
+        """Give up KV cache and weights, in order with the loads; see `WeightLoader.sleep`."""
+        return self.loads.sleep(self._give_up)
+
+    async def _give_up(self) -> None:
+        if self.engine is not None:
+            await self.engine.sleep()
+        self.sleeps.change(self._asleep)
 
     def release(self, session: str) -> None:
         if self.engine is not None:
@@ -121,7 +148,7 @@ class LocalSampler:
 
     @property
     def version(self) -> int:
-        return self.engine.version if self.engine is not None else -1
+        return self.engine.version if self.engine is not None and not self.sleeps.asleep else -1
 
     @property
     def tokens(self) -> int:
@@ -134,16 +161,26 @@ class LocalSampler:
 
     async def _built(self) -> Engine:
         if self.engine is None:
-            self.engine = await asyncio.to_thread(self.build)
+            engine = await asyncio.to_thread(self.build)
+            if not self.pinned:
+                await engine.sleep()  # as it does whenever it has no version
+            self.engine = engine
         return self.engine
 
 
-def engine_factory(config: RunConfig) -> Callable[[], Engine]:
-    """Return what makes an embedded engine with the initial weights. ConfigError for an unknown one."""
+def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
+    """Return what makes an embedded engine with the initial weights, for the worker of this index.
+    ConfigError for an unknown one."""
     with quick_imports():
-        factory, device = engines.load(config.engine.name), config.model.device
+        factory, device = engines.load(config.engine.name), str(config.model.device)
+        if config.engine.name == "torch" and config.shifts:  # it is built late
+            from asyncrl.engines.torch.check import check_served
+
+            check_served(config.model.path)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and config.shifts:
+        device = f"cuda:{index}"  # that of the trainer rank of this number
     return lambda: factory(
         model_path=config.model.path,
         dtype=config.model.dtype,

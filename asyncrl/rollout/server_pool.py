@@ -25,13 +25,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, Sampling, extended, rest
 from asyncrl.errors import EngineError, NoEngineError
-from asyncrl.runtime.activity import FRESHER, BusyTimer, Notifier, Waits
+from asyncrl.runtime.activity import ASLEEP, FRESHER, BusyTimer, Notifier, Sleeps, Waits
 from asyncrl.types import Generation, StopReason, TokenScores
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 
@@ -100,7 +101,7 @@ class ServerPool:
         patience: float = 600.0,
         uses: dict[str, EngineUse] | None = None,
     ) -> None:
-        self.name, self.changed = name, Notifier()
+        self.name, self.changed, self.sleeps = name, Notifier(), Sleeps()
         self._connect, self._waits, self._patience = connect, waits, patience
         self._lanes, self._kind, self._span = LANES, "engines", FRESHER
         self._asking: Callable[[str], AbstractContextManager[None]] = meter.turn  # around each request
@@ -166,7 +167,10 @@ class ServerPool:
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""
         while self.version < oldest():
-            with self._waits.named(self._waits_for(oldest()), span=FRESHER):
+            lack, span = self._waits_for(oldest()), FRESHER
+            if self.sleeps.asleep:
+                lack = span = ASLEEP
+            with self._waits.named(lack, span=span):
                 await self.changed.wait()
 
     def release(self, session: str) -> None:
@@ -198,7 +202,8 @@ class ServerPool:
         """The body asks a server. If that is full, or is lost, another one is to be asked."""
         server = await self._acquire(turn)
         try:
-            with self._asking(server.entry.name):
+            asking = partial(self._asking, server.entry.name)
+            with self.sleeps.during(asking, partial(self._waits.named, ASLEEP)):
                 yield server
         except EngineBusy:
             server.use.busy += 1
@@ -225,14 +230,25 @@ class ServerPool:
 
     async def _acquire(self, turn: ServerTurn) -> PooledServer:
         """The server that goes on with the turn. NoEngineError after the deadline."""
-        try:
-            async with asyncio.timeout_at(turn.deadline):
-                while (server := self.begin(turn.request.session, turn.full, turn.oldest())) is None:
+        while (server := self.begin(turn.request.session, turn.full, turn.oldest())) is None:
+            if self.sleeps.asleep:
+                turn.deadline += await self._slept()
+                continue
+            try:
+                async with asyncio.timeout_at(turn.deadline):
                     await self._wait_for_room(turn)
-        except TimeoutError:
-            lack = self._waits_for(turn.oldest(), len(turn.full))
-            raise NoEngineError(f"{lack}, after {self._patience:g} s") from None
+            except TimeoutError:
+                lack = self._waits_for(turn.oldest(), len(turn.full))
+                raise NoEngineError(f"{lack}, after {self._patience:g} s") from None
         return server
+
+    async def _slept(self) -> float:
+        """Wait until the servers wake; the seconds that it took, which are no turn's own."""
+        start = asyncio.get_running_loop().time()
+        with self._waits.named(ASLEEP):
+            while self.sleeps.asleep:
+                await self.changed.wait()
+        return asyncio.get_running_loop().time() - start
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
@@ -278,6 +294,7 @@ class ServerPool:
             server
             for server in found
             if server.entry.healthy
+            and not server.entry.asleep
             and not server.suspect
             and server.entry.lane == lane
             and (self.name == "eval" or server.entry.version.step >= oldest)
@@ -288,17 +305,21 @@ class ServerPool:
     def table(self, entries: Iterable[EngineEntry]) -> None:
         """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
         before, self._servers = self._servers, {}
-        for entry in entries:
-            if entry.url and entry.lane in self._lanes:
+        own = [entry for entry in entries if entry.lane in self._lanes]
+        for entry in own:
+            if entry.url:
                 id = f"{entry.name} {entry.incarnation}"
                 use = self.uses.setdefault(entry.name, EngineUse(entry.name))
                 server = before.pop(id, None) or PooledServer(entry, self._connect(entry, use), use)
                 self._servers[id] = server
                 server.entry, server.suspect = entry, False
+                server.client.sleeps(entry.asleep)
                 if entry.healthy:  # else the coordinator may not know yet what it holds
                     server.client.mark(entry.version)
         for server in before.values():
             self._close(server)
+        awake = any(entry.healthy and not entry.asleep for entry in own)
+        self.sleeps.change(not awake and any(entry.asleep for entry in own))
         self.changed.notify()
 
     def _suspect(self, server: PooledServer, why: Exception) -> None:

@@ -1,6 +1,7 @@
 """A rollout worker: many episodes in one asyncio loop, over an engine of its own or over all servers.
 
-consumes: assignments, weight versions or the table of servers, the clock (control); acks and fences (bulk)
+consumes: assignments, weight versions and Sleep or the table of servers, the clock (control); acks and
+    fences (bulk)
 waits for: the coordinator, engines, tools and rewards -- each by name, see `waits`
 unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged
 
@@ -17,7 +18,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, assert_never
@@ -44,6 +45,7 @@ from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.process import at_ending
+from asyncrl.runtime.weight_loader import slept
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages import shared, worker
@@ -63,11 +65,11 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     torch.set_num_threads(config.launch.threads)
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
     parts, remote = EpisodeParts(config).load(), config.engine.remote
-    build = None if remote else engine_factory(config)
+    build = None if remote else engine_factory(config, index)
     connect = {name: connector(config, name) for name in dict(config.scorer_places)}
     connect |= dict.fromkeys([*LANES, *config.scorers_lent], connector(config)) if remote else {}
     engine: Engine | None = None if sampling else NoEngine()
-    if engine is None and build is not None:
+    if engine is None and build is not None and not config.shifts:
         engine = build()
     gc.collect()
     gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
@@ -145,6 +147,7 @@ class RolloutWorker:
         self.runner = EpisodeRunner(context, self._player)
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = 0
+        self._falling: asyncio.Task[None] | None = None  # asleep
         self._leaves = False  # while the run goes on
         self._epoch = -1
 
@@ -198,9 +201,10 @@ class RolloutWorker:
                 await self.outbox.flushed()
         except TimeoutError:
             log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
-        for task in services:
+        tasks = [*services, *filter(None, [self._falling])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*services, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._leaves:  # and says nothing after that
             await self._control.send(worker.Leave())
         samplers: list[LocalSampler | ServerPool] = [*self._local.values(), *self._pools.values()]
@@ -235,6 +239,8 @@ class RolloutWorker:
                     )
                 case shared.LoadWeights():
                     self._local[message.lane].loads.offer(message.ref, message.probe)
+                case shared.Sleep():
+                    self._sleep(message)
                 case worker.Engines():
                     self._servers = message.update(self._servers)
                     for pool in self._pools.values():
@@ -246,6 +252,14 @@ class RolloutWorker:
                     self.end(message.reason)
                 case _:
                     assert_never(message)
+
+    def _sleep(self, order: shared.Sleep) -> None:
+        if self._falling is None or self._falling.done():  # else it is told again, if that was another order
+            lanes = asyncio.gather(*(sampler.sleep() for sampler in self._local.values()))
+            self._falling = asyncio.create_task(self._fall_asleep(order, lanes))
+
+    async def _fall_asleep(self, order: shared.Sleep, lanes: Awaitable[Any]) -> None:
+        await self._control.send(await slept(order, lanes))
 
     async def _listen_bulk(self) -> None:
         while True:

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import msgspec
 
@@ -186,6 +186,37 @@ class Notifier:
 
     async def wait(self) -> None:
         await self._event.wait()
+
+
+ASLEEP = "the engine sleeps while the trainer has its devices"
+Entered = Callable[[], AbstractContextManager[None]]
+
+
+class Sleeps:
+    """Whether the engines of a sampler sleep, and what lasts meanwhile."""
+
+    def __init__(self, asleep: bool = False) -> None:
+        self.asleep = asleep
+        self._under_way: dict[ExitStack, tuple[Entered, Entered]] = {}
+
+    @contextmanager
+    def during(self, awake: Entered = nullcontext, asleep: Entered = nullcontext) -> Iterator[None]:
+        """The body waits for engines: within `awake()`, or within `asleep()` whenever they sleep."""
+        with ExitStack() as state:
+            self._under_way[state] = awake, asleep
+            try:
+                state.enter_context((awake, asleep)[self.asleep]())
+                yield
+            finally:
+                del self._under_way[state]
+
+    def change(self, asleep: bool) -> None:
+        """They have fallen asleep, or are awake."""
+        if asleep != self.asleep:
+            self.asleep = asleep
+            for state, sides in self._under_way.items():
+                state.close()
+                state.enter_context(sides[asleep]())
 
 
 class Waits:

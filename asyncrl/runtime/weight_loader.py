@@ -1,6 +1,6 @@
 """The versions an engine is to load: a mailbox in which the latest wins, and the checks of what was loaded.
 
-consumes: versions offered
+consumes: versions offered, orders to sleep
 waits for: the version to be at hand; the engine, at most `deadline` seconds a load
 unblocks: tasks that wait for fresher weights, by `changed`
 """
@@ -12,15 +12,15 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
-from asyncrl.errors import recorded
+from asyncrl.errors import EngineError, recorded
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import Notifier
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Manifest, Probe, Superseded, Unreachable, WeightsError, WeightsRef
-from asyncrl.wire.messages.shared import Loaded
+from asyncrl.wire.messages.shared import Loaded, Sleep, Slept
 
 LOAD = "load_weights"  # a span of the timeline
 LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, after which an engine is given up
@@ -71,17 +71,18 @@ class WeightLoader:
         self._proven = False  # the engine has compared a probe
         self._loading: tuple[WeightsRef, Probe | None] | None = None
         self._last: tuple[WeightsRef, Manifest] | None = None
+        self._sleeps = 0  # asked for, and not over
 
     def offer(self, ref: WeightsRef, probe: Probe | None = None) -> None:
         """Load this version next; one that waited is skipped. What is being loaded is not loaded again."""
-        if self._loading != (ref, probe):
+        if self._loading != (ref, probe) or self._sleeps:
             self._offered = ref, probe
         self.changed.notify()
 
     @property
     def waiting(self) -> bool:
-        """A version has been offered and is not being loaded yet."""
-        return self._offered is not None
+        """A version has been offered and can be loaded now."""
+        return self._offered is not None and not self._sleeps
 
     @property
     def pending(self) -> bool:
@@ -102,6 +103,25 @@ class WeightLoader:
             return await self._load(*offered)
         finally:
             self._loading = None
+            self.changed.notify()
+
+    def sleep(self, give_up: Callable[[], Awaitable[None]]) -> Awaitable[None]:
+        """Have the engine sleep by `give_up`, after a load under way. What was offered before and is not
+        being loaded is dropped; what is offered from here on is loaded afterwards, and anew."""
+        self._offered = None
+        self._sleeps += 1
+        return self._sleep(give_up)
+
+    async def _sleep(self, give_up: Callable[[], Awaitable[None]]) -> None:
+        try:
+            while self._loading is not None:
+                await self.changed.wait()
+            self._last = None
+            with EngineError.instead_of(TimeoutError, text="the engine did not fall asleep in time"):
+                async with asyncio.timeout(self._deadline):
+                    await give_up()
+        finally:
+            self._sleeps -= 1
             self.changed.notify()
 
     async def _load(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
@@ -140,6 +160,14 @@ class WeightLoader:
             self._last = None  # until it is in: after a failure the engine may hold anything
             self._last = ref, await engine.load(files)
         return self._last[1]
+
+
+async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
+    """Answer an order once the engine has fallen asleep. Failures are in the answer."""
+    start = time.monotonic()
+    with recorded() as failure:
+        await falling
+    return Slept(order.number, time.monotonic() - start, failure.line)
 
 
 async def _compared(engine: Loadable, probe: Probe) -> tuple[float, int, float]:

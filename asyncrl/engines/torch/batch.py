@@ -34,16 +34,18 @@ _RAGGED = 4  # a prompt waits for a later step rather than be padded to more tha
 class Run:
     """Follows one request from arrival to its end."""
 
-    def __init__(self, request: Request, limit: int, version: int) -> None:
+    def __init__(self, request: Request, limit: int, version: int, started: float) -> None:
         self.request = request
+        self.ids = request.ids  # to prefill: after a sleep, with what it had sampled
         self.limit = limit  # length at which it ends
         self.slot: Slot | None = None
         self.source: Source | None = None  # of a longer prefix than its slot holds, to be copied
-        self.filled = 0  # leading prompt ids whose KV is in the cache
+        self.filled = 0  # leading ids whose KV is in the cache
         self.heard: list[int] = []  # sampled ids that its watch has heard of
         self.decoding = False
+        self.spans: tuple[VersionSpan, ...] = ()  # of what it had sampled before the last sleep
         self.marks = [(0, version)]  # (ids sampled before, version in use from there on)
-        self.started = time.perf_counter()
+        self.started = started
 
     @property
     def prompt(self) -> int:
@@ -74,10 +76,11 @@ class Batcher:
         self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
         self._sampling = SlotSampling(slots)
         self._steady: StepLayout | None = None  # the last plan, while it only needs to be advanced
+        self._since, self._slept = math.inf, 0.0  # asleep since then; seconds before that
 
     def add(self, request: Request) -> Run:
         limit = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
-        run = self.runs[request.session] = Run(request, limit, self.version)
+        run = self.runs[request.session] = Run(request, limit, self.version, self._now())
         self._waiting.append(run)
         return run
 
@@ -97,6 +100,37 @@ class Batcher:
         self._swaps += 1
         for run in self.runs.values():
             run.marks.append((self._sampled(run), version))
+
+    @property
+    def asleep(self) -> bool:
+        return self._since < math.inf
+
+    def sleep(self) -> None:
+        """The KV is lost: what has sampled already is prefilled again with that, after `wake`."""
+        for run in self._decoding.values():
+            sampled = self.so_far(run)
+            run.ids, run.decoding = run.request.ids + sampled.ids, False
+            run.spans, run.marks = sampled.spans, [(len(sampled.ids), self.version)]
+        self._filling = [*self._decoding.values(), *self._filling]
+        self._decoding, self._steady, self._prefixes = {}, None, Prefixes()
+        self._lengths[:] = 0
+        for slot in self.slots.all:
+            slot.held = ()
+        for run in self._filling:
+            run.filled = 0
+            self._find_prefix(run)
+        self._since = time.perf_counter()
+
+    def wake(self) -> None:
+        """There are weights again, and room for KV."""
+        for pool in self.cache.pools:
+            pool.zero_()  # no mask stops a NaN
+        self._slept += time.perf_counter() - self._since
+        self._since = math.inf
+
+    def _now(self) -> float:
+        """Return the time, which stands still during a sleep."""
+        return min(time.perf_counter(), self._since) - self._slept
 
     @torch.inference_mode()
     def step(self) -> list[Run]:
@@ -129,9 +163,10 @@ class Batcher:
         generation = self.so_far(run)
         del self.runs[run.request.session]
         ids, finite = generation.ids, all(map(math.isfinite, generation.logprobs))
-        self._leave(run, (run.request.ids[: run.filled] + ids[:-1]) if finite else ())
+        self._leave(run, (run.request.ids + ids)[: -1 if run.decoding else run.filled] if finite else ())
         if not finite:
-            self.cache.wipe(run.index)
+            if not self.asleep:
+                self.cache.wipe(run.index)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
@@ -140,19 +175,18 @@ class Batcher:
     def so_far(self, run: Run) -> Generation:
         """Return what a run has sampled."""
         sampled = self._sampled(run)
-        spans = tuple(
+        spans = run.spans + tuple(
             VersionSpan(start, end, version, run.slot.born if run.slot else version)
             for (start, version), (end, _) in pairwise([*run.marks, (sampled, 0)])
             if start < end
         )
-        seconds = time.perf_counter() - run.started
-        return Generation(*self._read(run, sampled), spans, StopReason.ABORT, seconds)
+        return Generation(*self._read(run, sampled), spans, StopReason.ABORT, self._now() - run.started)
 
     def _order(self) -> None:
         """Move slots so that long rows lie together: attention reads a range as far as its longest row."""
         lengths = self._lengths.copy()
         for run in self._filling:  # they decode soon
-            lengths[run.index] = run.prompt
+            lengths[run.index] = len(run.ids)
         sources = reordered(lengths)
         if sources is None:
             return
@@ -170,7 +204,7 @@ class Batcher:
         return run.prompt + self._sampled(run) if run and run.slot is slot else len(slot.held)
 
     def _sampled(self, run: Run) -> int:
-        return int(self._lengths[run.index]) - run.prompt if run.decoding else 0
+        return (int(self._lengths[run.index]) if run.decoding else len(run.ids)) - run.prompt
 
     def _read(self, run: Run, sampled: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         if sampled == 0:
@@ -189,23 +223,27 @@ class Batcher:
                 slot.held = ()
             slot.agent, self.cache.agents[slot.index] = request.agent, adapter
             run.slot, run.filled = slot, slot.keep(request.ids)
-            source = self._prefixes.enter(slot, request.ids, adapter)
-            run.source = source if source and source.length > run.filled else None
+            self._find_prefix(run)
             new = torch.tensor(request.ids[run.filled :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled : run.prompt] = new
             self._sampling.set(slot.index, request.key, request.sampling, run.limit)
             self._filling.append(run)
 
+    def _find_prefix(self, run: Run) -> None:
+        assert run.slot is not None
+        source = self._prefixes.enter(run.slot, run.ids, self._adapter(run.request.agent))
+        run.source = source if source and source.length > run.filled else None
+
     def _chunks(self) -> dict[Run, Chunk]:
-        """Prompt tokens of this step. They are padded to the first one's length, and padding counts."""
+        """Tokens to prefill in this step. They are padded to the first one's length, and padding counts."""
         chunks: dict[Run, Chunk] = {}
         filling = [run for run in self._filling if not self._awaits(run)]
-        width = min(filling[0].prompt - filling[0].filled, self.budget) if filling else 1
+        width = min(len(filling[0].ids) - filling[0].filled, self.budget) if filling else 1
         for run in filling:
-            size = min(run.prompt - run.filled, width)
+            size = min(len(run.ids) - run.filled, width)
             if size * _RAGGED >= width:
                 end = run.filled + size
-                chunks[run] = Chunk(run.index, run.filled, end, end == run.prompt)
+                chunks[run] = Chunk(run.index, run.filled, end, end == len(run.ids))
             if (len(chunks) + 1) * width > self.budget:
                 break
         return chunks
@@ -216,7 +254,7 @@ class Batcher:
         if run.source is None:
             return False
         (slot, length), own = run.source, run.slot
-        prefix = run.request.ids[:length]
+        prefix = run.ids[:length]
         assert own is not None
         if self._adapter(slot.agent) == self._adapter(own.agent) and slot.held[:length] == prefix:
             if slot.swap == self._swaps:
@@ -224,7 +262,7 @@ class Batcher:
                 run.filled, own.held, own.born, own.swap = length, prefix, slot.born, slot.swap
         else:
             ahead = takewhile(lambda other: other is not run, self._filling)
-            if any(other.slot is slot and other.request.ids[:length] == prefix for other in ahead):
+            if any(other.slot is slot and other.ids[:length] == prefix for other in ahead):
                 return True
         run.source = None
         return False
@@ -234,11 +272,11 @@ class Batcher:
         assert run.slot is not None
         if chunk.start == 0:
             run.slot.born, run.slot.swap = self.version, self._swaps
-        run.filled, run.slot.held = chunk.end, run.request.ids[: chunk.end]
+        run.filled, run.slot.held = chunk.end, run.ids[: chunk.end]
         if chunk.last:
             self._filling.remove(run)
             run.decoding, at = True, run.index
-            self._decoding[at], self._lengths[at] = run, run.prompt + 1
+            self._decoding[at], self._lengths[at] = run, len(run.ids) + 1
 
     def _leave(self, run: Run, held: tuple[int, ...]) -> None:
         """The run is over; the KV of `held` stays for the session's next turn: all but the last sampled id,

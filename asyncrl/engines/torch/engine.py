@@ -8,8 +8,6 @@ to make: requests, aborts and weight swaps are done in the loop and in order, wh
 from __future__ import annotations
 
 import asyncio
-import copy
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,16 +16,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.engines.base import NOTHING, Request, Sampling, check_request, engines
+from asyncrl.engines.base import NOTHING, Request, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, Run
-from asyncrl.errors import ConfigError, EngineError, one_line
-from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
+from asyncrl.engines.torch.check import check_served
+from asyncrl.errors import EngineError, one_line
 from asyncrl.types import Generation, StopReason, TokenScores
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
+from asyncrl.weights.memory import Released, trim_heap
 from asyncrl.weights.names import pieces
 
 T = TypeVar("T")
@@ -35,17 +34,22 @@ T = TypeVar("T")
 PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
 
 WIDENED = 512  # tokens whose logits are held in float32 at once
-NEW, LONGEST, CHUNK = 24, 112, 24  # in a check: tokens of a turn; of a slot; of a step's prompts
 
 
 class TorchEngine:
     """An `Engine` in this process. The model's attention function is replaced, by one that still serves plain
-    calls."""
+    calls. `base` reads the model again, to wake for adapters alone."""
 
     def __init__(
-        self, model: PreTrainedModel, slots: int, max_len: int, max_batch_tokens: int, version: int = 0
+        self,
+        model: PreTrainedModel,
+        base: Callable[[], PreTrainedModel],
+        slots: int,
+        max_len: int,
+        max_batch_tokens: int,
+        version: int = 0,
     ) -> None:
-        self._model = model.eval()
+        self._model, self._base = model.eval(), base
         self._vocabulary = _vocabulary(model)
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
         self._futures: dict[Run, asyncio.Future[Generation]] = {}
@@ -57,6 +61,9 @@ class TorchEngine:
         self._loading = asyncio.Lock()
         self._broken: EngineError | None = None
         self._adapters: Adapters | None = None  # from the first version of some on
+        self._released = Released()
+        self._awake = asyncio.Event()  # or broken
+        self._awake.set()
 
     @property
     def version(self) -> int:
@@ -65,6 +72,10 @@ class TorchEngine:
     @property
     def tokens(self) -> int:
         return self._batcher.generated
+
+    @property
+    def asleep(self) -> bool:
+        return self._batcher.asleep
 
     async def generate(self, request: Request) -> Generation:
         if self._broken is not None:
@@ -104,11 +115,17 @@ class TorchEngine:
     async def load(self, ref: WeightsRef) -> Manifest:
         async with self._loading:  # versions are applied in the order of the calls
             manifest, tensors = await asyncio.to_thread(disk.read, ref)
-            swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             replace = partial(self._replace, manifest.adapters, tensors)
-            self._between_steps(lambda: self._swap(replace, ref.version.step, swapped))
-            await swapped
+            if self.asleep:
+                base = await asyncio.to_thread(self._base) if manifest.adapters else None
+                replace = partial(self._waken, base, replace)
+            await self._changed(lambda: self._swap(replace, ref.version.step))
         return manifest
+
+    async def sleep(self) -> None:
+        async with self._loading:
+            if not self.asleep:
+                await self._changed(self._fall_asleep)
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         scores = await self._apart(partial(self._score, ids, len(ids) - 1))
@@ -119,10 +136,15 @@ class TorchEngine:
             return await self._apart(partial(self._score, ids, count, top, base=True))
 
     async def _apart(self, compute: Callable[[], T]) -> T:
-        """Compute in the thread, after the step under way, all of it under the same weights."""
-        async with self._loading:
-            self._between_steps(lambda: None)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+        """Compute in the thread, after the step under way or the sleep, all of it under the same weights."""
+        while True:
+            await self._awake.wait()
+            async with self._loading:
+                if self._broken is not None:
+                    raise self._broken
+                if not self.asleep:
+                    self._between_steps(lambda: None)
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
 
     @torch.inference_mode()
     def _score(self, ids: tuple[int, ...], count: int, top: int = 0, base: bool = False) -> TokenScores:
@@ -199,26 +221,63 @@ class TorchEngine:
             raise WeightsError("the version's tensors are not those of its adapters")
         copy_all(parameters, tensors)
 
-    def _swap(self, replace: Callable[[], None], version: int, swapped: asyncio.Future[None]) -> None:
-        if swapped.done():  # its caller did not wait
+    def _swap(self, replace: Callable[[], None], version: int) -> None:
+        replace()
+        self._batcher.mark(version)
+        self._wake.set()
+
+    def _waken(self, base: PreTrainedModel | None, replace: Callable[[], None]) -> None:
+        """Raises what `replace` does, and sleeps on."""
+        try:
+            self._released.allocate()
+            if base is not None:
+                copy_all(dict(self._model.named_parameters()), dict(base.named_parameters()))
+            replace()
+        except Exception:
+            self._free()
+            raise
+        self._batcher.wake()
+        self._awake.set()
+
+    def _fall_asleep(self) -> None:
+        self._awake.clear()
+        self._batcher.sleep()
+        self._free()
+
+    def _free(self) -> None:
+        """Give up all that every version brings, and the KV."""
+        kept, named = self._model._keys_to_ignore_on_save or (), self._model.named_parameters()
+        self._released.release(parameter for name, parameter in named if name not in kept)
+        self._released.release(self._batcher.cache.pools)
+        torch.cuda.empty_cache()
+        trim_heap()
+
+    async def _changed(self, change: Callable[[], None]) -> None:
+        """Make a change between two steps. Raises its WeightsError, which says that nothing was changed; any
+        other error breaks the engine."""
+        made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._between_steps(lambda: self._change(change, made))
+        await made
+
+    def _change(self, change: Callable[[], None], made: asyncio.Future[None]) -> None:
+        if made.done():  # its caller did not wait
             return
         try:
-            replace()
-        except WeightsError as error:  # nothing was changed
-            swapped.set_exception(error)
+            change()
+        except WeightsError as error:
+            made.set_exception(error)
         except Exception as error:
             self._break(_broke(error))
-            swapped.set_exception(_broke(error))
+            made.set_exception(_broke(error))
         else:
-            self._batcher.mark(version)
-            swapped.set_result(None)
+            made.set_result(None)
 
     # -- steps -----------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         """The decode loop. It outlives every request and dies with the first error."""
         while self._broken is None:
-            if self._futures:
+            if self._futures and not self.asleep:
                 try:
                     await self._steps()
                 except Exception as error:
@@ -271,6 +330,7 @@ class TorchEngine:
     def _break(self, error: EngineError) -> None:
         """Fail what is pending and everything to come."""
         self._broken = self._broken or error
+        self._awake.set()
         futures, self._futures = self._futures, {}
         for future in futures.values():
             if not future.done():
@@ -324,60 +384,6 @@ def build(
 ) -> TorchEngine:
     """An engine with the weights in `model_path`, as version `version`. ConfigError if it cannot serve it."""
     check_served(model_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
-    return TorchEngine(model.to(device), slots, max_len, max_batch_tokens, version)
-
-
-# -- a check that it gives the log-probs of a plain forward: a small copy of the model is asked ------------
-
-
-def check_served(model_path: str) -> None:
-    """ConfigError for an architecture that the slots of the embedded engine compute otherwise."""
-    config = AutoConfig.from_pretrained(model_path)
-    found = remembered(config, "engine", lambda model: {"decoding": decodes(model)})
-    if found and (problem := found["decoding"]):
-        kind = (config.architectures or [type(config).__name__])[0]
-        raise ConfigError(
-            f"engine.name=torch: the embedded engine cannot serve {kind}: {problem}; use engine=sglang"
-        )
-
-
-def decodes(model: PreTrainedModel) -> str:
-    """Says what is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
-    second turn; '' for nothing."""
-    plain, rng = copy.deepcopy(model), np.random.default_rng(0)
-    size = model.config.get_text_config().vocab_size
-    start, *ends = (rng.integers(min(RESERVED, size - 1), size, n).tolist() for n in (33, 9, 14, 12, 5))
-    prompts = {"a": start + ends[0], "b": start + ends[1], "c": ends[2]}
-    try:
-        batcher = Batcher(model, len(prompts), LONGEST, CHUNK, version=0)
-        found = _turns(batcher, prompts)
-        prompts["d"] = prompts["c"] + [*found["c"].ids] + ends[3]
-        found["d"] = _turns(batcher, {"c": prompts["d"]})["c"]
-        gap = max(_gap(plain, prompts[name], turn) for name, turn in found.items())
-    except Exception as error:
-        if passes(error):
-            raise
-        return str(error) if isinstance(error, ConfigError) else f"it fails with {one_line(error)}"
-    return "" if gap < AGREE else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
-
-
-def _turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:
-    """A turn of each session, sampled together."""
-    runs = {
-        batcher.add(Request(name, tuple(ids), Sampling(NEW, stop_ids=()), key)): name
-        for key, (name, ids) in enumerate(prompts.items())
-    }
-    found: dict[str, Generation] = {}
-    while len(found) < len(runs):
-        found |= {runs[run]: batcher.end(run) for run in batcher.step()}
-    return found
-
-
-@torch.no_grad()
-def _gap(plain: PreTrainedModel, prompt: list[int], turn: Generation) -> float:
-    ids = torch.tensor([[*prompt, *turn.ids]])
-    table = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    wanted = table.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    gap = float((wanted - torch.tensor(turn.logprobs)).abs().max())
-    return math.inf if math.isnan(gap) else gap
+    base = partial(AutoModelForCausalLM.from_pretrained, model_path, dtype=getattr(torch, dtype))
+    model: Any = base()
+    return TorchEngine(model.to(device), base, slots, max_len, max_batch_tokens, version)
