@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ from asyncrl.errors import ConfigError, one_line, reason
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.resting import Resting
 from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import A, B, named, owner, peft_name
 from asyncrl.weights.manifest import AdapterSpec, alone
@@ -44,12 +45,17 @@ logger = logging.getLogger(__name__)
 State = dict[str, Any]
 
 
-def snapshot(learner: Learner, *, copy: bool = True) -> State:
-    """The state of this rank, copied to main memory, or with `copy` False as it is."""
+def snapshot(learner: Learner, *, copy: bool = True, resting: Resting | None = None) -> State:
+    """The state of this rank, copied to main memory, or with `copy` False as it is: then it has to wake."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        with resting.at_hand(tensor) if resting is not None else nullcontext():
+            return tensor.detach().to("cpu", copy=True)
+
+    if resting is not None and not copy:
+        resting.wake()
     state = _state(learner)
-    return (
-        tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state) if copy else state
-    )
+    return tree_map_only(Tensor, copied, state) if copy else state
 
 
 def size(state: State) -> int:

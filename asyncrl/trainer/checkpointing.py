@@ -25,6 +25,7 @@ from asyncrl.runtime.process import main_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.resting import Resting
 from asyncrl.trainer.world import World
 
 log = logging.getLogger("asyncrl.trainer")
@@ -125,7 +126,7 @@ class Checkpointing:
             self.trained_total = self.newest.trained_total
             log.info("resumed from %s", self.place.path(step))
 
-    def begin(self, trainer_epoch: int) -> bool:
+    def begin(self, trainer_epoch: int, resting: Resting | None = None) -> bool:
         """A checkpoint of the last committed step. False: training must wait until it is written, as there is
         no memory for a copy. Micro-batches of an open batch are not in it: their plan is in the store, and is
         trained again."""
@@ -143,7 +144,7 @@ class Checkpointing:
             trained=tuple(self._trained),
             trained_total=self.trained_total,
         )
-        state = checkpoint.snapshot(self._learner, copy=copied)
+        state = checkpoint.snapshot(self._learner, copy=copied, resting=resting)
         self._job = Job(manifest, time.monotonic(), self._thread.submit(self._write, state, manifest))
         self._trained, self._due = [], False
         return copied

@@ -5,10 +5,8 @@ smallest, largest ──► forward and backward of all models, no optimizer ste
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -21,6 +19,7 @@ from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.model import Critic, Policy, Reference
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.scores import Selected
+from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages.trainer import GaveUp
 
 log = logging.getLogger(__name__)
@@ -94,17 +93,6 @@ def try_largest(learner: Learner) -> None:
 def is_tiny(learner: Learner) -> bool:
     """Return whether the model is sharded as a whole: to care for its memory costs more time than memory."""
     return sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system. Nothing where the C library is not glibc.
-
-    Micro-batches of different lengths leave a heap of holes, which only grows by glibc's own rules: 10.4 GB
-    between steps of a model of 135M parameters, 2.1 GB when it is trimmed. A lower MALLOC_MMAP_THRESHOLD_
-    would save as much, but map and clear every tensor anew: a third of the time (docs/log.md).
-    """
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def given_up(error: Exception, trainer_epoch: int, rank: int, learner: Learner) -> GaveUp:

@@ -2,7 +2,7 @@
 
 consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
 waits for: ready trajectories, the other ranks (words, collectives), the ack of a commit -- each by name
-unblocks: the coordinator (commits), the engines (published versions)
+unblocks: the coordinator (commits), the engines (published versions, devices)
 
 The loop: `_take` a plan, `_train` its micro-batch or `_finish` the optimizer step (commit, then publish, then
 perhaps save), until a plan of kind end or stop. All ranks run the same sequence of collectives: rank 0 alone
@@ -29,19 +29,20 @@ from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.learner import Learner, Work
-from asyncrl.trainer.memory import given_up, is_tiny, trim_heap, try_largest
+from asyncrl.trainer.memory import given_up, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.report import Ratios
+from asyncrl.trainer.resting import Resting, await_devices
 from asyncrl.types import PolicyVersion, Turn
+from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages import shared, trainer
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
 from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
 
 Answer = tuple[Any, list[bytes]]  # with its frames
 log = logging.getLogger("asyncrl.trainer")
-
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
 SAVE_POLL = 0.05
@@ -57,6 +58,8 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     """Run a trainer rank until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
+    if not await_devices(config, endpoints, rank, incarnation):
+        return 0
     mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, progress_limit(config))
     mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
     role = TrainerRank(config, endpoints, mesh, incarnation)
@@ -96,12 +99,12 @@ class TrainerRank:
         self._poller = Poller(self.control, self.bulk)
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
         self.timeline.past(START, 0.0)
-        self.trainer_epoch = 0
+        self.resting = Resting(self.learner, self.timeline, self.run_dir)
         self.watch = self.learner.watch
         self.peak_flops = peak_flops(mesh.device, config.model.dtype)
         self.waiting = self._named = ""  # now, and in the newest beat
         self._silence, self._progress = silence_limit(config), progress_limit(config)
-        self.work = 0  # micro-batches done, for the beats
+        self.trainer_epoch = self.work = 0  # work: micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
         self._beat_at = self._heard_at = time.monotonic()
@@ -125,7 +128,11 @@ class TrainerRank:
         micro = 0
         while True:
             plan, work = self._take(micro)
+            if plan.kind not in ("rest", "stop"):  # a checkpoint is made of shards that rest, too
+                self.resting.wake()
             match plan.kind:
+                case "rest":
+                    self.resting.rest(self._meet)
                 case "work":
                     self._train(plan, work)
                     micro += 1
@@ -138,6 +145,8 @@ class TrainerRank:
                     if plan.kind == "end":  # no plan follows, and engines may still be started
                         self._probe()
                     self._save_last()
+                    if plan.kind == "end" and self.config.shifts:  # engines still evaluate
+                        self.resting.rest(self._meet)
                     self._await_stop(plan.kind)
 
     def _train(self, plan: trainer.WorkPlan, work: Work) -> None:
@@ -188,23 +197,28 @@ class TrainerRank:
     def _take(self, micro: int) -> tuple[trainer.WorkPlan, Work]:
         """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
         step, work = self.learner.step, list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
-        with self.timeline.span("wait_data"), self.watch.phase("wait_data", waiting=True):
-            request = trainer.PlanRequest(self.trainer_epoch, step, micro)
-            plan = self._told(self.bulk, request, f"trajectories of step {step}", patient=True)
+        rests = ", at rest while engines sample" if self.resting.now else ""
+        wait = "wait_devices" if rests else "wait_data"
+        with self.timeline.span(wait), self.watch.phase(wait, waiting=True):
+            request = trainer.PlanRequest(self.trainer_epoch, step, micro, self.resting.now)
+            plan = self._told(self.bulk, request, f"trajectories of step {step}{rests}", patient=True)
             for part in self.learner.share(plan.trajectories):
                 asked = trainer.PayloadRequest(self.trainer_epoch, step, tuple(p.uid for p in part))
                 found, frames = self._ask(self.bulk, asked, f"payloads of step {step}")
                 work += with_turns([p for p in part if p.uid not in found.lost], frames)
-            self.words.arrive()
-            self._await("the other ranks' payloads", lambda: self.words.all_arrived or None)
+            self._meet("the other ranks' payloads")
         return plan, work
+
+    def _meet(self, name: str) -> None:
+        """Wait for all ranks to be here."""
+        self.words.arrive()
+        self._await(name, lambda: self.words.all_arrived or None)
 
     def _commit(self, plan: trainer.WorkPlan, trained: list[str], metrics: dict[str, float]) -> bool:
         """True when this version is to be published."""
-        commit = trainer.Commit(
-            self.trainer_epoch, self.learner.step, plan.plan_hash, tuple(trained), metrics
-        )
-        answer = self._told(self.control, commit, f"the commit of step {commit.step}")
+        epoch, step = self.trainer_epoch, self.learner.step
+        commit = trainer.Commit(epoch, step, plan.plan_hash, tuple(trained), metrics)
+        answer = self._told(self.control, commit, f"the commit of step {step}")
         self.saving.best = answer.best
         return bool(answer.publish)
 
@@ -221,12 +235,11 @@ class TrainerRank:
         """Wait for other ranks, with beats. A patient wait is rank 0's for data; any other raises
         DeadlineError after the run's limit for progress, which is longer than their waits. A rank 0 that is
         gone may have been stopped, and this rank's stop be on its way."""
-        limit = self._progress
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self._progress
         try:
             while (value := found()) is None:
                 if time.monotonic() > deadline and not patient:
-                    raise DeadlineError(f"waited {limit:g} s for {name}")
+                    raise DeadlineError(f"waited {self._progress:g} s for {name}")
                 self.waiting = name
                 self.publishing.check()
                 self._idle(WORD_POLL)
@@ -238,14 +251,12 @@ class TrainerRank:
         return value
 
     def _ask(self, link: Link, request: shared.WireMessage, name: str, patient: bool = False) -> Answer:
-        """Send a request and wait for its answer. It is sent again every RESEND_EVERY seconds: all are
-        idempotent.
+        """Send a request, again every RESEND_EVERY seconds (all are idempotent), until its answer comes.
 
         A patient wait is for data and ends with the coordinator's stop only; any other raises DeadlineError
         after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
-        limit = self._silence
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self._silence
         self.waiting, resend_at = name, 0.0
         while True:
             now = time.monotonic()
@@ -254,7 +265,7 @@ class TrainerRank:
                 link.send(request)
                 resend_at = now + RESEND_EVERY
             if now > deadline and not patient:
-                raise DeadlineError(f"waited {limit:g} s for {name}")
+                raise DeadlineError(f"waited {self._silence:g} s for {name}")
             self._beat(now)
             self._poller.wait(BEAT_EVERY)
             for received in self._received():
@@ -300,8 +311,7 @@ class TrainerRank:
         while (now := time.monotonic()) < end:
             self._beat(now)
             self._poller.wait(min(BEAT_EVERY, end - now))
-            for _ in self._received():
-                pass
+            list(self._received())
 
     def _await_stop(self, kind: str) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
@@ -316,15 +326,13 @@ class TrainerRank:
             return self._status()
         newest = self.saving.newest
         assert newest is not None, "there is none"
-        return trainer.Checkpointed(self.trainer_epoch, newest.step, newest.trained_total)
+        return trainer.Checkpointed(self.trainer_epoch, newest.step, newest.trained_total, self.resting.now)
 
     def _status(self) -> trainer.TrainerBeat:
-        watch, saving = self.watch, self.saving
+        spent, saving = (self.watch.busy_s, self.watch.idle_s), self.saving
         unsaved = saving.problem and f"not saved: {saving.problem}"
         waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
-        return trainer.TrainerBeat(
-            self.rank, watch.busy_s, watch.idle_s, waiting, self.work, saving.place.written
-        )
+        return trainer.TrainerBeat(self.rank, *spent, waiting, self.work, saving.place.written)
 
     def report(self, error: Exception) -> str:
         """Tell the coordinator that this rank gives up the batch. Returns why, and what happens now."""
@@ -369,7 +377,7 @@ class TrainerRank:
         with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
             while self.saving.parent != self.learner.step:
                 if not self.saving.busy:
-                    self.saving.begin(self.trainer_epoch)
+                    self.saving.begin(self.trainer_epoch, self.resting)
                 self._await_saved()
                 if self.saving.problem:
                     self._idle(SAVE_AGAIN)

@@ -25,7 +25,7 @@ from asyncrl.trainer.publishing import Publishing
 from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.shared import Stop, Welcome
-from asyncrl.wire.messages.trainer import Committed, Probed, TrainerBeat, TrainerHello
+from asyncrl.wire.messages.trainer import Committed, GrantDevices, Probed, TrainerBeat, TrainerHello
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
@@ -79,7 +79,7 @@ def _serve(config: RunConfig, link: Link, publishing: Publishing, incarnation: s
                 case Welcome():
                     for known in filter(None, (probed, publishing.announced)):
                         link.send(known)
-                case Committed():
+                case Committed() | GrantDevices():
                     pass  # nothing is trained
                 case _:
                     assert_never(message)

@@ -1,0 +1,184 @@
+"""Moves what a rank holds on its device to main memory and back, while engines have the device.
+
+parameters, buffers, gradients, moments ──rest──► elsewhere ──wake──► the same storages, at other addresses
+
+Storages are emptied and filled again in place, so every parameter, DTensor and view stays the same object.
+FSDP2 does so, too, with gathered weights around each forward: nothing may count on addresses. Compiled layers
+do not: torch.compile records CUDA graphs in modes that are not used here. Episodes that are held behind a
+barrier lie in main memory already, as does what offloading keeps there.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.process import main_memory
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.world import World
+from asyncrl.weights.memory import trim_heap
+from asyncrl.wire.messages.channels import ToTrainerControl
+from asyncrl.wire.messages.shared import Stop
+from asyncrl.wire.messages.trainer import AskDevices, GrantDevices
+from asyncrl.wire.sockets import Endpoints, Link, identity
+
+log = logging.getLogger("asyncrl.trainer")
+ASK_EVERY = 2.0  # seconds
+SMALL = 4096  # bytes of a storage that stays
+
+
+def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
+    """Return True once engines have left the devices to this rank, which has loaded nothing yet; False for
+    the coordinator's stop, which alone ends the wait otherwise."""
+    if not config.shifts:
+        return True
+    link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
+    try:
+        while True:
+            link.send(AskDevices(rank, incarnation))
+            answer, _ = link.receive(ASK_EVERY) or (None, [])
+            if isinstance(answer, Stop):
+                log.info("leaving: %s", answer.reason)
+            if isinstance(answer, GrantDevices | Stop):
+                return isinstance(answer, GrantDevices)
+    finally:
+        link.close()
+
+
+class Resting:
+    """Empties the device of one rank, and fills it again. `now`: it rests."""
+
+    def __init__(self, learner: Learner, timeline: Timeline, run_dir: Path) -> None:
+        self._learner, self._timeline, self.now = learner, timeline, False
+        self._device = learner.world.device
+        self._module = torch.get_device_module(self._device)
+        self._run_dir = run_dir
+        self._room: Callable[[int], Tensor] = partial(unlinked_file, run_dir)
+        if self._device.type != "cpu":
+            self._room = PinnedMemory(learner.world).room
+        self._places: dict[int, tuple[UntypedStorage, Tensor]] = {}  # each with a copy of its bytes
+
+    def rest(self, meet: Callable[[str], None]) -> None:
+        """Return when all ranks rest: `meet` waits for them by a name. A collective. Raises ConfigError where
+        there is no room."""
+        with self._timeline.span("rest"), self._learner.watch.phase("rest", waiting=True):
+            if not self.now:
+                self._leave()
+            meet("the other ranks, which leave the devices to engines")
+
+    def wake(self) -> None:
+        """Bring everything back, if this rank rests."""
+        if self.now:
+            with self._timeline.span("wake"), self._learner.watch.phase("wake", waiting=True):
+                for place in self._places.values():
+                    self._fill(*place)
+                self._module.synchronize()
+                self._places, self.now = {}, False
+
+    @contextmanager
+    def at_hand(self, tensor: Tensor) -> Iterator[None]:
+        """Inside, this one of the tensors that rest has its values: to copy all needs no room for all."""
+        if place := self._places.get(_storage(tensor)._cdata):
+            self._fill(*place)
+        try:
+            yield
+        finally:
+            if place:
+                place[0].resize_(0)
+
+    def _leave(self) -> None:
+        self._learner.size = 0, 0  # a lack of memory here is not that of a micro-batch
+        gc.collect()
+        self._module.synchronize()  # copies of the weights for engines and checkpoints are complete
+        found = {storage._cdata: storage for storage in map(_storage, _held(self._learner))}
+        moved = [one for one in found.values() if one.nbytes() > SMALL and one.device == self._device]
+        sizes = [storage.nbytes() for storage in moved]
+        where = f"a file in {self._run_dir}" if self._device.type == "cpu" else "main memory"
+        text = f"engine.colocated: {sum(sizes) / 1e9:.2f} GB of a trainer rank do not fit in {where}"
+        advice = "free room there, use more trainer.ranks, or set engine.colocated=0"
+        with ConfigError.instead_of(OSError, MemoryError, RuntimeError, text=text, advice=advice):
+            pairs = list(zip(moved, self._room(sum(sizes)).split(sizes), strict=True))
+            for storage, part in pairs:
+                part.copy_(_bytes(storage), non_blocking=True)
+            self._module.synchronize()
+        for storage in moved:
+            storage.resize_(0)
+        self._places, self.now = {storage._cdata: (storage, part) for storage, part in pairs}, True
+        torch.cuda.empty_cache()
+        trim_heap()
+
+    def _fill(self, storage: UntypedStorage, part: Tensor) -> None:
+        storage.resize_(len(part))
+        _bytes(storage).copy_(part, non_blocking=True)
+
+
+class PinnedMemory:
+    """Main memory that a GPU copies to and from directly. It is kept: to pin it takes longer than to copy."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._memory = world, torch.empty(0, dtype=torch.uint8)
+
+    def room(self, size: int) -> Tensor:
+        """A collective: the kernel would rather kill a process than refuse pages."""
+        free = main_memory().available  # before any rank takes of it
+        missing = max(0, size - len(self._memory))
+        needed = sum(self._world.gather(missing, int))  # all ranks are on this machine
+        if needed > free:
+            raise MemoryError(
+                f"the ranks here need {needed / 1e9:.2f} GB more main memory, {free / 1e9:.2f} GB are free"
+            )
+        if missing:  # torch's own pinned memory comes in powers of two
+            runtime = torch.cuda.cudart()
+            if len(self._memory):
+                runtime.cudaHostUnregister(self._memory.data_ptr())
+            del self._memory
+            self._memory = torch.empty(size, dtype=torch.uint8)
+            # Where it may not be, copies are slower.
+            runtime.cudaHostRegister(self._memory.data_ptr(), size, 0)
+        return self._memory[:size]
+
+
+def unlinked_file(directory: Path, size: int) -> Tensor:
+    """Memory on a disk, which ends with its tensor, in place of main memory where that is the device:
+    /dev/shm would free nothing."""
+    with NamedTemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
+        return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+
+
+def _held(learner: Learner) -> Iterator[Tensor]:
+    """What a rank holds. Gathered weights are freed: a forward without a backward leaves the root's."""
+    critic, reference = learner.critic, learner.reference.policy if learner.reference is not None else None
+    for model in filter(None, (learner.policy, critic, reference)):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        yield from model.buffers()
+        for parameter in model.parameters():
+            yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
+    for optimizer in (learner.optimizer, *((critic.optimizer,) if critic else ())):
+        yield from (leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor))
+
+
+def _storage(tensor: Tensor) -> UntypedStorage:
+    own = tensor.detach()
+    return (own.to_local() if isinstance(own, DTensor) else own).untyped_storage()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
