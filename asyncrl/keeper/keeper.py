@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, assert_never
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.process import ServerProcess, keys
+from asyncrl.engines.sglang.process import ServerProcess, keep_tokens, keys
 from asyncrl.engines.sglang.server import Attached, attach
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.keeper.versions import ServerVersions
@@ -33,7 +33,7 @@ from asyncrl.runtime.process import at_ending
 from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToKeeper
 from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import LoadWeights, Prefetch, Stop, Welcome
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sleep, Stop, Welcome
 from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
@@ -123,6 +123,9 @@ class Keeper:
 
     async def _keep_server(self) -> int:
         """Start and serve; raises when the server is lost."""
+        if self._versions is not None and self._versions.asleep:
+            with self._waits.named("the devices, which the trainer has, to start its server"):
+                await self._versions.wanted(self._control.send)
         server = await self._start()
         log.info("%s: %s at %s", self.name, server.description, server.api.url)
         if self._versions is not None:
@@ -155,6 +158,8 @@ class Keeper:
                     self._process = process
                     server = await first(self._attach(process.url, fresh=True), self._fail_at_end(process))
                     process.ready()
+                    if config.shifts and not scorer and server.info.max_total_num_tokens:
+                        keep_tokens(self._run_dir, self.index, server.info.max_total_num_tokens)
                     return server
         except TimeoutError:
             late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"
@@ -189,10 +194,13 @@ class Keeper:
         while True:
             message = await versions.next()
             if message.error:
-                self._healthy = not versions.broken
+                self._healthy = not (versions.broken or versions.unknown)
                 await self._beat()
             await self._control.send(message)
-            versions.count(message)
+            if versions.unknown:
+                raise EngineError(f"{self.name}: {versions.unknown}")
+            if isinstance(message, Loaded):
+                versions.count(message)
 
     # -- the coordinator -----------------------------------------------------------------------------
 
@@ -203,7 +211,7 @@ class Keeper:
             match message:
                 case Welcome():
                     self._contact.welcomed = True
-                case Prefetch() | LoadWeights():
+                case Prefetch() | LoadWeights() | Sleep():
                     assert self._versions is not None, "a scorer is sent none"
                     self._versions.take(message)
                 case Stop():

@@ -3,7 +3,7 @@ SGLang supports.
 
     .venv-sglang/bin/python tools/sglang_cpu/launch.py --model-path DIR --port 30000 [any argument of SGLang]
 
-The server is the stock wheel, computing with its own torch-native paths. Four things keep it from running:
+The server is the stock wheel, computing with its own torch-native paths. Five things keep it from running:
 
 - On a CPU it imports names from `sgl_kernel`, whose wheel needs CUDA. They are called for speculative
   decoding and for moving KV between pools, neither of which runs here: functions that raise are enough.
@@ -12,6 +12,8 @@ The server is the stock wheel, computing with its own torch-native paths. Four t
 - For `--enable-return-routed-experts` it registers main memory with CUDA, to copy to it from a GPU: there is
   none, and nothing to register.
 - For `--enable-lora` it pins memory, which needs a GPU, too: here memory stays as it is.
+- For `--enable-memory-saver` it needs torch-memory-saver, which knows GPUs only: `MemorySaver` does the same
+  to main memory.
 
 SGLang's other processes import this file again when they start, so that it serves all of them.
 """
@@ -27,7 +29,8 @@ import runpy
 import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 if __name__ != "__main__":
@@ -44,6 +47,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gc.set_threshold(100_000, 50)  # a fifth of the time until it is ready
 
 import torch  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 # What this machine can do; arguments on the command line come later and win.
 ARGUMENTS = [
@@ -84,9 +90,109 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return unpinned
 
 
+GARBAGE = 255  # in each byte: as a floating point number of any size it is NaN
+
+
+class _Region(TorchDispatchMode):
+    """Adds what is allocated within it to `blocks`."""
+
+    def __init__(self, blocks: list[_Block], backup: bool) -> None:
+        super().__init__()
+        self._blocks, self._backup = blocks, backup
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        known = {storage._cdata for storage in _storages((args, kwargs))}
+        known |= {block.storage.cdata for block in self._blocks}
+        for storage in _storages(made):
+            if storage._cdata not in known:
+                self._blocks.append(_Block(storage, self._backup))
+        return made
+
+
+class _Block:
+    """Takes a storage away and gives it back, with its content or, without `backup`, with garbage."""
+
+    def __init__(self, storage: torch.UntypedStorage, backup: bool) -> None:
+        self.storage, self._backup, self._size = StorageWeakRef(storage), backup, 0
+        self._content: torch.UntypedStorage | None = None
+
+    def pause(self) -> None:
+        storage = self._living()
+        if storage is not None and storage.resizable():
+            self._size, self._content = storage.nbytes(), storage.clone() if self._backup else None
+            storage.resize_(0)
+
+    def resume(self) -> None:
+        storage = self._living()
+        if storage is not None and self._size:
+            storage.resize_(self._size)
+            if self._content is not None:
+                storage.copy_(self._content)
+            else:
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
+            self._size, self._content = 0, None
+
+    def _living(self) -> torch.UntypedStorage | None:
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return found
+
+
+class MemorySaver(types.ModuleType):
+    """The part of `torch_memory_saver` that SGLang uses. As on a GPU, what is allocated in a region is gone
+    after a `pause`, and garbage after a `resume`."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        super().__init__("torch_memory_saver")
+        self.__spec__ = importlib.machinery.ModuleSpec("torch_memory_saver", None)
+        self.torch_memory_saver = self
+        self._blocks: dict[str, list[_Block]] = {}
+        self._paused: set[str] = set()
+
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> _Region:
+        return _Region(self._blocks.setdefault(tag, []), enable_cpu_backup)
+
+    @contextmanager
+    def configure_subprocess(self) -> Iterator[None]:
+        yield
+
+    def pause(self, tag: str) -> None:
+        assert tag not in self._paused, f"{tag} is paused already"
+        self._paused.add(tag)
+        _wait_while_paused()
+        for block in self._blocks.get(tag, []):
+            block.pause()
+
+    def resume(self, tag: str) -> None:
+        self._paused.remove(tag)
+        for block in self._blocks.get(tag, []):
+            block.resume()
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+@functools.cache
+def _wait_while_paused() -> None:
+    """Have a paused scheduler wait for its next command, as an idle one does, and not ask all the time."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def recorded(self: Any) -> None:
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = recorded
+
+
 kernels = _NoKernels("sgl_kernel")
 kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
 sys.modules.setdefault("sgl_kernel", kernels)
+sys.modules.setdefault("torch_memory_saver", MemorySaver())
 
 torchvision_operators = torch.library.Library("torchvision", "FRAGMENT")  # declared for as long as it lives
 for operator in ("nms", "qnms"):

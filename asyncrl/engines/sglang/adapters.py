@@ -24,6 +24,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.sleep import ServerSleep
 from asyncrl.engines.sglang.stream import BASE_LABEL
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.isolation.calls import to_its_end
@@ -58,6 +59,7 @@ class AdapterLoader:
     def __init__(self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, based: bool) -> None:
         self.api = api
         self.loaded: WeightsRef | None = None  # last
+        self.sleeping = ServerSleep(api)
         self._told: WeightsRef | None = None  # the one before: who sends requests has heard of it
         self._config, self._cache, self._attachment, self._based = config, cache, attachment, based
         self._deadline = config.weights.deadline
@@ -67,25 +69,29 @@ class AdapterLoader:
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the version is missing, damaged or another model's; those before it stay."""
         async with self._loading:
-            if not self._based:  # the server has the weights of another directory, or of another run
-                path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
-                await self.api.update_from_disk(path, BASE_LABEL, self._deadline)
-                await self.api.flush_cache(wait=self._deadline)
-                self._based = True
             files = self._cache / uuid.uuid4().hex
             try:
                 with disk.lock_version(ref):
                     manifest = await to_its_end(partial(self._lay_out, ref, files))
-                loaded = await self.api.adapters()  # some, where this one's caller gave up a load
-                for agent, name in self._names(ref).items():
-                    if name not in loaded:
-                        await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
+                with self.sleeping.waking():
+                    if not self._based:
+                        await self._load_base()
+                    loaded = await self.api.adapters()  # some, where this one's caller gave up a load
+                    for agent, name in self._names(ref).items():
+                        if name not in loaded:
+                            await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
             finally:
                 await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
             self._told, self.loaded = self.loaded, ref
             if self._unloading is None or self._unloading.done():
                 self._unloading = asyncio.create_task(self._unload_old())
             return manifest
+
+    async def sleep(self) -> None:
+        """Give up KV cache and base until the next load; adapters, and requests that name them, stay."""
+        async with self._loading:
+            self._based = False
+            await self.sleeping.sleep()
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return log-probs of ids[1:] with each adapter of the version that was loaded last, in turn, at
@@ -108,6 +114,19 @@ class AdapterLoader:
             await asyncio.wait([self._unloading])
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
+
+    async def _load_base(self) -> None:
+        """The server sleeps, or has the weights of another directory, or of another run. One that slept goes
+        on before an adapter is loaded, as that may wait for the end of requests that use an old one."""
+        path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
+        load = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
+        if self.sleeping.asleep:
+            async with self.sleeping.woken():
+                await load()
+        else:
+            await load()
+            await self.api.flush_cache(wait=self._deadline)
+        self._based = True
 
     def _names(self, ref: WeightsRef) -> dict[str, str]:
         """Return the names of a version's adapters, by agent."""

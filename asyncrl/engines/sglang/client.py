@@ -45,9 +45,9 @@ class SGLangClient:
         self.api, self.use = api, use or EngineUse(api.url)
         self._config, self._vocabulary, self._salt = config, vocabulary, salt
         self._adapters = config.adapters_apart
-        self._in_place = config.weights.mode == "in_place" and not self._adapters
+        self._in_place = config.update_mode == "in_place" and not self._adapters
         # Then retractions are not for want of memory.
-        self._by_update = config.weights.mode == "retract" and not self._adapters
+        self._by_update = config.shifts or (config.update_mode == "retract" and not self._adapters)
         self._acked = NO_VERSION
         self._room = asyncio.Semaphore(MAX_REQUESTS)
         # Without a deadline until `close`, or until the version of their adapter is outdated.
@@ -61,6 +61,10 @@ class SGLangClient:
         if self._adapters:
             begun = [(call, stream) for call, stream in self._calls.items() if stream and stream.tokens]
             self._cut(call for call, stream in begun if outdated(stream.acked, version, self._config))
+
+    def sleeps(self, asleep: bool) -> None:
+        """Tell whether the server sleeps: then streams may be silent."""
+        self.api.sleeps(asleep)
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another

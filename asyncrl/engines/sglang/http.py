@@ -53,6 +53,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     tp_size: int = 1
     dp_size: int = 1
     max_req_input_len: int | None = None
+    max_total_num_tokens: int | None = None
+    enable_memory_saver: bool = False
     enable_return_routed_experts: bool = False
     enable_lora: bool | None = None
     max_lora_rank: int | None = None
@@ -155,6 +157,10 @@ class ServerApi:
         cut by the other side, or nothing came for `silence` seconds."""
         return self._http.stream("/generate", {**body, "stream": True}, silence)
 
+    def sleeps(self, asleep: bool) -> None:
+        """While it does, its streams may be silent for ever."""
+        self._http.sleeps(asleep)
+
     async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
         """The JSON answer to a request that is not streamed."""
         return await self._http.call("POST", "/generate", seconds, body)
@@ -202,6 +208,16 @@ class ServerApi:
     async def flush_cache(self, wait: float = 0.0, seconds: float = ADMIN_SECONDS) -> None:
         """Empty the prefix cache, giving requests `wait` s to end. EngineError if any still runs."""
         await self._command(f"/flush_cache?timeout={wait:g}", {}, wait + seconds)
+
+    async def release_memory(self) -> None:
+        """Give up KV cache, prefixes and weights. It ends a server where requests run, also paused
+        `in_place`, and where one waits for its grammar."""
+        await self._command("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS)
+
+    async def resume_memory(self, part: Literal["kv_cache", "weights"]) -> None:
+        """Take the memory of a part again: without content, but for buffers that are no weights. It ends a
+        server that has not given the part up."""
+        await self._command("/resume_memory_occupation", {"tags": [part]}, ADMIN_SECONDS)
 
     # -- weights: WeightsError carries the server's text ------------------------------------------------
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.receiver import Receiver
+from asyncrl.engines.sglang.sleep import ServerSleep
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.weights import disk
 from asyncrl.weights.delta import materialise
@@ -55,6 +56,7 @@ class ServerLoader:
         self.api = api
         self.broken = ""  # why the server's weights are not to be trusted; empty: they are
         self.loaded: WeightsRef | None = None  # last
+        self.sleeping = ServerSleep(api)
         self._mode, self._deadline = config.mode, config.deadline
         self._cache, self._receiver, self._model = cache, receiver, model
         self._loading = asyncio.Lock()
@@ -68,6 +70,12 @@ class ServerLoader:
             await self._left_over()
             sent = ref.path.startswith("tcp://")
             return await (self._receive(ref) if sent else self._read(ref))
+
+    async def sleep(self) -> None:
+        """Give up KV cache and weights until the next load; requests under way go on after that."""
+        async with self._loading:
+            await self._left_over()
+            await self.sleeping.sleep()
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
@@ -128,7 +136,8 @@ class ServerLoader:
     async def _replace(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         self.broken = f"the load of {ref.label} was not finished"
         try:
-            await self._swap(ref, load)
+            with self.sleeping.waking():
+                await self._swap(ref, load)
         except AsyncrlError as error:
             self.broken = f"the load of {ref.label} failed ({one_line(error)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
@@ -136,9 +145,11 @@ class ServerLoader:
 
     async def _swap(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         try:
-            async with asyncio.timeout(self._deadline), self._held():
+            held = self.sleeping.woken if self.sleeping.asleep else self._held
+            async with asyncio.timeout(self._deadline), held():
                 await load()
-                await self._flush()
+                if not self.sleeping.asleep:  # else the cache went with its memory
+                    await self._flush()
                 found = await self.api.weight_label()
                 if found != ref.label:
                     raise WeightsError(f"afterwards the server's weights are {found!r}")

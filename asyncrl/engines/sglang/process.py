@@ -19,6 +19,7 @@ import torch
 from asyncrl.config import EngineConfig, RunConfig
 from asyncrl.errors import EngineError
 from asyncrl.isolation.child import wrapped
+from asyncrl.observe.files import replace_file
 from asyncrl.weights.model_files import served_modules
 
 # From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
@@ -30,10 +31,14 @@ STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at mos
 Arguments = dict[str, str | int | float | bool | list[str]]
 
 
-def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, scorer: str = "") -> list[str]:
+def arguments(
+    config: RunConfig, index: int, host: str, port: int, gpus: int, scorer: str = "", tokens: int = 0
+) -> list[str]:
     """Return the command line of the engine `index`, or of that server of all scorers', on a machine where
-    `gpus` GPUs are visible, keys left out. `engine.server_args` come last and win."""
+    `gpus` GPUs are visible, keys left out. `tokens`: the size of its KV cache; 0: what there is memory for.
+    `engine.server_args` come last and win."""
     first = base_gpu(config, index, gpus, scorer)
+    sleeps = config.shifts and not scorer
     config = config.serving(scorer)
     engine = config.engine
     own: Arguments = {
@@ -47,6 +52,8 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, sc
         "enable-return-routed-experts": config.trainer.router_replay,
         "stream-interval": STREAM_INTERVAL,
         "base-gpu-id": first,
+        "enable-memory-saver": sleeps,
+        "max-total-tokens": tokens or False,
         "skip-server-warmup": True,  # the first load is checked anyway
         "log-level-http": "warning",  # a line per request is a line per turn
     }
@@ -63,14 +70,15 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int, sc
 
 def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
     """Return the first GPU of a server: after those of the trainer ranks on this machine, of engines and
-    scorers before it, or, where these do not leave enough, from 0 on again, shared with them. Ray shows each
-    server only its own GPUs."""
+    scorers before it, or, where these do not leave enough, from 0 on again, shared with them. Engines that
+    take turns with the trainer have its GPUs; Ray shows each server only its own."""
     engine, tp, before = config.engine, config.engine.tp, index * config.engine.tp
     if scorer:
         tp, before = config.scorers[scorer].tp, 0 if engine.urls else engine.keepers * engine.tp
         earlier = (config.scorers[name] for name, _ in config.scorer_places[:index])
         before += sum(one.tp for one in earlier if not one.urls)
-    first = before + (config.trainer.ranks if config.launch.kind == "local" else 0)
+    shared = config.launch.kind != "local" or (config.shifts and not scorer)
+    first = before + (0 if shared else config.trainer.ranks)
     return first if first + tp <= gpus else before % max(1, gpus - tp + 1)
 
 
@@ -82,6 +90,22 @@ def _flags(values: Arguments) -> list[str]:
             several = value if isinstance(value, list) else [str(value)]
             found += [f"--{name}", *(several if value is not True else ())]
     return found
+
+
+def kept_tokens(directory: Path, index: int) -> int:
+    """Return the size of the KV cache that the engine's first server of the run had; 0: there was none. Later
+    ones are given as much, whatever else is on their devices when they start."""
+    path = _tokens_file(directory, index)
+    return int(path.read_text()) if path.exists() else 0
+
+
+def keep_tokens(directory: Path, index: int, tokens: int) -> None:
+    if not kept_tokens(directory, index):
+        replace_file(_tokens_file(directory, index), str(tokens).encode())
+
+
+def _tokens_file(directory: Path, index: int) -> Path:
+    return directory / f"kv-tokens-{index}"
 
 
 def keys(engine: EngineConfig) -> tuple[str, str]:
@@ -118,7 +142,8 @@ class ServerProcess:
         reserved = reserve_port(host)
         try:
             port = int(reserved.getsockname()[1])
-            command = arguments(config, index, host, port, torch.cuda.device_count(), scorer)
+            tokens = kept_tokens(directory, index) if config.shifts and not scorer else 0
+            command = arguments(config, index, host, port, torch.cuda.device_count(), scorer, tokens)
             if shutil.which(command[0]) is None:
                 raise EngineError(
                     f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"

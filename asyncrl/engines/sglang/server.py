@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
@@ -106,7 +107,8 @@ def loader(config: RunConfig, index: int, server: Attached, attachment: str = ""
         return AdapterLoader(api, config, cache, attachment, based)
     model = shapes_of(path, bool(_shape_of(path).get_text_config().tie_word_embeddings))
     receiver = Receiver(api, index, server.info.tp_size, protocol_of(server.info.version, api.url))
-    return ServerLoader(api, config.weights, cache, receiver, model)
+    weights = structs.replace(config.weights, mode=config.update_mode)
+    return ServerLoader(api, weights, cache, receiver, model)
 
 
 def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, model: ModelInfo) -> None:
@@ -163,6 +165,9 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
     if config.weights.mode not in modes:
         known = f"its version {info.version} knows {', '.join(modes)}"
         raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {known}")
+    if config.shifts and not ("retract" in modes and info.enable_memory_saver):
+        lacks = "--enable-memory-saver" if "retract" in modes else "a newer SGLang (0.5.22)"
+        raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {lacks}")
     if config.weights.transport != "disk" and info.dp_size != 1:
         raise ConfigError(
             f"server {url} has --dp-size {info.dp_size}, and weights.transport={config.weights.transport} "

@@ -37,6 +37,17 @@ class HttpTransport:
         self._api = _bearer(api_key)
         self._admin = _bearer(admin_key or api_key)
         self._session: aiohttp.ClientSession | None = None
+        self._streams: dict[aiohttp.ClientResponse, float] = {}  # and how long each may be silent
+        self._asleep = False
+
+    def sleeps(self, asleep: bool) -> None:
+        """While the server sleeps, its streams may be silent for ever."""
+        self._asleep = asleep
+        for response, silence in self._streams.items():
+            connection = response.connection
+            if connection is not None and connection.protocol is not None:  # it is not over
+                connection.protocol.read_timeout = None if asleep else silence
+                connection.protocol.start_timeout()
 
     async def call(
         self,
@@ -70,16 +81,19 @@ class HttpTransport:
     async def stream(self, path: str, body: Any, silence: float) -> AsyncIterator[AsyncIterator[bytes]]:
         """Post, and open the event stream that answers. Leaving the context before its end cuts the
         connection. ServerGone, also from the iterator: cut, or silent for `silence` seconds."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
+        patience = None if self._asleep else silence
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=patience)
         with self._named(f"POST {path}", f"{silence:g} s"):
             response = await self._open().post(self.url + path, json=body, headers=self._api, timeout=timeout)
         try:
+            self._streams[response] = silence
             if response.status != 200:
                 with self._named(f"POST {path}", f"{silence:g} s"):
                     content = await response.read()
                 raise self._error(path, response.status, content, EngineError)
             yield self._events(path, response, silence)
         finally:
+            del self._streams[response]
             response.close()
 
     async def close(self) -> None:
