@@ -25,8 +25,9 @@ from asyncrl.observe.summary import latest
 from asyncrl.observe.timeline import Line, files, union
 
 if TYPE_CHECKING:
+    from asyncrl.planning.devices import Comparison, Placed
     from asyncrl.planning.forecast import EngineLoad, Forecast, Rates, Row
-    from asyncrl.planning.simulator import Recorded
+    from asyncrl.planning.simulator import Recorded, Workload
 
 HELP = """\
 Say what limits a run, and predict other settings of it, from what it measured and a simulation.
@@ -34,7 +35,7 @@ Say what limits a run, and predict other settings of it, from what it measured a
   asyncrl plan demo                         of a run, which may be under way
   asyncrl plan demo rollout.slots=128       what it would do with other keys
   asyncrl plan demo small                   the engines' speed from two runs with different loads
-  asyncrl plan demo --devices 16            split 16 devices between rollout and training
+  asyncrl plan demo --devices 16            split 16 devices, or give all of them to both sides in turn
   asyncrl plan demo --tail 2                long responses and slow tools twice as far from the median
   asyncrl plan experiment=calculator        without a run: two short ones measure first, one with fewer slots
 
@@ -58,19 +59,21 @@ PROBE_STEPS, FEWER = 10, 4  # steps of a probe; the second one has 1/FEWER of th
 ROLES = ("rollout", "coordinator")  # whose timelines are read
 MOST_SPLITS = 8
 SHOWN = 10  # candidates
+HEAD = "  s/step  formula   lag  masked"
 SEEDS = (0, 1, 2)  # of the simulated runs of this configuration
 ALIKE = 0.03  # tokens/s that differ by less are alike: then the lower lag is better
 
 
 class Measurements(msgspec.Struct, frozen=True):
     """The recordings of a run. `recorded`: turns of episodes, by group; `publish_s`: seconds from the
-    trainer's snapshot until an engine had it."""
+    trainer's snapshot until an engine had it; `state_bytes`: of weights and optimizer in a checkpoint."""
 
     config: RunConfig
     rows: Sequence[Row]
     recorded: Recorded
     load: EngineLoad
     publish_s: float
+    state_bytes: int
 
     @classmethod
     def of(cls, run_dir: Path, config: RunConfig) -> Measurements:
@@ -87,13 +90,15 @@ class Measurements(msgspec.Struct, frozen=True):
             fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
             for name in ("write_weights", "push")
         )
-        return cls(config, rows, recorded, EngineLoad(sampling, seconds / tokens), publish)
+        load, state = EngineLoad(sampling, seconds / tokens), _state_bytes(config, run_dir)
+        return cls(config, rows, recorded, load, publish, state)
 
 
 def main(argv: list[str]) -> int:
     parser = command_parser("plan", HELP)
     parser.add_argument("what", nargs="+", metavar="RUN|KEY=VALUE", help="runs, or directories; overrides")
     parser.add_argument("--devices", type=int, default=0, help="of engines and trainer ranks; as they are")
+    parser.add_argument("--shift", type=float, help="seconds of both changes of shared devices, if you know")
     parser.add_argument("--tail", type=float, default=1.0, help="stretch what is longer than its median")
     parser.add_argument("--config-dir", type=Path, help="configuration groups of your own, for a probe")
     options = parser.parse_intermixed_args(argv)
@@ -112,7 +117,10 @@ def main(argv: list[str]) -> int:
     from asyncrl.planning.forecast import fit, stretched
 
     first = runs[0]
-    rates = fit(first.config, first.rows, first.recorded, [run.load for run in runs], first.publish_s)
+    loads = [run.load for run in runs]
+    rates = fit(first.config, first.rows, first.recorded, loads, first.publish_s, first.state_bytes)
+    if options.shift is not None:
+        rates = replace(rates, shift_s=options.shift, shift_source="as you say")
     if options.tail != 1:
         rates = replace(rates, recorded=stretched(rates.recorded, options.tail))
     same = options.tail == 1 and (not names or wanted == first.config)
@@ -199,6 +207,15 @@ def _sampling(spans: Sequence[Line], config: RunConfig) -> float:
     return at_once * config.rollout.workers / engines(config)
 
 
+def _state_bytes(config: RunConfig, run_dir: Path) -> int:
+    """Of the newest checkpoint; 0 where there is none."""
+    from asyncrl.store.checkpoints import checkpoints_of
+
+    places = checkpoints_of(config, run_dir)
+    files = places.manifest(places.steps()[0]).files if places.steps() else {}
+    return sum(size for name, (size, _) in files.items() if name.startswith("state/"))
+
+
 # -- candidates ------------------------------------------------------------------------------------
 
 
@@ -266,13 +283,17 @@ def ranked(tried: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]
 # -- the report ------------------------------------------------------------------------------------
 
 
-def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -> None:
-    """Print it. `rows`: of a run with just this configuration; none where there was none."""
+def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> None:
+    """Print it. `rows`: of a run with just this configuration; none where there was none. `asked`: devices,
+    or 0."""
     from asyncrl.planning.forecast import engines, limits, measured, predict
 
     key, tp = engine_key(config)
-    devices = devices or engines(config) * tp + config.trainer.ranks
-    found = candidates(config, rates, devices)
+    held = (engines(config) * tp, config.trainer.ranks)
+    devices = asked or (max(held) if config.shifts else sum(held))
+    own = changed(config, {"engine.colocated": 0}) or config
+    shared = asked >= tp and not config.engine.urls
+    found = candidates(own, rates, devices) if splits(own, devices) or not shared else []
     predicted = predict(config, rates, seeds=SEEDS)
     saved = sorted(limits(config, rates, SEEDS).items(), key=lambda one: -one[1])
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
@@ -292,6 +313,10 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -
     print("\nseconds a step that twice of it, or twice as fast, would save:")
     print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved))
     print(f"limited by: {saved[0][0] if saved[0][1] > ALIKE else 'nothing alone'}")
+    if shared:
+        report_sharing(own, rates, devices)
+    if not found:
+        return
     names = (key, "trainer.ranks", SLOTS, GROUPS, BOUND)
     print(f"\n{devices} devices; tokens/s within about {ALIKE:.0%} of the best first, by lag:")
     print(
@@ -305,3 +330,50 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], devices: int) -
             + f"  trainer {one.trainer_idle:z.0%}, rollout {one.rollout_idle:z.0%}"
         )
     print("\n" + " ".join(f"{name}={found[0][0][name]}" for name in names))
+
+
+def report_sharing(config: RunConfig, rates: Rates, devices: int) -> None:
+    """Print what engines and trainer do apart, and by shifts on the same devices."""
+    from asyncrl.planning.devices import compare, halves
+    from asyncrl.planning.forecast import workload
+
+    key, tp = engine_key(config)
+
+    def work(engines: int, ranks: int) -> Workload:
+        return workload(changed(config, {key: engines, "trainer.ranks": ranks}) or config, rates)
+
+    g, t = halves(work(1, 1))
+    print(
+        f"\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine {g:.3g} s, one "
+        f"rank {t:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s ({rates.shift_source}):\n"
+        f"devices   apart{HEAD} |    by shifts{HEAD} | elastic, at best"
+    )
+    for number in [*(n for n in map((1).__lshift__, range(16)) if n < devices), devices]:
+        found = compare(work, number, rates.shift_s, tp)
+        elastic = f"{found.elastic:.3g} ({-found.gain:.0%})" if found.apart else "-"
+        sides = " | ".join(map(_figures, (found.apart, found.shifts)))
+        print(f"{number:>7}{sides} | {elastic}")
+    print(_advice(found, key))
+
+
+def _figures(placed: Placed | None) -> str:
+    if placed is None:
+        return f"{'-':>8}{'':31}"
+    one, split = placed.forecast, f"{placed.engines}+{placed.ranks}"
+    return f"{split:>8}{one.step_s:>8.3g}{placed.formula:>9.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
+
+
+def _advice(found: Comparison, key: str) -> str:
+    """Say what to take, and why."""
+    best = found.best
+    keys = f"{key}={best.engines} trainer.ranks={best.ranks}"
+    keys += f" engine.colocated={best.engines}" * (best is found.shifts)
+    if found.apart is None or found.shifts is None:
+        return f"take {keys}: these devices allow nothing else"
+    gain = 1 - found.fastest / max(found.apart.forecast.step_s, found.shifts.forecast.step_s)
+    why = (
+        "no split keeps both sides as busy"
+        if best is found.shifts
+        else "a shift leaves more idle than the split"
+    )
+    return f"take {keys}: " + (f"{gain:.0%} faster, as {why}" if gain > ALIKE else "as fast, with less lag")

@@ -30,6 +30,7 @@ FIXED = 0.5  # share of a token's seconds that does not depend on the load, wher
 LEAST_ROWS = 4  # committed steps of a run: the first third and the last one are left out
 DIFFER = 1.2  # loads that differ by less say nothing of it
 MOST_EPISODES, MOST_STEPS, LEAST_STEPS = 16_000, 40, 18  # of a simulated run
+MOVE = 1e10  # bytes/s from a device to main memory and back, where no change of devices was measured
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -53,6 +54,8 @@ class Rates(msgspec.Struct, frozen=True):
     publish_s: float
     group_tokens: float  # that the trainer computes
     filtered: float
+    shift_s: float = 0.0  # both changes of the devices that engines and trainer share
+    shift_source: str = ""
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -106,10 +109,15 @@ def steady(rows: Sequence[T]) -> Sequence[T]:
 
 
 def fit(
-    config: RunConfig, rows: Sequence[Row], recorded: Recorded, loads: Sequence[EngineLoad], publish_s: float
+    config: RunConfig,
+    rows: Sequence[Row],
+    recorded: Recorded,
+    loads: Sequence[EngineLoad],
+    publish_s: float,
+    state_bytes: float = 0.0,
 ) -> Rates:
-    """Rates of a run. `rows`: of its committed steps; `loads`: of this and of other runs with these engines.
-    ConfigError when it is too short."""
+    """Rates of a run. `rows`: of its committed steps; `loads`: of this and of other runs with these engines;
+    `state_bytes`: of weights and optimizer, all ranks'. ConfigError when it is too short."""
     if len(rows) < LEAST_ROWS or not recorded:
         raise ConfigError(
             f"too little was recorded to plan from: it needs {LEAST_ROWS} committed steps, and groups whose "
@@ -120,6 +128,8 @@ def fit(
     busy = [row["timing_s/step"] - row.get("timing_s/wait_data", 0.0) for row in rows]
     trajectories = _mean(rows, "trainer/trajectories")
     base, share, assumed = fit_engine(loads)
+    shift_s = _mean(rows, "shift/sleep_s") + _mean(rows, "shift/wake_s")
+    source = f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE / 1e9:g} GB/s a rank"
     return Rates(
         recorded=recorded,
         base=base,
@@ -130,6 +140,8 @@ def fit(
         publish_s=publish_s,
         group_tokens=_mean(rows, "perf/computed_tokens") / trajectories * config.buffer.episodes_per_group,
         filtered=_mean(rows, "rollout/discarded_group_frac"),
+        shift_s=shift_s or publish_s + 2 * state_bytes / config.trainer.ranks / MOVE,
+        shift_source="measured" if shift_s else f"not measured: a push, and {source}",
     )
 
 
@@ -188,6 +200,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         train=rates.episode_s * buffer.batch_size / ranks,
         commit=rates.commit_s,
         publish=rates.publish_s,
+        shift=rates.shift_s if config.shifts else None,
         ranks=ranks,
         micro_tokens=config.trainer.micro_batch_tokens,
         computed=rates.group_tokens / max(1.0, buffer.episodes_per_group * sampled),
@@ -229,6 +242,9 @@ def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict
         "buffer.max_staleness": replace(work, buffer=longer),
         "pushes of weights": replace(work, publish=work.publish / 2),
     }
+    if work.shift is not None:
+        changes["changes of the devices"] = replace(work, shift=work.shift / 2)
+        del changes["pushes of weights"]  # they are a part of these
     now = simulate(work, seeds=seeds).step_s
     return {
         name: max(0.0, 1 - simulate(changed, seeds=seeds).step_s / now) for name, changed in changes.items()

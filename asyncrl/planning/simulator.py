@@ -1,6 +1,7 @@
 """A run in simulated time: engines, tools and a trainer around the real buffer, plans and flow control.
 
 Seeded and pure: from a workload it computes one record per step. Left out: failures, memory, validation.
+Where engines and trainer use the same devices, the real `Shifts` say whose shift it is.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.shifts import NOTHING_ASKED, Shift, Shifts, Situation
 from asyncrl.buffer.staleness import pending
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
+MOMENT = 1e-6  # seconds
 # A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
 PARTS = np.array([0.875, 0.625, 0.375, 0.125])
 
@@ -51,6 +54,8 @@ class Workload(msgspec.Struct, frozen=True):
     train: float = 0.2  # seconds per batch, by its episodes
     commit: float = 0.0  # seconds per batch, at its end: the optimizer's step, the snapshot
     publish: float = 0.05  # seconds from a commit until the engines have the weights
+    shift: float | None = None  # engines and trainer use the same devices: seconds of both changes together
+    lent: float = 0.0  # tokens/s more of all engines, while the trainer waits
     ranks: int = 1
     micro_tokens: int = 1 << 30  # of a micro-batch on one rank; more than a batch: batches are trained whole
     computed: float = 1.0  # tokens that the trainer computes for each that was sampled
@@ -84,7 +89,7 @@ class _Play:
 
     def __init__(self, episode: EpisodeRecord, recorded: Sequence[RecordedTurn], began: float) -> None:
         self.episode, self.recorded, self.left, self.began = episode, recorded, len(recorded), began
-        self.turn_began, self.version, self.tokens = began, 0, 0.0
+        self.turn_began, self.version, self.tokens = began, 0, 0.0  # times are the engines'
         self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
 
 
@@ -102,6 +107,9 @@ class Simulation:
         self.control = FlowControl(keys)
         self.crossings = Crossings(self.buffer.waiting_tokens, keys.max_staleness)
         self.steps: list[SimulatedStep] = []
+        fill, shares = keys.shift_fill, workload.shift is not None
+        self.shifts = Shifts(fill, 0.0) if shares else None  # it begins with the trainer's, which has no data
+        self._changing, self._sampled_at = False, 0.0  # devices change hands; when engines last sampled
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         # The engines divide their rate equally. `served`: tokens of a turn that would run since the start.
@@ -114,6 +122,7 @@ class Simulation:
         self._working, self._micro, self._refused = False, 0, (-1, 0)
         self._published: list[float] = []  # when the engines got version 1, 2 …
         self._busy, self._worked, self._began = 0.0, 0.0, 0.0  # of the step: engines, trainer; its start
+        self._clock_began = 0.0
         self._waited, self._lived = 0.0, 0.0  # seconds of episodes that landed in it: without sampling, all
         self._lags: list[tuple[np.ndarray, np.ndarray]] = []  # of the batch: lags, tokens
 
@@ -123,39 +132,96 @@ class Simulation:
         """Give one record per step. `changes`: by step, the workload from that step on."""
         while len(self.steps) < steps:
             self.w = changes.get(len(self.steps), self.w)
-            if self._changed:
+            while self._changed:
                 self._changed = False
                 self._admit()
                 self._train()
+                self._shift()
             self._next()
         return self.steps
+
+    @property
+    def _clock(self) -> float:
+        """The time on the engines' clock."""
+        return self.now if self.shifts is None else self.shifts.clock(self.now)
+
+    def _has_devices(self, side: Shift) -> bool:
+        return self.shifts is None or self.shifts.shift is side
 
     def _after(self, seconds: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), what))
 
     def _next(self) -> None:
         """The next event, or the end of the next turn, whichever is first."""
-        sampling = len(self._sampling)
-        rate = 1 / max(1 / self.w.speed, self.w.base + max(1, sampling) / self.w.rate)
+        awake = self._has_devices(Shift.ROLLOUT)
+        sampling = len(self._sampling) * awake
+        rate = self.w.rate + (0.0 if self._working else self.w.lent)
+        rate = awake / max(1 / self.w.speed, self.w.base + max(1, sampling) / rate)
         ends = self.now + (self._sampling[0][0] - self._served) / rate if sampling else math.inf
         at = min(ends, self._events[0][0] if self._events else math.inf)
         if at == math.inf:
             raise ValueError("the simulated run waits for nothing: its workload cannot fill a batch")
         self._served += rate * (at - self.now)
         self._busy += (at - self.now) * bool(sampling)
+        self._sampled_at = at if sampling else self._sampled_at
         self.now = at
         if ends <= at:
             self._turn_ended(heapq.heappop(self._sampling)[2])
         else:
             heapq.heappop(self._events)[2]()
 
+    # -- shifts --------------------------------------------------------------------------------------
+
+    def _shift(self) -> None:
+        """Let the devices change hands if it is time."""
+        shifts, over = self.shifts, not self._changing
+        if shifts is None or self.w.shift is None:
+            return
+        step, waits = self.buffer.committed, not self._working
+        outlook = self.batches.outlook(step, self._micro, self.w.ranks) if waits else NOTHING_ASKED
+        idle = self.now - self._sampled_at
+        seen = Situation(outlook, asked=waits, asleep=over, awake=over, resting=over, idle=idle)
+        if not shifts.move(self.now, seen):
+            return
+        self._changed, self._refused = True, (-1, 0)
+        if shifts.shift in shifts.seconds:
+            self._changing = True
+            self._after(self.w.shift / 2, self._exchanged)
+        elif shifts.shift is Shift.ROLLOUT:
+            self._woke()
+
+    def _exchanged(self) -> None:
+        self._changing, self._changed = False, True
+
+    def _woke(self) -> None:
+        """Engines go on, with the newest version; deadlines come as much later as they slept."""
+        self._published += [self._clock] * (self.buffer.committed - len(self._published))
+        for _, _, play in self._sampling:
+            if play.turn_began == self._clock:  # it has waited for this
+                play.version = len(self._published)
+        for group in self.buffer.live.values():
+            if self._clock < group.deadline < math.inf:
+                self._tick_at(group.deadline)
+        self._sampled_at = self.now
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Ask whose shift it is once engines have idled for as long as two changes take."""
+        if self.shifts is not None and not self._sampling:
+            self._after(sum(self.shifts.seconds.values()) + MOMENT, self._look)
+
+    def _look(self) -> None:
+        self._changed = True
+
     # -- rollout -------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Rule 1, then rule 2, as the coordinator follows them."""
+        if not self._has_devices(Shift.ROLLOUT):
+            return
         slots, version = self.w.slots, len(self._published)
         while self.buffer.can_admit(slots - self._held - self.buffer.waiting, slots):
-            self.buffer.admit(self.buffer.committed, self.now)
+            self.buffer.admit(self.buffer.committed, self._clock)
         if not self.buffer.waiting:
             return
         for needed, episode in pending(self.buffer):
@@ -168,54 +234,61 @@ class Simulation:
 
     def _begin(self, episode: EpisodeRecord, version: int) -> None:
         self._held += 1
-        self.buffer.assign(episode, "", 0, version, self.now)
+        self.buffer.assign(episode, "", 0, version, self._clock)
         group, random = self.buffer.live[episode.group], self.random
         if group.id not in self._groups:
             self._groups[group.id] = random.choice(self.w.recorded), random.random() < self.w.filtered
             if group.patience < math.inf:
-                self._after(group.patience, self._deadline)
+                self._tick_at(group.deadline)
         drawn, _ = self._groups[group.id]  # a group of more members than were recorded has some twice
         recorded = drawn[episode.member] if episode.member < len(drawn) else random.choice(drawn)
-        self._sample(_Play(episode, recorded, self.now))
+        self._sample(_Play(episode, recorded, self._clock))
 
-    def _deadline(self) -> None:
-        self.buffer.tick(self.now)
-        self._changed = True
+    def _tick_at(self, at: float) -> None:
+        """At a time on the engines' clock; if they sleep before it, `_woke` asks again."""
+        self._after(at - self._clock, lambda: self._deadline(at))
+
+    def _deadline(self, at: float) -> None:
+        if self._clock >= at - MOMENT:
+            self.buffer.tick(max(at, self._clock))
+            self._changed = True
 
     def _sample(self, play: _Play) -> None:
-        play.tokens, play.turn_began = play.recorded[-play.left].tokens, self.now
+        play.tokens, play.turn_began = play.recorded[-play.left].tokens, self._clock
         play.version = len(self._published)
         heapq.heappush(self._sampling, (self._served + play.tokens, next(self._order), play))
 
     def _turn_ended(self, play: _Play) -> None:
         tokens, episode = max(1, round(play.tokens)), play.episode
-        play.turns.append((play.turn_began, self.now, play.tokens))
-        self.buffer.waiting_tokens.begin(episode.uid, self.now, play.tokens)
+        play.turns.append((play.turn_began, self._clock, play.tokens))
+        self.buffer.waiting_tokens.begin(episode.uid, self._clock, play.tokens)
         computed = max(tokens, round(tokens * self.w.computed))
         episode.extend(computed, tokens, play.version, len(self._published))
         self.buffer.touch(episode)
-        wait = min(play.recorded[-play.left].wait, self.w.limit - (self.now - play.began))
+        wait = min(play.recorded[-play.left].wait, self.w.limit - (self._clock - play.began))
         play.left -= 1
         goes_on = self._sample if play.left and wait >= 0 else self._landed
         self._after(max(0.0, wait), lambda: goes_on(play))
+        self._look_again()
 
     def _landed(self, play: _Play) -> None:
         """Rewards of a group differ, unless it is to be filtered."""
         episode, self._changed = play.episode, True
         self._held -= 1
-        self._waited += self.now - play.began - sum(ended - began for began, ended, _ in play.turns)
-        self._lived += self.now - play.began
+        lived = self._clock - play.began
+        self._waited += lived - sum(ended - began for began, ended, _ in play.turns)
+        self._lived += lived
         self._turns[episode.uid] = play.turns
         _, filtered = self._groups[episode.group]
         result = EpisodeResult(0.0 if filtered else float(episode.member))
-        self.buffer.finish(episode, result, EpisodeStats(len(play.turns)), self.now)
+        self.buffer.finish(episode, result, EpisodeStats(len(play.turns)), self._clock)
 
     # -- training ------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         """Ask for the next micro-batch, unless nothing changed since the last one was refused."""
         known = self.buffer.tally.states[State.READY], self.buffer.refills
-        if self._working or known == self._refused:
+        if self._working or known == self._refused or not self._has_devices(Shift.TRAIN):
             return
         uids = self.batches.plan(self.buffer.committed, self._micro, self.w.ranks)
         self._refused = (-1, 0) if uids is not None else known
@@ -247,20 +320,23 @@ class Simulation:
         self.batches.commit(step + 1, self.batches.batches[step].uids)
         self.batches.retain(step + 1)
         self.buffer.changes()  # kept for a store, which there is not
-        self._after(self.w.publish, self._publish)
+        if self.shifts is None:
+            self._after(self.w.publish, self._publish)
         lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
         bound, limit = self.buffer.config.max_staleness, self.buffer.live_limit
         by_lag = np.bincount(lags, tokens / PARTS.size, bound + 1)
         total, within, over = float(by_lag.sum()), by_lag[: bound + 1].tolist(), by_lag[bound + 1 :]
         masked, seconds = float(over.sum()) / total, self.now - self._began
         self.steps.append(SimulatedStep(limit, seconds, self._worked, self._busy, masked, tuple(within)))
-        crossed = self.crossings.committed(masked, total, self.now)
+        crossed = self.crossings.committed(masked, total, self._clock)
         if self.buffer.config.target_staleness == "auto":
             idle, grows = 1 - self._worked / seconds, live >= limit
+            if self.shifts is not None:  # the trainer waits for its shift in any case
+                idle = 1 - self._busy / max(MOMENT, self._busy, self._clock - self._clock_began)
             outside = self._waited / max(1e-9, self._lived)
             shares = [(crossed, self.buffer.config.stale_budget)]
             self.control.update(shares, grows and idle >= BUSY, idle * outside)
             self.buffer.live_limit, self.buffer.spare = self.control.limit, self.control.spare(outside)
         self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0
-        self._waited, self._lived = 0.0, 0.0
+        self._waited, self._lived, self._clock_began = 0.0, 0.0, self._clock
         self._working, self._micro, self._changed = False, 0, True
