@@ -4,6 +4,7 @@
     python tools/chaos.py --disk --each-once --lease 2                        # a minute
     python tools/chaos.py --experiment smollm2 --faults 30 --every 10
     python tools/chaos.py --kinds kill pause --faults 10 engine=sglang_cpu    # of servers, too
+    python tools/chaos.py --kinds kill pause --lease 2 engine.colocated=1     # never both sides at once
 
 Each fault waits until the run has committed `--every` steps since the one before has passed. After the last
 one, or at Ctrl-C, the run is interrupted, or goes on to its `--steps`. After each fault, and at the end:

@@ -45,7 +45,7 @@ class ScriptedEngine:
         self.read_ids: list[tuple[int, ...]] = []
         self.released: list[str] = []
         self.cancelled: list[str] = []
-        self.closed = False
+        self.closed = self.asleep = False
         self.tokens = 0
         self.parts: Sequence[int] = ()
 
@@ -79,8 +79,11 @@ class ScriptedEngine:
         await self.load_gate.wait()
         if ref.path == "damaged":
             raise WeightsError("weights damaged: checksum")
-        self._version = ref.version.step
+        self._version, self.asleep = ref.version.step, False
         return Manifest(ref.version, (), f"sum-{ref.version.step}")
+
+    async def sleep(self) -> None:
+        self.asleep = True
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         return tuple(-1.0 for _ in ids[1:])

@@ -80,9 +80,8 @@ class Bench:
     @cached_property
     def sampler(self) -> LocalSampler:
         timeline = Intervals()
-        made = LocalSampler("train", lambda: self.engine, self.waits, BusyTimer(timeline), timeline, SECONDS)
-        made.engine = self.engine
-        return made
+        timed = self.waits, BusyTimer(timeline), timeline, SECONDS
+        return LocalSampler("train", lambda: self.engine, *timed, engine=self.engine)
 
     def assign(self, lane: str = "train", **options: Any) -> Assign:
         given = {"temperature": 0.7, "key": 99, "seconds": self.taken, **options}

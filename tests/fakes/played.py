@@ -24,17 +24,29 @@ from asyncrl.types import (
     VersionSpan,
 )
 from asyncrl.weights.disk import MANIFEST
-from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop, Welcome, WireMessage
+from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.wire.messages.shared import (
+    Attempt,
+    Loaded,
+    LoadWeights,
+    Sleep,
+    Slept,
+    Stop,
+    Welcome,
+    WireMessage,
+)
 from asyncrl.wire.messages.trainer import (
+    AskDevices,
     Checkpointed,
     Commit,
     Committed,
     GaveUp,
+    GrantDevices,
     PayloadRequest,
     Payloads,
     PlannedTrajectory,
     PlanRequest,
+    Probed,
     Published,
     TrainerBeat,
     TrainerHello,
@@ -126,6 +138,8 @@ class PlayedWorker:
         self.epoch, self.tick_at, self.resend_at = -1, 0.0, 0.0
         self.loaded = {"train": NO_VERSION, "eval": NO_VERSION}
         self.refuses = 0  # loads that fail
+        self.asleep = world.config.shifts
+        self.orders: deque[tuple[float, LoadWeights | Sleep]] = deque()  # when the first is done
 
     def tick(self) -> None:
         now = self.world.now
@@ -135,6 +149,8 @@ class PlayedWorker:
         for received in self.link.received():
             self.contact.message_arrived(now)
             self._take(*received)
+        while self.orders and self.orders[0][0] <= now:
+            self._obey(self.orders.popleft()[1])
         match self.contact.tick(now):
             case ContactState.FINE:
                 held = tuple({record.attempt for record, _ in self.unacked.values()} | self.held.keys())
@@ -176,7 +192,11 @@ class PlayedWorker:
             case Clock():
                 self.oldest = message.oldest
             case LoadWeights():
-                self._load(message)
+                self.asleep = False  # from the first byte on
+                seconds = self.world.dice.choice([0.0, 0.5, 3.0]) if self.world.config.shifts else 0.0
+                self.orders.append((self.world.now + seconds, message))
+            case Sleep():
+                self.orders.append((self.world.now, message))
             case Ack():
                 self.unacked = {seq: record for seq, record in self.unacked.items() if seq > message.seq}
 
@@ -188,9 +208,14 @@ class PlayedWorker:
                 assert part.start == running.sampled
                 running.add(part.sampled.spans[0].version)
 
-    def _load(self, message: LoadWeights) -> None:
+    def _obey(self, message: LoadWeights | Sleep) -> None:
+        if isinstance(message, Sleep):
+            self.asleep, self.loaded = True, {"train": NO_VERSION, "eval": NO_VERSION}
+            self.link.say(Slept(message.number, 0.1))
+            return
         if self.refuses:
             self.refuses -= 1
+            self.asleep = self.world.config.shifts and self.loaded["train"] == NO_VERSION
             self.link.say(Loaded(message.ref, message.lane, "", 0.1, error="damaged"))
             return
         self.loaded[message.lane] = message.ref.version
@@ -213,6 +238,8 @@ class PlayedWorker:
             self._post(
                 Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns))
             )
+        elif self.asleep:
+            return
         elif running.assign.lane == "eval" or version >= max(running.assign.oldest, self.oldest):
             seconds = self.world.now - running.began
             if running.sampled < PART * (zlib.crc32(f"{attempt.uid} {running.turns}".encode()) % 4 - 1):
@@ -267,8 +294,11 @@ class PlayedRank:
             return
         if not self.greeted:
             self.greeted = True
-            trainer.resume()
-            self.ask(self._greeting(), bulk=False)
+            if trainer.granted:
+                trainer.resume()
+                self.ask(self._greeting(), bulk=False)
+            else:
+                self.ask(AskDevices(self.rank, trainer.incarnation), bulk=False)
         self.tick_at = now + 0.1
         for received in self.link.received():
             trainer.take(self, *received)
@@ -277,7 +307,7 @@ class PlayedRank:
             self.link.say(TrainerBeat(self.rank, now, 0.0, "", trainer.work))
         if self.asked is not None and now >= self.resend_at:
             self.resend_at = now + RESEND
-            if self.world.dice.random() < 0.5:
+            if self.world.dice.random() < 0.5 and trainer.granted:
                 self.link.say(self._greeting())  # as after silence
             self.link.say(self.asked[0], bulk=self.asked[1])
 
@@ -306,7 +336,9 @@ class PlayedTrainer:
         self.unsaved: list[str] = []
         self.repeating = self.ended = self.spikes = False
         self.published: Published | None = None
-        self.resumed = False
+        self.resumed = self.resting = False
+        self.granted = self.holds = not world.config.shifts
+        self.waits_for = len(self.ranks)  # to be granted the devices
         self.work = 0
 
     def resume(self) -> None:
@@ -335,6 +367,12 @@ class PlayedTrainer:
                 self.ended = True
                 if self.first.asked and isinstance(self.first.asked[0], GaveUp):
                     self.world.start_trainer()
+            case GrantDevices() if isinstance(asked, AskDevices):
+                self.holds, rank.asked = True, None
+                self.waits_for -= 1
+                self.granted = not self.waits_for
+                for each in self.ranks if self.granted else []:
+                    each.greeted = False
             case Welcome() if isinstance(asked, TrainerHello):
                 self.epoch = message.trainer_epoch
                 if rank is self.first:
@@ -360,7 +398,7 @@ class PlayedTrainer:
                 self._committed(message)
 
     def _request(self) -> None:
-        self.first.ask(PlanRequest(self.epoch, self.step, self.micro), bulk=True)
+        self.first.ask(PlanRequest(self.epoch, self.step, self.micro, self.resting), bulk=True)
 
     def _hand(self, rank: PlayedRank, plan: WorkPlan, part: tuple[PlannedTrajectory, ...]) -> None:
         """Rank 0 was told a plan, and a rank asks for its part of it."""
@@ -381,7 +419,12 @@ class PlayedTrainer:
         self._run(plan)
 
     def _run(self, plan: WorkPlan) -> None:
+        if plan.kind != "stop":  # its checkpoint is written from where the shards rest
+            self.resting = plan.kind == "rest"
+            self.holds = not self.resting
         match plan.kind:
+            case "rest":
+                self._request()
             case "work":
                 self.micro, self.work = self.micro + 1, self.work + 1
                 self._request()
@@ -398,9 +441,13 @@ class PlayedTrainer:
             case "end" | "stop":
                 if self.parent != self.step:
                     self._save()
-                self.first.ask(self._checkpointed(), bulk=False)
+                self.holds = self.holds and not (self.world.config.shifts and plan.kind == "end")
+                self.first.ask(self._checkpointed(resting=not self.holds), bulk=False)
             case "probe":
-                raise AssertionError("no engine asked for a probe")
+                assert self.world.config.shifts, "no engine asked for a probe"
+                self._publish()
+                self.first.link.say(Probed(PolicyVersion(self.epoch, self.step), Probe((1, 2), (-0.5,), 0.0)))
+                self._request()
 
     def _check_lag(self, frames: list[bytes]) -> None:
         """The bound on staleness, which the real trainer's masks keep where nothing else does."""
@@ -447,5 +494,5 @@ class PlayedTrainer:
         self.place.prune(self.step, self.world.config.checkpoint.keep)
         self.parent, self.unsaved = self.step, []
 
-    def _checkpointed(self) -> Checkpointed:
-        return Checkpointed(self.epoch, self.parent, len(self.trained))
+    def _checkpointed(self, resting: bool = False) -> Checkpointed:
+        return Checkpointed(self.epoch, self.parent, len(self.trained), resting)

@@ -75,6 +75,8 @@ class FakeServer:
     def mark(self, version: PolicyVersion) -> None:
         self._version = version
 
+    def sleeps(self, asleep: bool) -> None: ...
+
     async def generate(self, request: Request) -> Generation:
         assert not self.closed
         self.requests.append(request)

@@ -85,7 +85,12 @@ class World:
     """One run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
 
     def __init__(
-        self, root: Path, seed: object, happen: Callable[[World], None], power: bool = False
+        self,
+        root: Path,
+        seed: object,
+        happen: Callable[[World], None],
+        power: bool = False,
+        shifts: bool = False,
     ) -> None:
         self.dice, self.now, self.turns = random.Random(str(seed)), 100.0, 0
         self.root, self.run_dir, self.happen = root, root / "t", happen
@@ -102,10 +107,11 @@ class World:
         self.power_goes = False  # with the coordinator's end
         self.zombie: Coordinator | None = None  # stopped, replaced, and to go on
         self.log: list[str] = []
-        self.config = self._config(ranks=random.Random(f"ranks {seed}").choice([1, 2]))
+        self.config = self._config(random.Random(f"ranks {seed}").choice([1, 2]), shifts)
+        self.seen: Counter[str] = Counter()  # turns in each shift
         self.end: RunEnd | None = None
 
-    def _config(self, ranks: int) -> RunConfig:
+    def _config(self, ranks: int, shifts: bool) -> RunConfig:
         dice = self.dice
         validated = dice.random() < 0.5
         return parse(
@@ -121,12 +127,14 @@ class World:
                     "filter_zero_variance": dice.random() < 0.3,
                     "on_stale": dice.choice(["mask", "hold", "drop"]),
                     "max_staleness": dice.choice([0, 1, 4]),
+                    "shift_fill": random.Random(f"fill {self.root.name}").choice(["auto", 0.0, 1.0]),
                 },
+                "engine": {"colocated": 2 * shifts},
                 "checkpoint": {"every": dice.choice([1, 2]), "keep": 2},
                 "trainer": {
                     "micro_batch_tokens": dice.choice([40, 100]),
                     "on_spike": "rollback",
-                    "ranks": ranks,
+                    "ranks": 2 if shifts else ranks,
                 },
                 "launch": {"lease": LEASE},
                 "rollout": {"workers": 2},
@@ -243,6 +251,9 @@ class World:
             self.log.append(f"{self.now:.1f} replaced: {message.role} {message.reason}")
             if message.role == "trainer":
                 self.start_trainer()
+            for worker in self.workers:
+                if message.role == "rollout" and message.incarnation in ("", worker.incarnation):
+                    self.start_worker(worker.index)
 
     # -- processes -------------------------------------------------------------------------------------
 
@@ -346,6 +357,7 @@ class World:
                 except Crash:  # a checkpoint was under way
                     self._ended(by_trainer=True)
                     break
+        self._one_side()
         if self.zombie is not None:
             self._wake_zombie(self.zombie)
         if self.now < self.asleep_until:
@@ -355,6 +367,15 @@ class World:
             self.coordinator.state.store.copies.wait()
         except Crash:
             self._ended()
+
+    def _one_side(self) -> None:
+        """Where engines and trainer use the same devices, never both."""
+        shifts = self.coordinator.state.shifts
+        if shifts is None:
+            return
+        self.seen[shifts.shift] += 1
+        awake = [worker.index for worker in self.workers if not worker.asleep]
+        assert not (awake and self.trainer.holds), f"both sides in {shifts.shift}: {awake}, {self.log[-20:]}"
 
     def _ended(self, by_trainer: bool = False) -> None:
         self.log.append(f"{self.now:.1f} {'the trainer' if by_trainer else 'the coordinator'} ended")

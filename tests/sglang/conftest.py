@@ -32,10 +32,12 @@ STAGES = (
     ("qwen2", "test_collective", "test_traps"),
     ("test_fatal_traps",),
     ("test_server_pool",),
+    ("test_sleep",),
     ("test_experts",),
     ("test_adapters",),
     ("test_scorers",),
     ("test_training",),
+    ("test_shifts",),
 )
 
 
@@ -106,6 +108,12 @@ def pool(
 ) -> Iterator[Pool]:
     pool = Pool(tiny_models, tmp_path_factory.mktemp("servers"))
     yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def alone(pool: Pool) -> None:
+    """A run has servers of its own: those of other tests make room."""
     pool.stop()
 
 

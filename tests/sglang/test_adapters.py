@@ -22,7 +22,7 @@ from asyncrl.engines.sglang.server import attach, loader
 from asyncrl.trainer.model import adapter_shards, load_policy, score
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.sglang import sglang_config
 from tests.fakes.weights import publish
@@ -64,7 +64,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def server(sglang_server: Start, tiny_models: dict[str, Path]) -> SGLangServer:
-    return sglang_server(tiny_models["qwen2"], *ROOM)
+    return sglang_server(tiny_models["qwen2"], *ROOM, "--enable-memory-saver")
 
 
 async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes(
@@ -142,6 +142,45 @@ async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agen
             row, logprobs = request.ids + generation.ids, generation.logprobs
             gaps = {agent: trained.gap(row, logprobs, agent) for agent in agents}
             assert {agent for agent, gap in gaps.items() if gap < CLOSE} == {own}
+
+
+async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_adapters(
+    server: SGLangServer, world: World, tmp_path: Path
+) -> None:
+    trained = Trained(server.model, tmp_path / "published", world, {"": RANK})
+    config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
+    weights, engine = replace(config.weights, directory="run"), replace(config.engine, colocated=1)
+    config = replace(config, run_dir=str(tmp_path), weights=weights, engine=engine, total_steps=1)
+    used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="s")
+    async with (
+        asyncio.timeout(240),
+        in_use(loader(config, 0, await attach(config, server.url), "s")) as keeper,
+        in_use(used),
+    ):
+        first = trained.publish(1)
+        await keeper.load(first)
+        used.mark(first.version)
+        running = ask(prompt(30), LONG)
+        (task,) = await under_way(used, running)
+        await keeper.sleep()
+        used.sleeps(True)
+        assert not task.done(), "the turn was to last"
+        with pytest.raises(WeightsError):  # before anything wakes
+            await keeper.load(replace(first, path="/nowhere"))
+        assert keeper.sleeping.asleep
+        await keeper.load(first)
+        used.sleeps(False)
+        generation = await task
+        assert generation.spans == (VersionSpan(0, LONG, 1, 1),) and used.use.retracted == 0
+        assert trained.gap(running.ids + generation.ids, generation.logprobs) < CLOSE
+        await keeper.sleep()
+        ref = trained.publish(2)
+        await keeper.load(ref)
+        used.mark(ref.version)
+        new = ask(prompt(20), 16, "new")
+        generation = await used.generate(new)
+        assert generation.spans == (VersionSpan(0, 16, 2, 2),)
+        assert trained.gap(new.ids + generation.ids, generation.logprobs) < CLOSE
 
 
 async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor_files(

@@ -20,19 +20,13 @@ from tests.fakes.fetched import needs_smollm2
 from tests.integration.runs import ROOT, Run
 from tests.integration.test_join import joined
 from tests.integration.test_smollm2 import FEW
-from tests.sglang.conftest import Pool, Start
+from tests.sglang.conftest import Start
 from tools.faults.audit import trained_uids
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("alone")]
 SGLANG = ("engine=sglang_cpu", "rollout.slots=32", "launch.start_timeout=300")
 DEMO = ROOT / "examples/multiturn/calculator/model"
 DEADLINE = 400.0  # a server alone starts in 15 s, on a busy machine in a minute or two
-
-
-@pytest.fixture(autouse=True)
-def alone(pool: Pool) -> None:
-    """A run has servers of its own: those of other tests make room."""
-    pool.stop()
 
 
 def server_of(run: Run, engine: str) -> psutil.Process:

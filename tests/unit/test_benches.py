@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.tools import Toolbox
-from asyncrl.types import Sample, ToolCall
+from asyncrl.types import Sample, StopReason, ToolCall, Turn, VersionSpan
 from tests.fakes.scripts import TOOLS, bench_script
 
 bench, replayed = bench_script("async_ratio"), bench_script("replayed")
@@ -203,6 +203,17 @@ def test_good_episodes_do_not_wait_for_bad_tools() -> None:
     assert len(figures.overhead) == 2 * 2 * 12
     assert statistics.median(figures.overhead) < bench.BAD_SECONDS / 2
     assert figures.row("good").count("|") == 6
+
+
+def test_what_a_sleep_lost_is_counted_within_turns_and_between_them() -> None:
+    def turn(context: int, *ends: tuple[int, int]) -> Turn:
+        starts = [0, *(end for end, _ in ends)]
+        spans = tuple(VersionSpan(start, end, v, v) for start, (end, v) in zip(starts, ends, strict=False))
+        return Turn(0, (1,) * context, (2,) * starts[-1], (0.0,) * starts[-1], spans, StopReason.STOP)
+
+    lost = bench_script("shifts").lost
+    assert not [*lost([turn(10, (5, 3)), turn(4, (6, 3))])]
+    assert [*lost([turn(10, (5, 3), (8, 4)), turn(4, (6, 4)), turn(2, (7, 6))])] == [15, 10 + 8 + 4 + 6 + 2]
 
 
 OPTIONAL = {"atheris", "peft", "sglang", "trl", "verifiers"}  # not in this environment

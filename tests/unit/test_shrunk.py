@@ -12,7 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from asyncrl import shrunk
-from asyncrl.engines.torch.engine import build, decodes
+from asyncrl.engines.torch.check import decodes
+from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import narrowed, remembered, unknown
 from asyncrl.trainer.model import findings

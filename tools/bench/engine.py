@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for the KV board: fewer TLB misses
@@ -168,7 +169,8 @@ def main() -> None:
     shape = (args.hidden, args.layers, args.kv_heads)
     plain = build(*shape)
     loop = asyncio.new_event_loop()
-    engine = TorchEngine(build(*shape), slots=64, max_len=PROMPT + LONGEST, max_batch_tokens=4096)
+    own = partial(build, *shape)
+    engine = TorchEngine(own(), own, slots=64, max_len=PROMPT + LONGEST, max_batch_tokens=4096)
     size = sum(parameter.numel() for parameter in plain.parameters()) / 1e6
     print(f"{size:.2f}M parameters, {PROMPT} prompt + {NEW} new tokens")
 

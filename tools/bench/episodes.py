@@ -39,7 +39,7 @@ from asyncrl.rewards import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.turn_player import TurnPlayer
-from asyncrl.runtime.activity import Waits
+from asyncrl.runtime.activity import Sleeps, Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
@@ -159,6 +159,10 @@ class Engine:
         self._random = random.Random(1)
         self.asked: dict[str, list[float]] = defaultdict(list)  # when each turn of a session was asked for
         self.told: dict[str, list[float]] = defaultdict(list)  # seconds that it and its tool are to take
+
+    @property
+    def sleeps(self) -> Sleeps:
+        return Sleeps()
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:

@@ -42,7 +42,7 @@ from asyncrl.rewards import in_loop
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
-from asyncrl.runtime.activity import Waits
+from asyncrl.runtime.activity import Sleeps, Waits
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Records
@@ -65,6 +65,10 @@ class Engine:
         self.cpu: list[float] = []  # when each turn began
         self.wall: list[float] = []
         self._rows: set[str] = set()
+
+    @property
+    def sleeps(self) -> Sleeps:
+        return Sleeps()
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:

@@ -103,7 +103,8 @@ class Player:
         """With a fresh engine: no key or value of other weights is left."""
         replace_weights(self.model, weights)
         rollout = self.config.rollout
-        engine = TorchEngine(self.model, len(asks), rollout.max_tokens, PREFILL_TOKENS, version)
+        sizes = len(asks), rollout.max_tokens, PREFILL_TOKENS
+        engine = TorchEngine(self.model, lambda: self.model, *sizes, version)
         return asyncio.run(self._all(engine, asks))
 
     async def _all(self, engine: Engine, asks: Sequence[Ask]) -> list[Episode]:

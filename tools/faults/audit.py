@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import read_config
 from asyncrl.observe.files import read_rows, read_summary
+from asyncrl.observe.timeline import files, union
+from asyncrl.runtime.activity import DECODE
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.store.reader import RunReader
 
 ISSUED = """SELECT (SELECT max(id) + 1 FROM groups),
     (SELECT count(*) FROM episodes WHERE group_id >= 0) + (SELECT coalesce(sum(count), 0) FROM pruned)"""
+
+COMPUTED = ("train", "step", "probe", "trying the largest micro-batch")  # by a rank, on its device
+CLOCKS = 0.02  # seconds by which a span may seem to lie elsewhere: two processes stamp them
 
 
 def manifests(run: Path) -> list[CheckpointManifest]:
@@ -44,10 +50,25 @@ def running(run: Path) -> dict[str, int]:
     return {e.uid: e.turns for e in (msgspec.msgpack.decode(row[0], type=EpisodeRecord) for row in rows)}
 
 
+def spans(run: Path, role: str, *names: str) -> list[tuple[float, float]]:
+    lines = (line for file in files(run) if file.role == role for line in file.added())
+    return union((line.start, line.end) for line in lines if line.name in names)
+
+
+def at_once(run: Path) -> Iterator[tuple[float, float]]:
+    """The times in which a rank and an engine computed."""
+    decoded = spans(run, "rollout", DECODE)
+    for start, end in spans(run, "trainer", *COMPUTED):
+        for a, b in decoded:
+            if min(end, b) - max(start, a) > CLOCKS:
+                yield max(start, a), min(end, b)
+
+
 def troubles(run: Path) -> list[str]:
     """What does not hold of a run that is over, or not. Each query reads one state of the store; between two
     of them a run may go on."""
-    buffer, found = read_config(run).buffer, list[str]()
+    config, found = read_config(run), list[str]()
+    buffer = config.buffer
     size, bound = buffer.episodes_per_group, buffer.max_staleness
     if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:
         found.append(f"in two batches: {twice}")
@@ -60,6 +81,9 @@ def troubles(run: Path) -> list[str]:
     lag = max((row.get("staleness/lag/max", 0.0) for row in read_rows(run)), default=0.0)
     if lag > bound:
         found.append(f"a token was trained at a lag of {lag:g}, over the bound of {bound}")
+    # A paused worker seems to sample as long; its server may sleep meanwhile.
+    if config.shifts and not config.engine.remote and (both := [*at_once(run)]):
+        found.append(f"engines and trainer computed at once: {both}")
     return found
 
 

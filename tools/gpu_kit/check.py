@@ -39,6 +39,7 @@ ORDER = [
     "packing",
     "mfu",
     "memory",
+    "shifts",
     "weights",
     "tests",
     "compile",

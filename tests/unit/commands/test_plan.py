@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import recompose
 from asyncrl.launch.process import BAD_INPUT, FAILED, INTERRUPTED
 from asyncrl.observe.timeline import Timeline
-from asyncrl.planning import forecast
+from asyncrl.planning import devices, forecast
 from asyncrl.planning.forecast import Forecast
 from asyncrl.planning.simulator import RecordedTurn
 from asyncrl.rollout.context import generated
@@ -115,6 +115,8 @@ def test_two_runs_give_the_law_and_one_a_guess(
     seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds a step "))
     assert float(seconds[-2]) == pytest.approx(TRAIN + COMMIT + 0.86, rel=0.02) and seconds[-1] == "4"
     assert "trainer.ranks=1 rollout.slots=" in text.splitlines()[-1]
+    monkeypatch.setattr(devices, "MOST_STEPS", 6)
+    monkeypatch.setattr(devices, "LEAST_STEPS", 6)
     monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3, "pushes": -0.001})
     assert cli.main(["plan", one, "--tail", "2", "--devices", "3", "rollout.slots=8"]) == 0
     text = capsys.readouterr().out
@@ -126,11 +128,31 @@ def test_two_runs_give_the_law_and_one_a_guess(
     )
 
 
+def test_devices_are_split_or_shared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch takes an engine 0.36 s at its 16 slots, and a rank 1.8 s: changes of 9 s are never worth it."""
+    monkeypatch.setattr(devices, "MOST_STEPS", 6)
+    monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3})
+    run_dir = str(make_run(tmp_path, "one", 16))
+    assert cli.main(["plan", run_dir, "--devices", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "not measured: a push, and 0 GB of weights and optimizer both ways at 10 GB/s a rank" in text
+    assert text.splitlines()[-1].startswith(
+        "take rollout.workers=1 trainer.ranks=1 engine.colocated=1: these devices allow nothing else"
+    )
+    assert cli.main(["plan", run_dir, "--devices", "2", "--shift", "9"]) == 0
+    text = capsys.readouterr().out
+    assert "both changes of the devices 9 s (as you say)" in text
+    assert "take rollout.workers=1 trainer.ranks=1: " in text and "as a shift leaves more idle" in text
+    assert [line.split()[0] for line in text.splitlines() if line.count("|") == 2] == ["devices", "1", "2"]
+
+
 def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, "one", 4)
     for arguments, told in {
         (str(run_dir), "--tail", "0"): "give a factor above 0",
-        (str(run_dir), "--devices", "1"): "too few for an engine and a trainer rank",
+        (str(run_dir), "--devices", "1", "engine.name=sglang", "engine.tp=2"): "too few for an engine",
         ("nothing", "--run-dir", str(tmp_path)): "no run 'nothing'",
     }.items():
         assert cli.main(["plan", *arguments]) == 2

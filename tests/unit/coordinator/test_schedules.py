@@ -144,8 +144,9 @@ def happening(seed: object, faults: list[str], most: int) -> Callable[[World], N
     return happen
 
 
-def play(root: Path, seed: object, faults: list[str], most: int = 6) -> World:
-    world = World(root / str(seed), seed, happening(seed, faults, most), power="cut_power" in faults)
+def play(root: Path, seed: object, faults: list[str], most: int = 6, shifts: bool = False) -> World:
+    power = "cut_power" in faults
+    world = World(root / str(seed), seed, happening(seed, faults, most), power, shifts)
     try:
         world.run()
         world.check()
@@ -169,6 +170,14 @@ def test_faults_at_sampled_moments(root: Path) -> None:
     worlds = [play(root, seed, RUNNING_ON) for seed in range(60)]
     assert sum(world.continued for world in worlds) > 3
     assert sum(world.abandoned > 0 for world in worlds) > 8
+
+
+@pytest.mark.slow
+def test_faults_in_each_shift(root: Path) -> None:
+    """Engines and trainer never use the same devices at once, whoever is killed or stopped in between."""
+    worlds = [play(root, f"shifts {seed}", RUNNING_ON, shifts=True) for seed in range(30)]
+    assert sum(world.seen["train"] > 0 for world in worlds) == len(worlds)
+    assert {"rollout", "sleeping", "train", "waking"} == set().union(*(world.seen for world in worlds))
 
 
 def restored(root: Path, seed: int, faults: list[str]) -> int:

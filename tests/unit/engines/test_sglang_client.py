@@ -28,8 +28,9 @@ FULL = {"type": "abort", "status_code": 503, "message": "The request queue is fu
 
 
 @asynccontextmanager
-async def connected(mode: str = "in_place") -> AsyncIterator[tuple[Script, SGLangClient]]:
+async def connected(mode: str = "in_place", shifts: int = 0) -> AsyncIterator[tuple[Script, SGLangClient]]:
     config = sglang_config(32, mode)
+    config = replace(config, engine=replace(config.engine, colocated=shifts))
     async with asyncio.timeout(60), scripted() as script:
         client = SGLangClient(ServerApi(script.url), config, vocabulary=64, salt="mine")
         try:
@@ -78,11 +79,14 @@ async def test_modes_that_empty_the_cache_need_no_salt_and_no_stop_ids_means_non
         assert body["sampling_params"]["ignore_eos"] is True
 
 
-@pytest.mark.parametrize(("mode", "counted"), [("in_place", 3), ("abort", 3), ("retract", 0)])
-async def test_memory_that_a_server_took_back_is_counted_where_updates_do_not_take_it(
-    mode: str, counted: int
+@pytest.mark.parametrize(
+    ("mode", "shifts", "counted"),
+    [("in_place", 0, 3), ("abort", 0, 3), ("retract", 0, 0), ("in_place", 1, 0)],
+)
+async def test_memory_that_a_server_took_back_is_counted_where_neither_updates_nor_sleep_take_it(
+    mode: str, shifts: int, counted: int
 ):
-    async with connected(mode) as (script, engine):
+    async with connected(mode, shifts) as (script, engine):
         events = [event([5], total, num_retractions=times) for total, times in ((1, 0), (2, 1))]
         script.streams(*events, event([5], 3, finish=LENGTH, num_retractions=3), DONE)
         await engine.generate(ask((1,), 3))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -44,6 +45,15 @@ def test_the_command_line_says_what_the_configuration_says() -> None:
     assert found["--tp-size"] == "2" and found["--mem-fraction-static"] == "0.85"
     assert found["--model-path"] == str(Path("m").resolve()) and found["--dtype"] == "bfloat16"
     assert arguments(config, 0, "h", 1, 8)[:3] == [sys.executable, "-m", "sglang.launch_server"]
+
+
+def test_engines_that_sleep_have_the_trainers_gpus_and_later_servers_as_much_kv_cache_as_the_first() -> None:
+    config = msgspec.structs.replace(configured(ranks=2, servers=2, colocated=2), total_steps=1)
+    for index, tokens in ((0, 0), (1, 4096)):
+        command = arguments(config, index, "h", 1, 8, tokens=tokens)
+        assert "--enable-memory-saver" in command and flags(command)["--base-gpu-id"] == str(index)
+        assert flags(command).get("--max-total-tokens", "0") == str(tokens)
+    assert "--enable-memory-saver" not in arguments(configured(), 0, "h", 1, 8)
 
 
 def test_a_reserved_port_is_given_to_nobody_else_and_the_server_may_listen_on_it() -> None:

@@ -112,6 +112,16 @@ def test_a_mode_that_a_version_cannot_do_is_refused(config: RunConfig):
         check(config, URL, *served(config.model.path, version="0.5.20"))
 
 
+def test_a_server_that_cannot_sleep_is_refused_where_engines_do(config: RunConfig):
+    engine = msgspec.structs.replace(config.engine, colocated=1)
+    config = msgspec.structs.replace(config, engine=engine, total_steps=1)
+    check(config, URL, *served(config.model.path, enable_memory_saver=True))
+    with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks --enable-memory-saver"):
+        check(config, URL, *served(config.model.path))
+    with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks a newer SGLang"):
+        check(config, URL, *served(config.model.path, version="0.5.20", enable_memory_saver=True))
+
+
 def test_another_model_is_refused_by_what_differs(config: RunConfig, tmp_path: Path):
     other = model(tmp_path / "other", intermediate_size=48, num_attention_heads=8)
     with pytest.raises(ConfigError, match=r"intermediate_size 48 instead of \d+; num_attention_heads 8 inst"):

@@ -145,3 +145,26 @@ def test_events_are_found_wherever_the_stream_was_cut(size: int):
         for payload in events.feed(stream[start : start + size])
     ]
     assert found == [event([1], 1)[6:-2], event([2], 2)[6:-2], b"[DONE]"]
+
+
+async def test_a_server_that_sleeps_may_be_silent_and_then_has_its_time_anew():
+    async with connected() as (script, server):
+        begun, wakes = asyncio.Event(), asyncio.Event()
+        script.streams(event([1], 1), then=wakes)
+
+        async def read() -> None:
+            async with server.generate({"input_ids": [1]}, 0.2) as events:
+                async for _ in events:
+                    begun.set()
+
+        server.sleeps(True)
+        stream = asyncio.create_task(read())
+        await begun.wait()
+        done, _ = await asyncio.wait([stream], timeout=0.5)  # more than it may be silent awake
+        assert not done
+        start = asyncio.get_running_loop().time()
+        server.sleeps(False)
+        with pytest.raises(ServerGone, match=r"got no answer within 0\.2 s"):
+            await stream
+        assert asyncio.get_running_loop().time() - start >= 0.19
+        wakes.set()

@@ -44,7 +44,7 @@ def serve(
     stepwise: bool = False,
 ) -> TorchEngine:
     """`stepwise`: the engine goes back to its loop after every step, so that a test can see each."""
-    engine = TorchEngine(model or tiny(), slots, max_len, budget)
+    engine = TorchEngine(model or tiny(), tiny, slots, max_len, budget)
     if stepwise:
         engine._in_thread = engine._batcher.step  # type: ignore[method-assign]
     return engine

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,16 +17,19 @@ from transformers import Qwen2Config
 
 from asyncrl.config import parse
 from asyncrl.engines.sglang.http import INVALID_LABEL
+from asyncrl.engines.sglang.process import keep_tokens, kept_tokens
+from asyncrl.engines.sglang.server import Attached
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.keeper import keeper as engine_keeper
 from asyncrl.keeper.keeper import Keeper
 from asyncrl.keeper.versions import ServerVersions
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.wire.messages.engine import KeeperBeat
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, WireMessage
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Sleep, Slept, WireMessage
 from asyncrl.wire.sockets import Endpoints
+from tests.fakes.loop import settle
 from tests.fakes.sglang import Script, scripted
 
 REF = WeightsRef(PolicyVersion(1, 1), "somewhere")
@@ -50,6 +54,7 @@ class Server:
 
     broken = ""
     loaded = REF
+    sleeping = SimpleNamespace(asleep=False, unknown="")
 
     def __init__(self, *labels: str | Exception) -> None:
         self.labels, self.api = list(labels), self
@@ -103,12 +108,15 @@ def keep(
 
 
 @asynccontextmanager
-async def keeper_of(directory: Path, url: str) -> AsyncIterator[Keeper]:
+async def keeper_of(directory: Path, url: str, shifts: bool = False) -> AsyncIterator[Keeper]:
     """A keeper that is given a server which is there already."""
     Qwen2Config(vocab_size=64, architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
     rollout = {"max_tokens": 64, "max_new_tokens": 64}
     base = {"name": "t", "model": {"path": str(directory)}, "data": {"train": "d"}, "rollout": rollout}
     config = parse(base | {"run_dir": str(directory), "engine": {"name": "sglang", "urls": [url]}})
+    if shifts:
+        engine = msgspec.structs.replace(config.engine, colocated=1)
+        config = msgspec.structs.replace(config, engine=engine, total_steps=1)
     keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
     keeper._control = Control()  # type: ignore[assignment]
     try:
@@ -283,3 +291,114 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
     with pytest.raises(EngineError, match="no answer"):
         keep(tmp_path, act, server)
     assert healthy[:3] == [True, True, True]
+
+
+# -- shifts ------------------------------------------------------------------------------------------------
+
+
+class Sleeper(Server):
+    """Falls asleep, unless `fails`."""
+
+    fails, url, description = "", "http://server", "a server"
+
+    def __init__(self, *labels: str | Exception) -> None:
+        super().__init__(*labels)
+        self.sleeping = SimpleNamespace(asleep=False, unknown="")
+        self.done: list[str] = []
+
+    async def sleep(self) -> None:
+        self.sleeping.unknown = self.fails
+        if self.fails:
+            raise EngineError(self.fails)
+        self.sleeping.asleep = True
+        self.done.append("sleep")
+
+    async def load(self, ref: WeightsRef) -> Manifest:
+        self.done.append(ref.label)
+        self.loaded, self.sleeping.asleep = ref, False
+        return Manifest(ref.version, (), 0, "sum")
+
+
+async def answers(versions: ServerVersions, count: int) -> list[WireMessage]:
+    async with asyncio.timeout(10):
+        return [await versions.next() for _ in range(count)]
+
+
+def test_orders_are_carried_out_as_they_came_and_a_version_is_loaded_again_after_a_sleep(
+    tmp_path: Path,
+) -> None:
+    server = Sleeper()
+
+    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+        for orders, wanted in (
+            ((LoadWeights(REF, "train"),), [Loaded]),
+            ((LoadWeights(REF, "train"), Sleep(1), Sleep(1)), [Slept]),  # too late to be loaded
+            ((Sleep(1), LoadWeights(REF, "train")), [Slept, Loaded]),  # repeated, and then the shift's end
+        ):
+            for order in orders:
+                versions.take(order)
+            got = await answers(versions, len(wanted))
+            assert [type(message) for message in got] == wanted
+            assert not any(message.error for message in got)  # type: ignore[attr-defined]
+        assert server.done == [REF.label, "sleep", "sleep", REF.label]
+
+    keep(tmp_path, act, server)
+
+
+def test_a_server_of_which_nobody_knows_what_it_holds_is_given_up(tmp_path: Path) -> None:
+    server = Sleeper()
+    server.fails = "falling asleep was not finished"
+
+    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+        versions.take(Sleep(3))
+        with pytest.raises(EngineError, match="engine 0: falling asleep was not finished"):
+            await keeper._load(versions)
+
+    beat, slept = keep(tmp_path, act, server)
+    assert isinstance(beat, KeeperBeat) and not beat.healthy
+    assert isinstance(slept, Slept) and slept.number == 3 and slept.error
+
+
+def test_the_memory_of_a_server_that_sleeps_is_not_asked_for(tmp_path: Path) -> None:
+    server = Sleeper(REF.label)
+    server.sleeping.asleep = True
+
+    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+        assert await versions.look()
+        await keeper._beat()
+        await keeper._hello()
+
+    beat, hello = keep(tmp_path, act, server)
+    assert isinstance(beat, KeeperBeat) and beat.healthy and beat.kv_use is None
+    assert isinstance(hello, KeeperHello)
+
+
+async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_there_is_a_version(
+    tmp_path: Path,
+) -> None:
+    async with keeper_of(tmp_path, "http://nowhere", shifts=True) as keeper:
+        assert keeper._versions is not None and not keeper._versions.asleep
+    keep_tokens(tmp_path / "t", 0, 4096)
+    keep_tokens(tmp_path / "t", 0, 1024)  # less was free then
+    assert kept_tokens(tmp_path / "t", 0) == 4096
+    async with asyncio.timeout(10), keeper_of(tmp_path, "http://nowhere", shifts=True) as keeper:
+        control, versions, started = keeper._control, keeper._versions, asyncio.Event()
+        assert versions is not None
+
+        async def start() -> Attached:
+            started.set()
+            raise EngineError("a start")
+
+        with patch.object(keeper, "_start", start):
+            task = asyncio.create_task(keeper._keep_server())
+            await keeper._hello()
+            versions.take(Sleep(7))
+            await settle()
+            hello, slept = control.sent  # type: ignore[attr-defined]
+            assert isinstance(hello, KeeperHello) and not hello.url
+            assert isinstance(slept, Slept) and slept.number == 7 and not slept.error
+            assert not started.is_set()
+            versions.take(LoadWeights(REF, "train"))
+            with pytest.raises(EngineError, match="a start"):
+                await task
+            assert not versions.asleep  # it takes memory from now on

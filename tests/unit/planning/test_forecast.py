@@ -124,6 +124,13 @@ def test_rates_of_a_run() -> None:
     found = fit(config, rows, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3)
     assert found.episode_s == pytest.approx(2 * 1.6 / 32) and found.commit_s == pytest.approx(0.4)
     assert (found.group_tokens, found.filtered, found.publish_s) == (800.0, 0.25, 0.3)
+    moved = fit(config, rows, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3, state_bytes=4e10)
+    assert moved.shift_s == pytest.approx(0.3 + 2 * 2e10 / 1e10) and "40 GB" in moved.shift_source
+    changes = [row | {"shift/sleep_s": 1.5, "shift/wake_s": 2.0} for row in rows]
+    told = fit(config, changes, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3, state_bytes=4e10)
+    assert (told.shift_s, told.shift_source) == (3.5, "measured")
+    shared = replace(config, engine=replace(config.engine, colocated=1))
+    assert (workload(config, told).shift, workload(shared, told).shift) == (None, 3.5)
     was = measured(rows)
     assert (was.step_s, was.lag) == (3.0, 0.5) and was.tokens_per_s == pytest.approx(960.0)
 

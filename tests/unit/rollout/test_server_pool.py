@@ -19,6 +19,7 @@ from asyncrl.config import parse
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
 from asyncrl.rollout.context import EpisodeRun
+from asyncrl.runtime.activity import ASLEEP
 from asyncrl.types import FailReason, Generation, StopReason, TokenScores, VersionSpan
 from asyncrl.wire.messages.worker import EngineUse, Failed, Finished
 from tests.fakes.chat import FakeChat
@@ -485,3 +486,44 @@ async def test_what_a_lost_server_has_sampled_is_a_part_at_once() -> None:
     s["a"].acts, s["b"].acts = [Lose(2)], [Part(3)]
     assert counts_up(await s.pool.generate(replace(request(), on_part=on_part)))
     assert heard == [(3, 4)]
+
+
+# -- servers that sleep ----------------------------------------------------------------------------------
+
+
+async def test_turns_wait_by_name_while_servers_sleep_and_lose_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, passed = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed)
+    s = Servers("a", patience=60.0)
+    s["a"].gate.clear()
+    running = asyncio.create_task(s.pool.generate(request("running")))
+    await s["a"].asked.wait()
+    s.tell(entry("a", healthy=False, asleep=True))
+    waiting = asyncio.create_task(s.pool.generate(request("waiting")))
+    await settle()
+    s.now, passed = 1000.0, 1000.0  # more than a turn waits for a server
+    assert s.waits.longest() == f"{ASLEEP} (1000 s, 2 episodes)"
+    s.tell(entry("a", healthy=False, asleep=True, url="", incarnation="2"))  # killed, and not started yet
+    await settle()
+    assert s.pool.sleeps.asleep and not waiting.done() and not running.done()
+    s.tell(entry("a", healthy=False, url="", incarnation="2"))  # it starts
+    await settle()
+    s.now += 10.0
+    assert not s.pool.sleeps.asleep and "no server" in s.waits.longest()
+    s.tell(entry("a", incarnation="2"))
+    assert counts_up(await running) and counts_up(await waiting)
+
+
+async def test_a_server_that_sleeps_keeps_its_turns_and_the_same_client_wakes() -> None:
+    s = Servers("a")
+    s["a"].gate.clear()
+    turn = asyncio.create_task(s.pool.generate(request()))
+    await s["a"].asked.wait()
+    s.tell(entry("a", healthy=False, asleep=True))
+    s.tell(entry("a", version=1))
+    s["a"].gate.set()
+    assert counts_up(await turn)
+    assert s.asked() == ["a:1"] and s.pool.uses["a"].lost == 0

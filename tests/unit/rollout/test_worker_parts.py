@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.engines.base import EngineRefused, Request, Sampling
 from asyncrl.errors import EngineError
 from asyncrl.rollout.samplers import BROKEN, LocalSampler
-from asyncrl.runtime.activity import BusyTimer, Notifier, Waits
+from asyncrl.runtime.activity import ASLEEP, BusyTimer, Notifier, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import NO_VERSION, PolicyVersion
@@ -107,14 +110,14 @@ def test_overlapping_turns_are_one_busy_interval() -> None:
 class Fixture:
     """A started lane and the answers it gave."""
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool = False, built: bool = True) -> None:
         self.engine = ScriptedEngine(lambda request: "hello")
         self.answers: list[Loaded] = []
         self.heard = Notifier()
         self.waits = Waits(Clock())
         self.builds = 0
         timeline = Intervals()
-        first = None if pinned else self.engine
+        first = None if pinned or not built else self.engine
         self.lane = LocalSampler(
             "lane", self.build, self.waits, BusyTimer(timeline), timeline, 60.0, pinned=pinned, engine=first
         )
@@ -273,3 +276,122 @@ async def test_an_engine_that_only_fails_ends_the_lane() -> None:
         assert f.lane.failures == (0 if refused else BROKEN)  # a wrong request is not the engine's fault
     with pytest.raises(EngineError, match="in a row"):
         await asyncio.wait_for(f.task, 60)
+
+
+# -- sleep -------------------------------------------------------------------------------------------
+
+
+async def test_a_sleep_waits_for_the_load_under_way_and_keeps_the_order() -> None:
+    """What was offered before it is dropped; what is offered after it is loaded after it, also if that is the
+    version that is being loaded."""
+    f = Fixture()
+    f.engine.load_gate.clear()
+    f.lane.loads.offer(ref(1))
+    await settle()
+    f.lane.loads.offer(ref(2))
+    sleep = asyncio.ensure_future(f.lane.sleep())
+    f.lane.loads.offer(ref(1))
+    await settle()
+    assert not sleep.done() and not f.engine.asleep
+    f.engine.load_gate.set()
+    await asyncio.wait_for(sleep, 60)
+    await f.answered(2)
+    assert f.versions == [1, 1] and len(f.engine.loads) == 2
+    assert not f.engine.asleep and not f.lane.sleeps.asleep
+    await f.lane.sleep()
+    assert f.engine.asleep and f.lane.sleeps.asleep and f.lane.loads.version == NO_VERSION
+    f.lane.loads.offer(ref(3, "damaged"))
+    await f.answered(3)
+    assert f.answers[-1].error and f.lane.sleeps.asleep
+    f.task.cancel()
+
+
+async def test_an_engine_that_does_not_fall_asleep_is_told_of() -> None:
+    f = Fixture()
+    f.engine.sleep = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+    f.lane.loads._deadline = 0.01
+    with pytest.raises(EngineError, match="did not fall asleep in time"):
+        await f.lane.sleep()
+    f.lane.loads.offer(ref(1))
+    await f.answered(1)
+    f.task.cancel()
+
+
+async def test_turns_of_a_sleeping_engine_are_not_busy_and_wait_by_name() -> None:
+    """Those under way, and those that come meanwhile, which are not asked of it before it is awake."""
+    f = Fixture()
+    f.engine.gate.clear()
+    clock, timeline, slept = Clock(), Intervals(), list[str]()
+    f.lane.meter = BusyTimer(timeline, clock, clock)
+
+    @contextmanager
+    def off(name: str) -> Iterator[None]:
+        slept.append(f"{name} in")
+        yield
+        slept.append(f"{name} out")
+
+    async def turn(name: str) -> None:
+        with f.lane.sleeps.during(asleep=lambda: off(name)):
+            await f.lane.generate(replace(REQUEST, session=name))
+
+    turns = [asyncio.create_task(turn("first"))]
+    await settle()
+    clock.now = 1.0
+    await f.lane.sleep()
+    clock.now = 5.0
+    turns.append(asyncio.create_task(turn("second")))
+    await settle()
+    assert [request.session for request in f.engine.requests] == ["first"]
+    assert f.lane.version == -1 and f.lane.meter.seconds == (1.0, 4.0)
+    f.waits._clock.now = 3.0  # type: ignore[attr-defined]
+    assert f.waits.longest() == f"{ASLEEP} (3 s, 2 episodes)"
+    f.lane.loads.offer(ref(1))
+    await f.answered(1)
+    await settle()
+    assert [request.session for request in f.engine.requests] == ["first", "second"]
+    clock.now = 7.0
+    f.engine.gate.set()
+    await asyncio.gather(*turns)
+    assert f.lane.meter.seconds == (3.0, 4.0)
+    assert timeline.records == [("decode", 0.0, 1.0), ("decode", 5.0, 7.0)]
+    assert slept == ["first in", "second in", "first out", "second out"]
+    f.task.cancel()
+
+
+async def test_the_engine_of_validation_sleeps_until_its_next_version() -> None:
+    f = Fixture(pinned=True)
+    f.lane.loads.offer(ref(1))
+    await f.answered(1)
+    await f.lane.sleep()
+    assert f.engine.asleep and f.lane.version == -1
+    entered = asyncio.Event()
+
+    async def episode() -> None:
+        async with f.lane.episode():
+            entered.set()
+            await f.lane.generate(REQUEST)
+
+    late = asyncio.create_task(episode())
+    await settle()
+    assert not entered.is_set()
+    f.lane.loads.offer(ref(1))
+    await f.answered(2)
+    await asyncio.wait_for(late, 60)
+    assert (f.builds, f.lane.version, len(f.engine.loads)) == (1, 1, 2)
+    f.task.cancel()
+
+
+async def test_an_engine_of_training_that_is_built_late_sleeps_until_there_is_a_version() -> None:
+    f = Fixture(built=False)
+    assert f.lane.sleeps.asleep
+    turn = asyncio.create_task(f.lane.generate(REQUEST))
+    await f.lane.sleep()
+    assert f.builds == 0
+    f.lane.loads.offer(ref(1, "damaged"))
+    await f.answered(1)
+    assert f.engine.asleep and f.lane.sleeps.asleep and not f.engine.requests
+    f.lane.loads.offer(ref(1))
+    await f.answered(2)
+    await asyncio.wait_for(turn, 60)
+    assert f.builds == 1 and not f.lane.sleeps.asleep
+    f.task.cancel()

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
-from asyncrl.engines.torch.engine import decodes
+from asyncrl.engines.torch.check import decodes
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.model import Policy, findings
 from asyncrl.trainer.scores import Selected

@@ -85,7 +85,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
         rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
     )
     mesh.apart, mesh.use_device = lambda seconds: mesh, lambda: None
-    monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True: {})
+    monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True, resting=None: {})
     of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
     monkeypatch.setattr(checkpoint, "manifest_of", of)
     config = parse({"name": "t", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}})

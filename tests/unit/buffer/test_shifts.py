@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import itertools
+from random import Random
+from typing import Any
+
+import pytest
+
+from asyncrl.buffer.records import State
+from asyncrl.buffer.shifts import NOTHING_ASKED, EngineClock, Outlook, Shift, Shifts, Situation
+from asyncrl.buffer.staleness import drop_overdue, pending
+from tests.unit.buffer.machine import land, make
+
+READY = Outlook(ready=True, share=1.0, complete=False)
+
+
+def test_a_shift_after_the_other() -> None:
+    """Each state waits for what the other side reports, and for nothing else."""
+    shifts, found = Shifts("auto", 0.0, Shift.SLEEPING), []
+    for situation in (
+        Situation(asked=True, outlook=READY),
+        Situation(asleep=True),
+        Situation(asked=True, outlook=READY, asleep=True),  # trains
+        Situation(asked=True, asleep=True),
+        Situation(asked=True, asleep=True, resting=True),
+        Situation(asked=True, awake=True, resting=True),
+        Situation(asked=True, awake=True, resting=True, outlook=Outlook(True, 0.9, False)),
+        Situation(asked=True, awake=True, resting=True, outlook=READY),
+    ):
+        shifts.move(1.0 * len(found), situation)
+        found.append(shifts.shift)
+    asleep, train, waking, rollout = Shift.SLEEPING, Shift.TRAIN, Shift.WAKING, Shift.ROLLOUT
+    assert found == [asleep, train, train, waking, waking, rollout, rollout, asleep]
+    assert shifts.seconds == {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0} and shifts.count == 1
+
+
+@pytest.mark.parametrize(
+    ("fill", "share", "complete", "idle", "begins"),
+    [
+        (0.5, 0.5, False, 0.0, True),
+        (0.5, 0.4, False, 99.0, False),
+        (0.5, 0.1, True, 0.0, True),
+        ("auto", 0.9, False, 3.0, False),
+        ("auto", 0.2, False, 3.1, True),
+        ("auto", 1.0, False, 0.0, True),
+    ],
+)
+def test_enough_of_a_batch_begins_the_trainers_shift(
+    fill: Any, share: float, complete: bool, idle: float, begins: bool
+) -> None:
+    """With auto: all groups; or any that are ready, once engines have idled for longer than two changes."""
+    shifts = Shifts(fill, 0.0, Shift.ROLLOUT)
+    shifts.seconds = {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0}
+    seen = Situation(outlook=Outlook(True, share, complete), asked=True, idle=idle)
+    assert shifts.move(0.0, seen) is begins
+    assert not Shifts(fill, 0.0, Shift.ROLLOUT).move(0.0, Situation(Outlook(False, 1.0, True), idle=99.0))
+
+
+def test_ranks_that_start_come_first_but_after_a_validation() -> None:
+    shifts = Shifts("auto", 0.0, Shift.ROLLOUT)
+    assert not shifts.move(0.0, Situation(starting=True, held=True))
+    assert not shifts.move(0.0, Situation(asked=True, outlook=READY, held=True))
+    assert shifts.move(0.0, Situation(starting=True)) and shifts.shift is Shift.SLEEPING
+    shifts = Shifts("auto", 0.0, Shift.WAKING)
+    assert shifts.move(0.0, Situation(starting=True)) and shifts.shift is Shift.SLEEPING
+    shifts = Shifts("auto", 0.0, Shift.TRAIN)
+    assert not shifts.move(0.0, Situation(starting=True, asked=True, held=True))
+    assert shifts.move(0.0, Situation(asked=True, held=True, outlook=READY)) and shifts.shift is Shift.WAKING
+
+
+def test_the_engines_clock_stands_still_while_they_sleep() -> None:
+    clock = EngineClock(0.0)
+    clock.stop(10.0), clock.stop(11.0)
+    assert [clock(9.0), clock(12.0)] == [9.0, 10.0]
+    clock.go(14.0), clock.go(15.0)
+    assert clock(15.0) == 11.0
+
+
+# -- the machine over the real buffer ----------------------------------------------------------------------
+
+
+class World:
+    """A run with random episodes, where engines and trainer share their devices. Engines sample in ROLLOUT
+    only, and only then episodes land; the trainer trains in TRAIN only. Changes of the devices take no time
+    but may be interrupted by ranks that start again."""
+
+    def __init__(self, seed: int) -> None:
+        random = self.random = Random(seed)
+        keys: dict[str, Any] = {
+            "groups_per_batch": random.choice([1, 2, 4]),
+            "episodes_per_group": random.choice([1, 2, 4]),
+            "max_staleness": random.choice([0, 1, 4]),
+            "on_stale": random.choice(["mask", "hold", "drop"]),
+            "filter_zero_variance": random.random() < 0.5,
+            "group_policy": random.choice(["complete", "partial"]),
+            "max_refill": random.choice([1, 8]),
+        }
+        keys["target_staleness"] = random.choice([0, keys["max_staleness"]])
+        if keys["group_policy"] == "partial":
+            keys["group_deadline"] = 5.0
+        if keys["episodes_per_group"] == 1:
+            keys["filter_zero_variance"] = False
+        self.steps, self.ranks = random.choice([1, 3, 6]), random.choice([1, 2, 4])
+        epochs, rows = random.choice([(0, 50), (1, random.randint(1, 20))])
+        self.buffer, self.batches = make(
+            rows, self.steps * keys["groups_per_batch"], epochs, greedy=random.random() < 0.2, **keys
+        )
+        self.batches.micro_tokens = random.choice([10, 60, 1 << 20])
+        self.batches.flush = random.random() < 0.5
+        self.barrier = random.random() < 0.2  # the trainer asks for the whole batch before it computes
+        self.shifts = Shifts(random.choice(["auto", 0.0, 0.5, 1.0]), 0.0, Shift.SLEEPING)
+        self.slots = random.choice([1, 4, 100])
+        self.now = self.sampled_at = 0.0
+        self.version = self.micro = self.moves = self.idle_moves = 0
+        self.starting, self.asked, self.awake, self.resting = True, False, False, True
+
+    @property
+    def over(self) -> bool:
+        return self.buffer.committed >= self.steps or self.batches.over
+
+    @property
+    def time(self) -> float:
+        return self.shifts.clock(self.now)
+
+    @property
+    def outlook(self) -> Outlook:
+        step = self.buffer.committed
+        return self.batches.outlook(step, self.micro, self.ranks) if self.asked else NOTHING_ASKED
+
+    def progress(self) -> None:
+        self.idle_moves = 0
+
+    def turn(self) -> bool:
+        """Make what is due, as the coordinator does; False: nothing but time, or an episode, is left."""
+        buffer = self.buffer
+        before = self._state()
+        while buffer.can_admit(self.slots - self._running() - buffer.waiting, self.slots):
+            buffer.admit(buffer.committed, self.time)
+        buffer.tick(self.time)
+        drop_overdue(buffer)
+        for needed, episode in list(pending(buffer)):
+            if needed <= self.version and self._running() < self.slots:
+                buffer.assign(episode, "w", 1, self.version, self.time)
+        if buffer.prompts.over and not self.batches.flush:
+            self.batches.drop_remainder()
+        self._shift()
+        if self.shifts.shift is Shift.TRAIN:
+            self._train()
+        return self._state() != before
+
+    def _state(self) -> tuple[object, ...]:
+        states = tuple(sorted(self.buffer.counts().items()))
+        return states, self.shifts.shift, self.micro, self.buffer.committed, self.asked, self.resting
+
+    def _running(self) -> int:
+        return self.buffer.tally.states[State.RUNNING]
+
+    def _shift(self) -> None:
+        seen = Situation(
+            outlook=self.outlook,
+            starting=self.starting,
+            asked=self.asked,
+            asleep=not self.awake,
+            awake=self.awake,
+            resting=self.resting,
+            idle=self.now - self.sampled_at,
+        )
+        if self.shifts.move(self.now, seen):
+            self.moves += self.shifts.shift in (Shift.TRAIN, Shift.ROLLOUT)
+            self.idle_moves += self.shifts.shift in (Shift.TRAIN, Shift.ROLLOUT)
+            assert self.idle_moves <= 2, "devices changed twice, and nothing was done"
+        match self.shifts.shift:
+            case Shift.SLEEPING:
+                self.awake = False
+            case Shift.WAKING if not self.resting:
+                self.resting = True
+            case Shift.WAKING:
+                self.awake, self.version = True, self.buffer.committed
+        assert not (self.awake and not self.resting), "both sides have the devices"
+        assert self.awake or self.shifts.shift is not Shift.ROLLOUT
+
+    def _train(self) -> None:
+        if self.starting:
+            self.starting, self.asked, self.resting = False, True, False
+            self.progress()
+            return
+        uids = self.batches.plan(self.buffer.committed, self.micro, self.ranks)
+        if uids is None:
+            return
+        self.resting = False
+        self.progress()
+        if uids:
+            self.micro += 1
+            return
+        step = self.buffer.committed
+        self.batches.commit(step + 1, self.batches.batches[step].uids)
+        self.micro = 0
+
+    def wait(self) -> None:
+        """An episode lands, or fails; ranks are started again; or time passes."""
+        self.now += self.random.expovariate(1.0)
+        running = [e for e in self.buffer.episodes.values() if e.state is State.RUNNING]
+        engines = self.shifts.shift is Shift.ROLLOUT
+        if self.random.random() < 0.02 and self.shifts.shift in (Shift.ROLLOUT, Shift.TRAIN):
+            self.starting, self.asked, self.resting = True, False, True
+            self.progress()  # a start is a reason
+        elif running and engines:
+            self.sampled_at = self.now
+            episode = self.random.choice(running)
+            if self.random.random() < 0.05:
+                self.buffer.fail(episode, "engine_error", self.time)  # type: ignore[arg-type]
+            else:
+                reward = self.random.choice([0.0, 1.0])
+                oldest = self.random.randint(max(0, episode.bound), self.version)
+                land(self.buffer, episode.uid, reward, oldest, self.time)
+            self.progress()
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_devices_change_only_for_work_and_there_is_always_a_next_event(part: int) -> None:
+    """1,000 worlds, 10,000 more with `make long`: each run trains all that it can."""
+    worlds(range(part * 500, (part + 1) * 500))
+
+
+@pytest.mark.long
+def test_10_000_worlds() -> None:
+    worlds(range(1_000, 11_000))
+
+
+def worlds(seeds: range) -> None:
+    for seed in seeds:
+        world = World(seed)
+        for _ in range(20_000):
+            for turns in itertools.count():
+                if world.over or not world.turn():
+                    break
+                assert turns < 1_000, f"world {seed}: it never comes to rest"
+            if world.over:
+                break
+            running = world._running()
+            stuck = not running and world.shifts.shift is Shift.ROLLOUT and world.now > world.sampled_at + 100
+            assert not stuck, f"world {seed}: nothing runs, and nothing is trained"
+            world.wait()
+        assert world.over, f"world {seed}: step {world.buffer.committed} of {world.steps}"
+        assert world.buffer.flow().conserved

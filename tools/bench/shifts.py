@@ -1,0 +1,155 @@
+"""Engine and trainer by shifts, against both at once on the same cores: the demo, with the embedded engine.
+
+    python tools/bench/shifts.py --cores 1           # 10 minutes
+    python tools/bench/shifts.py --leaks 200         # shifts: memory and open files must not grow
+
+`--cores`: all processes of a run share so many. Computed again: tokens of a context whose KV cache was lost
+in a sleep, within a turn or before it, by shift; counted in the recorded turns, wherever another version
+goes on. In-place updates keep the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+from common import ROOT, roles, rows, table, train
+
+from asyncrl.buffer.payloads import decode_turn
+from asyncrl.store.reader import RunReader
+from asyncrl.types import Turn
+
+ARMS = {"at once": [], "shifts": ["engine.colocated=1"]}
+MANY = [  # small batches, and a shift for each part of one that is ready
+    *("engine.colocated=1", "buffer.shift_fill=0", "buffer.groups_per_batch=2", "data.test=''"),
+    *("buffer.episodes_per_group=4", "rollout.slots=16", "trainer.lr_schedule=constant"),
+]
+KEYS = ("timing_s/step", "shift/sleep_s", "shift/wake_s")
+SHOWN = {
+    "s/step": ".2f",
+    "tokens/s": ".0f",
+    "sleep, s": ".2f",
+    "wake, s": ".2f",
+    "steps a shift": ".2f",
+    "again a shift": ".0f",
+    "success after": ".1%",
+}
+EARLY, WINDOW = 50, 20  # the step from which growth counts; how many steps a level is the median of
+GROWTH = 0.03  # of memory
+OF_STEPS = ("ratios", "transcripts")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cores", type=int, default=0, help="0: all")
+    parser.add_argument("--leaks", type=int, default=0, metavar="STEPS", help="each with a shift, or nearly")
+    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "bench-shifts")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    if args.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    if args.leaks:
+        return leaks(args.leaks, args.run_dir, args.overrides)
+    found: dict[str, dict[str, list[float]]] = {arm: defaultdict(list) for arm in ARMS}
+    for seed in range(args.seeds):
+        for arm, own in found.items():  # in turn: what else runs on the machine concerns both
+            for what, value in measured(arm, seed, args).items():
+                own[what].append(value)
+            print(arm, seed, {what: round(values[-1], 3) for what, values in own.items()}, flush=True)
+    lines = [[arm, *(spread(own[what], form) for what, form in SHOWN.items())] for arm, own in found.items()]
+    print(table(["", *SHOWN], lines))
+    return 0
+
+
+def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
+    """Run it, from a directory without such a run."""
+    name = f"{arm.replace(' ', '-')}-{seed}"
+    given = [f"total_steps={args.steps}", f"seed={seed}", "checkpoint.every=0", "validation.every=0"]
+    result = train(name, args.run_dir, [*given, *ARMS[arm], *args.overrides])
+    steps = [row for row in rows(args.run_dir / name) if "timing_s/step" in row]
+    mean = {key: statistics.mean(row.get(key, 0.0) for row in steps) for key in KEYS}
+    found = {"s/step": mean["timing_s/step"], "tokens/s": result["tokens_per_s"]}
+    if shifts := steps[-1].get("shift/count"):
+        found |= {
+            "steps a shift": args.steps / shifts,
+            "again a shift": computed_again(args.run_dir / name) / shifts,
+        }
+        found |= {"sleep, s": mean["shift/sleep_s"], "wake, s": mean["shift/wake_s"]}
+    return found | {"success after": result["success_after"]}
+
+
+def spread(values: list[float], form: str) -> str:
+    """Mean, smallest and largest."""
+    return f"{statistics.mean(values):{form}} ({min(values):{form}}–{max(values):{form}})" if values else "–"
+
+
+def computed_again(run_dir: Path) -> int:
+    """Tokens of all episodes whose turns the index still has."""
+    with closing(RunReader.open(run_dir)) as reader:
+        members = [member for group in reader.groups() for member in reader.members(group.id)]
+        found = ([*reader.frames(member.uid, member.turns, ["generated"])] for member in members)
+        return sum(sum(lost([decode_turn(frame) for frame in frames if frame])) for frames in found)
+
+
+def lost(turns: list[Turn]) -> Iterator[int]:
+    """Of an episode: the length of its context wherever the version of its tokens changes."""
+    places, length = list[tuple[int, int]](), 0
+    for turn in turns:
+        length += len(turn.context)
+        places += [(length + span.start, span.version) for span in turn.spans]
+        length += len(turn.ids)
+    yield from (at for (_, before), (at, version) in pairwise(places) if version != before)
+
+
+# -- growth ------------------------------------------------------------------------------------------------
+
+
+def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
+    """Return 1 if something grew between WINDOW steps from EARLY on and the last WINDOW."""
+    samples: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    name = f"leaks-{os.getpid()}"
+
+    def watch(launcher: int) -> None:
+        step = int(max((row.get("training/step", 0) for row in rows(run_dir / name)), default=0))
+        for what, value in looked(launcher, run_dir / name):
+            samples[what].append((step, value))
+
+    result = train(name, run_dir, [f"total_steps={steps}", *MANY, *overrides], watch=watch)
+    lines, grown = [], False
+    for what, found in sorted(samples.items()):
+        early = [value for step, value in found if EARLY <= step < EARLY + WINDOW]
+        late = [value for step, value in found if steps - WINDOW <= step < steps]
+        a, b, most, more = statistics.median(early), statistics.median(late), max(early), max(late)
+        grew = b > a * (1 + GROWTH) if "MB" in what else more > most
+        grown |= grew
+        lines.append([what, *(f"{value:.0f}" for value in (a, b, most, more)), "**grew**" * grew])
+    shifts = max(row.get("shift/count", 0.0) for row in rows(run_dir / name))
+    print(f"{shifts:.0f} shifts, {result['steps']} steps; conserved: {result['conserved']}")
+    heads = [f"from step {EARLY}, median", f"to step {steps}, median", "largest", "largest", ""]
+    print(table(["", *heads], lines))
+    return int(grown or result["exit_code"] != 0)
+
+
+def looked(launcher: int, run_dir: Path) -> Iterator[tuple[str, float]]:
+    """Memory and open files of each role, and files in the run directory but those that each step writes."""
+    for role, process in roles(launcher).items():
+        with suppress(psutil.Error):
+            if role != "coordinator-0":  # what it keeps of each step is a matter of soak.py
+                yield f"{role}, MB", process.memory_info().rss / 1e6
+            yield f"{role}, open files", process.num_fds()
+    names = [path.relative_to(run_dir).parts for path in run_dir.rglob("*")]
+    yield "files of the run", sum(own[0] not in OF_STEPS for own in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
