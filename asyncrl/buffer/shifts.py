@@ -62,7 +62,7 @@ class Situation:
 
 
 class Shifts:
-    """Moves `shift`; times are seconds of one monotonic clock.
+    """Decides which side has the devices. Times are seconds of one monotonic clock.
 
     Args:
         fill: share of a batch's groups that must be ready for the trainer's shift. "auto": all, or any once
@@ -115,7 +115,7 @@ class Shifts:
         return self.shift
 
     def _enough(self, seen: Situation) -> bool:
-        """Trains what is ready: a batch, a part of it, or all that can be."""
+        """Tell whether enough is ready for a shift of the trainer."""
         outlook = seen.outlook
         if self._fill == "auto":
             filled = outlook.share >= 1 or seen.idle > sum(self.seconds.values())
@@ -125,7 +125,7 @@ class Shifts:
 
 
 class EngineClock:
-    """A clock that stands still while engines sleep: by it lives of groups and their deadlines are measured.
+    """Stands still while engines sleep. Ages and deadlines of groups are measured with it.
 
     Example: engines sleep from second 10 to 14. Second 9 is 9, 12 is 10, and 15 is 11.
     """

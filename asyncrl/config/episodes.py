@@ -122,8 +122,10 @@ class EngineConfig(Section, frozen=True):
     server_command: list[str] = []
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: Count = 0
-    """Engines on the trainer's devices: they sleep, without KV cache and weights, while it trains, and it
-    rests in main memory while they sample. 0, or all: `servers`, of `torch` `rollout.workers`."""
+    """Engines on the trainer's devices, one side at a time: engines give up KV cache and weights while the
+    trainer trains, and its state lies in main memory while they sample. 0: none. Else the number of all
+    engines, `servers` with sglang and `rollout.workers` with torch; `trainer.ranks` must be at least as many
+    (times `tp`)."""
     api_key_env: str = ""
     """sglang: environment variable with the servers' API key; empty: none."""
     admin_key_env: str = ""

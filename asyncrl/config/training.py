@@ -57,7 +57,8 @@ class BufferConfig(Section, frozen=True):
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices. auto: all; or fewer, once no engine has sampled for as long as a change of the devices takes."""
+    devices; a smaller one makes more changes. auto: all groups; or what is ready, once no engine has sampled
+    for as long as both last changes took."""
     max_bytes: Positive = 1 << 30
     """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
 

@@ -218,7 +218,7 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
     roles = placement.ENGINE, placement.SCORER
     servers = Counter(gpu for name in used if name.startswith(roles) for gpu in used[name])
     shared = sorted(gpu for gpu in servers if servers[gpu] > 1 or gpu < ranks)
-    if shared and "mem-fraction-static" not in config.engine.server_args:
+    if shared and not config.shifts and "mem-fraction-static" not in config.engine.server_args:
         yield warning(
             f"servers share GPUs {', '.join(map(str, shared))} with others, and each would take 0.85 of the "
             "memory; set engine.server_args={mem-fraction-static: 0.4} or less, or start fewer"

@@ -25,6 +25,7 @@ from asyncrl.types import EpisodeStats, Turn
 Row = Mapping[str, float]
 T = TypeVar("T")
 
+WAITING = ("wait_data", "wait_devices", "rest", "wake")  # likewise: the trainer computes nothing
 BY_EPISODE = ("update_actor", "update_critic", "values", "ref", "adv")  # of timing_s/: grow with the batch
 FIXED = 0.5  # share of a token's seconds that does not depend on the load, where loads hardly differ
 LEAST_ROWS = 4  # committed steps of a run: the first third and the last one are left out
@@ -125,10 +126,11 @@ def fit(
         )
     rows = steady(rows)
     phases = [sum(row.get(f"timing_s/{name}", 0.0) for name in BY_EPISODE) for row in rows]
-    busy = [row["timing_s/step"] - row.get("timing_s/wait_data", 0.0) for row in rows]
+    waits = [sum(row.get(f"timing_s/{name}", 0.0) for name in WAITING) for row in rows]
+    busy = [row["timing_s/step"] - waited for row, waited in zip(rows, waits, strict=True)]
     trajectories = _mean(rows, "trainer/trajectories")
     base, share, assumed = fit_engine(loads)
-    shift_s = _mean(rows, "shift/sleep_s") + _mean(rows, "shift/wake_s")
+    shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
     source = f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE / 1e9:g} GB/s a rank"
     return Rates(
         recorded=recorded,

@@ -43,8 +43,8 @@ SMALL = 4096  # bytes of a storage that stays
 
 
 def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
-    """Return True once engines have left the devices to this rank, which has loaded nothing yet; False for
-    the coordinator's stop, which alone ends the wait otherwise."""
+    """Return True once engines have left the devices to this rank, which has loaded nothing yet. Return False
+    if the coordinator stops the run."""
     if not config.shifts:
         return True
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
@@ -74,8 +74,8 @@ class Resting:
         self._places: dict[int, tuple[UntypedStorage, Tensor]] = {}  # each with a copy of its bytes
 
     def rest(self, meet: Callable[[str], None]) -> None:
-        """Return when all ranks rest: `meet` waits for them by a name. A collective. Raises ConfigError where
-        there is no room."""
+        """Return when all ranks rest: `meet` waits for them by a name. All ranks must call it. Raises
+        ConfigError where there is no room."""
         with self._timeline.span("rest"), self._learner.watch.phase("rest", waiting=True):
             if not self.now:
                 self._leave()
@@ -154,15 +154,14 @@ class PinnedMemory:
 
 
 def unlinked_file(directory: Path, size: int) -> Tensor:
-    """Memory on a disk, which ends with its tensor, in place of main memory where that is the device:
-    /dev/shm would free nothing."""
+    """Return memory on a disk, which ends with its tensor. On a CPU the device is main memory itself."""
     with NamedTemporaryFile(dir=directory) as file:
         os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
         return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
 
 
 def _held(learner: Learner) -> Iterator[Tensor]:
-    """What a rank holds. Gathered weights are freed: a forward without a backward leaves the root's."""
+    """Yield what a rank holds, after weights that a forward has gathered are freed."""
     critic, reference = learner.critic, learner.reference.policy if learner.reference is not None else None
     for model in filter(None, (learner.policy, critic, reference)):
         for module in model.modules():

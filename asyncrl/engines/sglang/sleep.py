@@ -2,9 +2,9 @@
 
     pause ──► release KV cache and weights ──► … ──► resume weights ──► load ──► resume KV cache ──► continue
 
-Requests under way stay open, with their tokens. A server ends at a release or a return that does not fit what
-it holds. So that is remembered here; where one of these steps fails, or its answer is lost, nobody knows it
-any more, and the server must be replaced.
+Requests under way stay open, with their tokens. SGLang ends if memory is released twice, or resumed twice. So
+what the server holds is remembered here. If one of these steps fails, or its answer is lost, that is not
+known any more, and the server must be replaced.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from asyncrl.engines.sglang.http import ServerApi
 
 
 class ServerSleep:
-    """`asleep`: the server at `api.url` holds neither KV cache nor weights. `unknown`: why nobody knows what
-    it holds; empty: it is known."""
+    """`asleep`: the server at `api.url` holds neither KV cache nor weights. `unknown`: why it
+    is not known what the server holds; empty: it is known."""
 
     def __init__(self, api: ServerApi) -> None:
         self.asleep, self.unknown = False, ""
         self._api = api
 
     async def sleep(self) -> None:
-        """Give up KV cache and weights, if it is awake. EngineError: see `unknown`."""
+        """Give up KV cache and weights, if it is awake. Raises EngineError, and sets `unknown`, if a step
+        fails."""
         if not self.asleep:
             with self._finished("falling asleep"):
                 await self._api.pause("retract")  # a release while requests run would end the server
