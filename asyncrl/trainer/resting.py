@@ -4,8 +4,8 @@ parameters, buffers, gradients, moments ──rest──► elsewhere ──wake
 
 Storages are emptied and filled again in place, so every parameter, DTensor and view stays the same object.
 FSDP2 does so, too, with gathered weights around each forward: nothing may count on addresses. Compiled layers
-do not: torch.compile records CUDA graphs in modes that are not used here. Episodes that are held behind a
-barrier lie in main memory already, as does what offloading keeps there.
+do not count on them: torch.compile records CUDA graphs only in modes that are not used here. Episodes that
+wait for the end of their batch lie in main memory already, as does what offloading keeps there.
 """
 
 from __future__ import annotations

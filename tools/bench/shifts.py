@@ -44,7 +44,7 @@ SHOWN = {
 }
 EARLY, WINDOW = 50, 20  # the step from which growth counts; how many steps a level is the median of
 GROWTH = 0.03  # of memory
-OF_STEPS = ("ratios", "transcripts")
+OF_STEPS = ("checkpoints", "copies", "ratios", "transcripts")
 
 
 def main() -> int:
@@ -141,7 +141,7 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
 
 
 def looked(launcher: int, run_dir: Path) -> Iterator[tuple[str, float]]:
-    """Memory and open files of each role, and files in the run directory but those that each step writes."""
+    """Memory and open files of each role, and files in the run directory but those of steps."""
     for role, process in roles(launcher).items():
         with suppress(psutil.Error):
             if role != "coordinator-0":  # what it keeps of each step is a matter of soak.py
