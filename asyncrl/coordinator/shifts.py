@@ -114,6 +114,7 @@ class ShiftHandler:
         if shift is Shift.SLEEPING:
             self._number += 1
             self._told, self._hopeless_at = 0.0, now + self.state.liveness.start
+            self.engines.refused.clear()  # by an engine, while another one held the version
             for engine in self.state.versions.engines.values():
                 engine.resend(now)  # when it wakes it is sent a version, also the one that it had
                 engine.woken = False

@@ -25,8 +25,8 @@ from asyncrl.types import EpisodeStats, Turn
 Row = Mapping[str, float]
 T = TypeVar("T")
 
-WAITING = ("wait_data", "wait_devices", "rest", "wake")  # likewise: the trainer computes nothing
 BY_EPISODE = ("update_actor", "update_critic", "values", "ref", "adv")  # of timing_s/: grow with the batch
+WAITING = ("wait_data", "wait_devices", "rest", "wake")  # likewise: the trainer computes nothing
 FIXED = 0.5  # share of a token's seconds that does not depend on the load, where loads hardly differ
 LEAST_ROWS = 4  # committed steps of a run: the first third and the last one are left out
 DIFFER = 1.2  # loads that differ by less say nothing of it

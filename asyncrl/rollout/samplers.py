@@ -7,7 +7,6 @@ unblocks: turns that wait for fresher weights
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, EngineRefused, Request, engines
 from asyncrl.errors import EngineError
+from asyncrl.isolation.calls import to_its_end
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import ASLEEP, FRESHER, BusyTimer, Notifier, Sleeps, Waits
 from asyncrl.runtime.mirror import Mirror
@@ -161,7 +161,7 @@ class LocalSampler:
 
     async def _built(self) -> Engine:
         if self.engine is None:
-            engine = await asyncio.to_thread(self.build)
+            engine = await to_its_end(self.build)  # before that it cannot sleep
             if not self.pinned:
                 await engine.sleep()  # as it does whenever it has no version
             self.engine = engine

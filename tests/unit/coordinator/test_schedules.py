@@ -180,6 +180,20 @@ def test_faults_in_each_shift(root: Path) -> None:
     assert {"rollout", "sleeping", "train", "waking"} == set().union(*(world.seen for world in worlds))
 
 
+def test_an_engine_that_refuses_versions_costs_no_trainer(root: Path) -> None:
+    """Another one holds them, but in some shifts, when none does."""
+
+    def happen(world: World) -> None:
+        if world.turns == 150:
+            world.workers[1].refuses = 40
+
+    for seed in (5, 9, 12, 14):
+        world = World(root / str(seed), f"r{seed}", happen, shifts=True)
+        world.run()
+        world.check()
+        assert not any("replaced: trainer" in line for line in world.log), world.log
+
+
 def restored(root: Path, seed: int, faults: list[str]) -> int:
     """How often the store was damaged, beside other faults, and made anew from a copy."""
     others, dice = happening(f"store {seed}", faults, 4), random.Random(seed)
