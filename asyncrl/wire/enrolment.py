@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import time
 from contextlib import suppress
+from typing import cast
 
 import msgspec
 
@@ -21,6 +22,7 @@ from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite
 from asyncrl.wire.sockets import COORDINATOR, TOKEN, Endpoints, Link, identity, new_key_pair
 
 TRY_SECONDS = 0.1
+KNOWN_SECONDS = 2.0  # until the coordinator knows a token that was just made
 Z85_BYTES = 40  # of a key, as text
 
 
@@ -50,23 +52,29 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     """Make a key pair for this process, let the coordinator know its public half, and return where it is
     dialled, with that pair, and what this process is from now on. ConfigError: the token is none, or is
     refused, or nobody answers in time."""
-    given = read_token(token)
+    given, key, begin = read_token(token), new_key_pair(), time.monotonic()
+    while (answer := _asked(given, Enrol(key.public), begin + seconds)) is None:
+        if time.monotonic() > begin + KNOWN_SECONDS:
+            raise ConfigError(
+                f"the coordinator at {given.control} refuses this token: it was used, is over, or is of "
+                "another launch; get a new one"
+            )
+        time.sleep(TRY_SECONDS)
+    keys = {COORDINATOR: given.keys[COORDINATOR], answer.role: key}
+    return msgspec.structs.replace(given, keys=keys), answer
+
+
+def _asked(given: Endpoints, message: Enrol, until: float) -> Enrolled | None:
+    """Ask once; None: the token is refused. ConfigError where nobody answers."""
     link = Link(given.control, ToToken, identity(TOKEN, 0, given.keys[TOKEN].public), given.keys)
-    key, until, answer = new_key_pair(), time.monotonic() + seconds, None
     try:
         with suppress(DeadlineError):  # where the token was refused before, there is no queue
-            link.send(Enrol(key.public))
-        while answer is None and not link.refused:
+            link.send(message)
+        while not link.refused:
             if time.monotonic() > until:
-                raise ConfigError(f"nobody answers at {given.control} within {seconds:g} s: is the run up?")
-            answer = link.receive(TRY_SECONDS)
+                raise ConfigError(f"nobody answers at {given.control}: is the run up?")
+            if (answer := link.receive(TRY_SECONDS)) is not None:
+                return cast(Enrolled, answer[0])
     finally:
         link.close()
-    if answer is None:
-        raise ConfigError(
-            f"the coordinator at {given.control} refuses this token: it was used, is over, or is of another "
-            "launch; get a new one"
-        )
-    enrolled: Enrolled = answer[0]
-    keys = {COORDINATOR: given.keys[COORDINATOR], enrolled.role: key}
-    return msgspec.structs.replace(given, keys=keys), enrolled
+    return None
