@@ -2,19 +2,25 @@
 
 The loop is that of examples/plain_loop, which knows nothing of versions, ratios, micro-batches or ranks:
 advantages by group, the policy loss of the whole batch, a step. Its trajectories then go through the learner
-on 1, 2 and 4 ranks, cut at random. Compared are gradients, in float64 and before Adam, which would hide a
-wrong scale.
+on 1, 2 and 4 ranks, cut at random, the last cut by shifts: ranks rest after each micro-batch. Compared are
+gradients, in float64 and before Adam, which would hide a wrong scale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.observe.timeline import Timeline
+from asyncrl.trainer import resting
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.plain_loop import as_plain, plain_loop
 from tests.fakes.ranks import run_ranks
@@ -65,9 +71,31 @@ def replay(world: World, folder: Path) -> list[list[Gradients]]:
     found = []
     for batch in batches:
         cuts = [random_cut(batch, world.size, micros, seed=micros) for micros in range(1, CUTS + 1)]
-        found.append([final_gradients(learner, cut) for cut in cuts])
-        run_batch(learner, cuts[-1])
+        found.append([final_gradients(learner, cut) for cut in cuts[:-1]])
+        with shifts(learner, folder) as rests:
+            found[-1].append(final_gradients(learner, cuts[-1]))
+            run_batch(learner, cuts[-1])
+        assert rests.call_count == 2 * CUTS
     return found
+
+
+@contextmanager
+def shifts(learner: Learner, folder: Path) -> Iterator[mock.Mock]:
+    """Engines get the devices after each micro-batch. Yields what counts how often."""
+    timeline, accumulate = Timeline(folder / f"{learner.world.rank}.jsonl"), learner.accumulate
+    own, rests = resting.Resting(learner, timeline, folder), mock.Mock()
+
+    def accumulate_and_rest(micro: list[Episode]) -> None:
+        accumulate(micro)
+        own.rest(rests)
+        own.wake()
+
+    with (
+        mock.patch.object(resting, "SMALL", 0),
+        mock.patch.object(learner, "accumulate", accumulate_and_rest),
+    ):
+        yield rests
+    timeline.close()
 
 
 @pytest.fixture(scope="module")
