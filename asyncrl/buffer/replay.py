@@ -148,13 +148,11 @@ class ReplayBuffer:
 
     def admit(self, step: int, now: float) -> GroupRecord:
         """Issue the next group: all its episodes become pending."""
-        number = self.next_group
-        position = self.prompts.position
+        number, position = self.next_group, self.prompts.position
         members = [f"{number}.{member}" for member in range(self.group_size)]
         sample, patience = self.prompts.draw(position), self.deadlines.patience(now)
         group = GroupRecord(number, sample, step, members, patience, position=position)
-        self.live[number] = group
-        self._dirty_groups[number] = group
+        self.live[number] = self._dirty_groups[number] = group
         for member, uid in enumerate(members):
             greedy = member == self.config.episodes_per_group
             self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)

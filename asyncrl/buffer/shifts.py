@@ -76,10 +76,6 @@ class Shifts:
         self.count = 0  # of the trainer's shifts
         self._fill = fill
 
-    @property
-    def engines_may_load(self) -> bool:
-        return self.shift in (Shift.WAKING, Shift.ROLLOUT)
-
     def move(self, now: float, seen: Situation) -> bool:
         """Enter the next state if it is time. True: it was entered."""
         after = self._next(seen)

@@ -118,10 +118,14 @@ class EngineHandler:
 
     def pop_unloadable_version(self) -> str:
         """Returns why the newest version cannot be loaded, once for REFUSALS of it; '' where an engine holds
-        it."""
-        held, newest = self.state.versions.engines, self.state.versions.newest
-        often = any(count >= REFUSALS for (_, version), count in self.refused.items() if version == newest)
-        if not often or any(engine.acked >= newest and engine.woken for engine in held.values()):
+        it, or is loading it and has not refused it."""
+        held, newest, refused = self.state.versions.engines, self.state.versions.newest, self.refused
+        often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
+        may_hold = any(
+            (engine.acked >= newest and engine.woken) or (engine.pushed >= newest and not refused[peer, newest])
+            for peer, engine in held.items()
+        )
+        if not often or may_hold:
             return ""
         self.refused.clear()
         return f"no engine can load v{newest.step}: {self.refusal}"

@@ -76,9 +76,8 @@ class Lifecycle:
                 self.abort(f"{cause}; mend that, and begin another run", now)
             case Phase.RUNNING if self._training_over():
                 self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
-                self._enter(Phase.DRAINING, now)
-                self._deadline = self.state.engine_time(now) + self.state.config.weights.deadline
-            case Phase.DRAINING if self._drained(self.state.engine_time(now)) and not self.validation.busy:
+                self._enter(Phase.DRAINING, now, self.state.config.weights.deadline)
+            case Phase.DRAINING if self._drained(now) and not self.validation.busy:
                 self.validation.begin(self.state.batches.committed, True, now)
                 self._enter(Phase.EVALUATING, now)
             case Phase.EVALUATING if not self.validation.busy:

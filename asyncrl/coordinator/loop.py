@@ -13,7 +13,6 @@ commits: a turn that an error interrupts has not happened.
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +93,6 @@ class Coordinator:
         self._status_at, self._turned_at = 0.0, now
         self._more = False  # the last turn left what the next one can do at once
         self.journal = Journal(self.state, self._keep_contact)
-        self._replaced = -1, -math.inf  # the trainer epoch whose weights were damaged, and when
         self._silent: list[str] = []  # waits for processes that are not heard of
         self._unread: dict[object, tuple[bytes, Any, list[bytes]]] = {}  # that came while it was not writable
         self._resume(incarnation)
@@ -372,15 +370,15 @@ class Coordinator:
     def _watch(self, now: float) -> None:
         """In a run that has stalled, trainer ranks that are silent are replaced; else it ends, with a
         checkpoint. Either way it is said who waits for what. They are replaced, too, where they wait for what
-        engines would sample that cannot load their newest version; not those that have yet to publish one."""
-        epoch, (replaced, began) = self.state.trainer_epoch, self._replaced
-        starting = replaced == epoch and now < began + self.state.liveness.start
-        starting = starting or self.state.versions.newest.epoch < epoch
-        waiting = self.trainer.ranks.request and not starting
-        damage = self.engines.pop_unloadable_version() if waiting and self.lifecycle.training else ""
-        if damage:
-            self._replaced = epoch, now
-            self._replace(shared.Replace("trainer", f"{damage}; the next trainer publishes it anew"))
+        engines would sample that cannot load their newest version, or have no other since they slept; not those
+        that have yet to publish one."""
+        ranks, published = self.trainer.ranks, self.state.versions.newest.epoch == self.state.trainer_epoch
+        waiting = ranks.request or (self.state.shifts and ranks.told == "end")
+        wanted = waiting and published and not self.lifecycle.ending
+        if wanted and (damage := self.engines.pop_unloadable_version()):
+            damage += "; the next trainer publishes it anew"
+            self._replace(shared.Replace("trainer", damage, ranks.incarnation))
+            ranks.request, ranks.told = None, ""  # not again until the next one asks
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return

@@ -1,11 +1,11 @@
 """Moves the devices that engines and trainer share from one side to the other.
 
 consumes: answers to Sleep; what handlers know of ranks, engines and the buffer
-waits for: engines to fall asleep and to wake, each with a deadline; ranks to rest
+waits for: engines to fall asleep and to wake, ranks to rest, each with a deadline
 unblocks: the ranks (plans, in their shift), the engines (the newest version, in theirs)
 
 Nobody is given devices before the other side has said that it holds nothing there: engines by Slept or a
-hello, ranks by a request or a checkpoint at rest. What says nothing for `weights.deadline` is replaced.
+hello, ranks by a request or a checkpoint at rest. What does not say so in time is replaced.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class ShiftHandler:
         self.engines.wakes = shifts.shift is Shift.WAKING and trainer.ranks.resting and self._written(now)
         if shifts.shift is Shift.SLEEPING:
             self._put_to_sleep(now)
+        elif shifts.shift is Shift.WAKING and not trainer.ranks.resting:
+            self._let_rest(now)
         self.state.waits += self._waits(shifts, waiting)
 
     def _outlook(self) -> Outlook:
@@ -138,6 +140,16 @@ class ShiftHandler:
             if "" in names and now > self._hopeless_at:  # not heard of since this coordinator began
                 self._hopeless_at = now + self.state.liveness.start
                 self._replace(Replace(self.role, f"not all of {self.role} have reported in to fall asleep"))
+
+    def _let_rest(self, now: float) -> None:
+        """Ranks have as long as for a start, in which they read as much; a micro-batch before does not count."""
+        ranks, limit = self.trainer.ranks, self.state.liveness.start
+        if ranks.told != "rest":
+            self._began = now
+        elif now > self._began + limit:
+            ranks.told = ""  # those that follow ask for the devices
+            why = f"the trainer has not come to rest within {limit:g} s"
+            self._replace(Replace("trainer", why, ranks.incarnation))
 
     def _written(self, now: float) -> bool:
         """The version of the committed steps is there to be loaded; or an earlier one is, and this one has

@@ -249,7 +249,7 @@ class World:
             self.end = message
         if isinstance(message, Replace):
             self.log.append(f"{self.now:.1f} replaced: {message.role} {message.reason}")
-            if message.role == "trainer":
+            if message.role == "trainer" and message.incarnation in ("", self.trainer.incarnation):
                 self.start_trainer()
             for worker in self.workers:
                 if message.role == "rollout" and message.incarnation in ("", worker.incarnation):

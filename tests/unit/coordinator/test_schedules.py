@@ -194,6 +194,44 @@ def test_an_engine_that_refuses_versions_costs_no_trainer(root: Path) -> None:
         assert not any("replaced: trainer" in line for line in world.log), world.log
 
 
+def test_a_trainer_that_does_not_come_to_rest_is_replaced(root: Path) -> None:
+    """Within the time of a start after it was told to."""
+    since: list[float] = []
+
+    def happen(world: World) -> None:
+        ranks = world.coordinator.trainer.ranks
+        if not since and ranks.told == "rest" and not world.trainer.resting:
+            since.append(world.now)
+            world.trainer.link.asleep_until = world.now + 1000
+
+    world = World(root / "rest", 3, happen, shifts=True)
+    world.run()
+    world.check()
+    (line,) = [line for line in world.log if "replaced: trainer" in line]
+    assert "not come to rest within 120 s" in line and 119 < float(line.split()[0]) - since[0] < 122
+
+
+@pytest.mark.parametrize(("seed", "mended"), [(0, True), (1, True), (1, False)])
+def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: bool) -> None:
+    """The next trainer publishes it anew; where that does not help, and nothing is to be evaluated, the run is
+    complete without it."""
+
+    def happen(world: World) -> None:
+        newest, steps = world.coordinator.state.versions.newest, world.config.total_steps
+        if newest.step == steps:
+            damaged.setdefault("epoch", newest.epoch)
+        bad = newest.step == steps and (newest.epoch == damaged["epoch"] or not mended)
+        for worker in world.workers:
+            worker.refuses = 99 * bad
+
+    damaged: dict[str, int] = {}
+    world = World(root / "last", f"last {seed}", happen, shifts=True)
+    assert bool(world.config.data.test) is (seed == 0)
+    world.run()
+    world.check()
+    assert world.now < 400, world.now
+
+
 def restored(root: Path, seed: int, faults: list[str]) -> int:
     """How often the store was damaged, beside other faults, and made anew from a copy."""
     others, dice = happening(f"store {seed}", faults, 4), random.Random(seed)
