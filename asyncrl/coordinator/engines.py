@@ -122,7 +122,8 @@ class EngineHandler:
         held, newest, refused = self.state.versions.engines, self.state.versions.newest, self.refused
         often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
         may_hold = any(
-            (engine.acked >= newest and engine.woken) or (engine.pushed >= newest and not refused[peer, newest])
+            (engine.acked >= newest and engine.woken)
+            or (engine.pushed >= newest and not refused[peer, newest])
             for peer, engine in held.items()
         )
         if not often or may_hold:

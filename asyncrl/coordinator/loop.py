@@ -370,8 +370,8 @@ class Coordinator:
     def _watch(self, now: float) -> None:
         """In a run that has stalled, trainer ranks that are silent are replaced; else it ends, with a
         checkpoint. Either way it is said who waits for what. They are replaced, too, where they wait for what
-        engines would sample that cannot load their newest version, or have no other since they slept; not those
-        that have yet to publish one."""
+        engines would sample that cannot load their newest version, or where these slept and have no other;
+        not those that have yet to publish one."""
         ranks, published = self.trainer.ranks, self.state.versions.newest.epoch == self.state.trainer_epoch
         waiting = ranks.request or (self.state.shifts and ranks.told == "end")
         wanted = waiting and published and not self.lifecycle.ending

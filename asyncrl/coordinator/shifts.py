@@ -142,7 +142,7 @@ class ShiftHandler:
                 self._replace(Replace(self.role, f"not all of {self.role} have reported in to fall asleep"))
 
     def _let_rest(self, now: float) -> None:
-        """Ranks have as long as for a start, in which they read as much; a micro-batch before does not count."""
+        """Give ranks the time of a start, in which they read as much, from when they are told to rest."""
         ranks, limit = self.trainer.ranks, self.state.liveness.start
         if ranks.told != "rest":
             self._began = now

@@ -147,7 +147,7 @@ class TrainerRank:
                     self._save_last()
                     if plan.kind == "end" and self.config.shifts:  # engines still evaluate
                         self.resting.rest(self._meet)
-                    self._await_stop(plan.kind)
+                    self._await_stop()
 
     def _train(self, plan: trainer.WorkPlan, work: Work) -> None:
         uids = [planned.uid for planned, _ in work]
@@ -313,11 +313,10 @@ class TrainerRank:
             self._poller.wait(min(BEAT_EVERY, end - now))
             list(self._received())
 
-    def _await_stop(self, kind: str) -> NoReturn:
+    def _await_stop(self) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
         with self.timeline.span("wait_stop"), self.watch.phase("wait_stop", waiting=True):
-            name = f"the coordinator's stop after {kind}"
-            self._ask(self.control, self._checkpointed(), name, patient=True)
+            self._ask(self.control, self._checkpointed(), "the coordinator's stop", patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed(self) -> shared.WireMessage:

@@ -17,6 +17,21 @@ def shifts(run: Run) -> list[str]:
     return re.findall(r"shift: (\w+)", (run.path / "logs" / "coordinator-0.log").read_text())
 
 
+def until_next(run: Run, shift: str) -> None:
+    """Wait until this shift begins once more."""
+    seen = len(shifts(run))
+    run.until(lambda: shift in shifts(run)[seen:], shift)
+
+
+def lost_nothing(run: Run, kills: int) -> None:
+    """After so many kills all is accounted for, nothing was trained twice, and nothing computed at once."""
+    flow = run.completed(8)["flow"]
+    assert run.text().count("is restarted") == kills
+    assert not [*at_once(run.path)]
+    assert flow["trained"] + flow["dropped"] == flow["issued"]
+    assert set(trained_uids(run.path).values()) == {1}
+
+
 @pytest.mark.slow
 def test_engines_and_trainer_take_turns(tmp_path: Path) -> None:
     """Nothing computes at once, turns go on over a change of the weights, and validations get what they need.
@@ -48,12 +63,6 @@ def test_kill_9_in_shifts(tmp_path: Path) -> None:
             (5, "waking", "rollout-1"),
         ):
             run.until_step(step)
-            seen = len(shifts(run))
-            run.until(lambda seen=seen, shift=shift: shift in shifts(run)[seen:], shift)  # type: ignore[misc]
+            until_next(run, shift)
             run.kill(victim)
-        summary = run.completed(8)
-        assert run.text().count("is restarted") == 4
-    assert not [*at_once(run.path)]
-    flow = summary["flow"]
-    assert flow["trained"] + flow["dropped"] == flow["issued"]
-    assert set(trained_uids(run.path).values()) == {1}
+        lost_nothing(run, 4)

@@ -213,8 +213,8 @@ def test_a_trainer_that_does_not_come_to_rest_is_replaced(root: Path) -> None:
 
 @pytest.mark.parametrize(("seed", "mended"), [(0, True), (1, True), (1, False)])
 def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: bool) -> None:
-    """The next trainer publishes it anew; where that does not help, and nothing is to be evaluated, the run is
-    complete without it."""
+    """The next trainer publishes it anew. Where that does not help, and nothing is to be evaluated, the run
+    is complete without it."""
 
     def happen(world: World) -> None:
         newest, steps = world.coordinator.state.versions.newest, world.config.total_steps
