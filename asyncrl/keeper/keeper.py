@@ -234,8 +234,10 @@ class Keeper:
             await asyncio.sleep(self._contact.interval)
 
     async def _beat(self) -> None:
-        use = self._versions.pop_kv_use() if self._versions is not None else None
-        await self._control.send(KeeperBeat(self._healthy, not self._server, self._waits.longest(), use))
+        versions = self._versions
+        use = versions.pop_kv_use() if versions is not None else None
+        starting = not (self._server or (versions and versions.asleep))  # if asleep, when it has the devices
+        await self._control.send(KeeperBeat(self._healthy, starting, self._waits.longest(), use))
 
     async def _hello(self) -> None:
         url, what = (self._server.api.url, self._server.description) if self._server else ("", "")

@@ -33,6 +33,7 @@ CRASHES = (3, 12, 0), (3, 12, 2)  # freeing a BytesIO crashes from the first of 
 LITTLE_DISK = 1e9  # bytes; a checkpoint of 0.1B parameters takes more
 LITTLE_SHARED = 1e9  # bytes; NCCL's documentation asks for them, and containers have 64 MiB
 KERNELS = ("sgl_kernel", "flashinfer")  # SGLang imports the first on every GPU, and does without the second
+SAVER = "torch_memory_saver"  # it needs this, too, for --enable-memory-saver
 # Prints the version, and, if torch can use a GPU, which of the named modules cannot be imported.
 BROKEN = "cannot be imported:"
 ASK_SGLANG = f"""
@@ -89,13 +90,14 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield ok(f"{program} is not Python: its version is seen when the server starts")
     else:
         on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
-        yield from _sglang_of(program, on_gpu)
+        needed = [*KERNELS, *[SAVER] * inputs.config.shifts] if on_gpu else []
+        yield from _sglang_of(program, needed)
 
 
-def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
+def _sglang_of(program: str, needed: list[str]) -> Iterator[Note]:
     from asyncrl.engines.sglang.http import PROTOCOLS
 
-    command = [program, "-c", ASK_SGLANG, *KERNELS * on_gpu]
+    command = [program, "-c", ASK_SGLANG, *needed]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -106,7 +108,7 @@ def _sglang_of(program: str, on_gpu: bool) -> Iterator[Note]:
     if found not in PROTOCOLS:
         raise ConfigError(f"{program} has sglang {found}; install one of {known} there")
     for line in (line for line in lines if BROKEN in line):
-        if line.startswith(KERNELS[0]):
+        if line.startswith((KERNELS[0], SAVER)):
             raise ConfigError(f"sglang {found} cannot start on a GPU: {line}; {advice}")
         yield warning(f"sglang {found} is slower than it could be: {line}; {advice}")
     yield ok(f"{found} ({program})")

@@ -115,7 +115,10 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
     for part in ("toolbox", "environment", "agent", "reward", "parser"):
         getattr(parts, part)
     if not config.engine.remote and config.engine.name not in engines:
-        engines.load(config.engine.name)
+        factory = engines.load(config.engine.name)
+        if config.shifts and isinstance(factory, type) and not hasattr(factory, "sleep"):
+            lacks = f"engine.name: {config.engine.name} cannot sleep, as engine.colocated needs"
+            raise ConfigError(f"{lacks}; write sleep and asleep (Engine in asyncrl/engines/base.py)")
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 
 

@@ -131,7 +131,8 @@ class LocalSampler:
 
     @property
     def _asleep(self) -> bool:
-        return self.engine is None or self.engine.asleep
+        """A registered engine need not know of sleep in a run without shifts."""
+        return self.engine is None or bool(getattr(self.engine, "asleep", False))
 
     def sleep(self) -> Awaitable[None]:
         """Give up KV cache and weights, in order with the loads; see `WeightLoader.sleep`."""

@@ -73,13 +73,13 @@ class AdapterLoader:
             try:
                 with disk.lock_version(ref):
                     manifest = await to_its_end(partial(self._lay_out, ref, files))
-                with self.sleeping.waking():
-                    if not self._based:
+                if not self._based:
+                    with self.sleeping.waking():
                         await self._load_base()
-                    loaded = await self.api.adapters()  # some, where this one's caller gave up a load
-                    for agent, name in self._names(ref).items():
-                        if name not in loaded:
-                            await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
+                loaded = await self.api.adapters()  # some, where this one's caller gave up a load
+                for agent, name in self._names(ref).items():
+                    if name not in loaded:
+                        await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
             finally:
                 await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
             self._told, self.loaded = self.loaded, ref

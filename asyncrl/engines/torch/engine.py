@@ -124,6 +124,8 @@ class TorchEngine:
 
     async def sleep(self) -> None:
         async with self._loading:
+            if self._broken is not None:  # perhaps when it fell asleep, and it holds anything
+                raise self._broken
             if not self.asleep:
                 await self._changed(self._fall_asleep)
 

@@ -206,6 +206,26 @@ async def test_a_server_with_other_weights_loads_those_of_the_model_first(tmp_pa
         assert server.label == "default" and await loader.label() == "e1-v1"
 
 
+async def test_an_adapter_that_a_server_refuses_after_it_woke_says_nothing_of_its_memory(
+    tmp_path: Path,
+) -> None:
+    """It is awake, with the base alone, and tries again or sleeps as any other."""
+    async with loading(tmp_path) as (server, loader):
+        for path in ("pause_generation", "release_memory_occupation", "resume_memory_occupation"):
+            server.script.says(f"/{path}", 200, b"{}")
+        server.script.says("/continue_generation", 200, b"{}")
+        await loader.sleep()
+        answer = server.script.answers["/load_lora_adapter"]
+        server.script.says("/load_lora_adapter", 400, b'{"success": false, "error_message": "no room"}')
+        with pytest.raises(WeightsError, match="no room"):
+            await loader.load(version(tmp_path, 0))
+        assert not loader.sleeping.asleep and not loader.sleeping.unknown
+        server.script.answers["/load_lora_adapter"] = answer
+        await loader.load(version(tmp_path, 1))
+        paths = [path for path, _, _ in server.script.asked if "/update" in path]
+        assert len(paths) == 1 and list(server.adapters) == ["e1-v1@mine"]
+
+
 @asynccontextmanager
 async def connected(config: RunConfig = CONFIG) -> AsyncIterator[tuple[Script, SGLangClient]]:
     async with asyncio.timeout(60), scripted() as script:

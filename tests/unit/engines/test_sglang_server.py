@@ -115,9 +115,11 @@ def test_a_mode_that_a_version_cannot_do_is_refused(config: RunConfig):
 def test_a_server_that_cannot_sleep_is_refused_where_engines_do(config: RunConfig):
     engine = msgspec.structs.replace(config.engine, colocated=1)
     config = msgspec.structs.replace(config, engine=engine, total_steps=1)
-    check(config, URL, *served(config.model.path, enable_memory_saver=True))
+    check(config, URL, *served(config.model.path, enable_memory_saver=True, max_total_num_tokens=4096))
     with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks --enable-memory-saver"):
         check(config, URL, *served(config.model.path))
+    with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks max_total_num_tokens in /server_info"):
+        check(config, URL, *served(config.model.path, enable_memory_saver=True))
     with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks a newer SGLang"):
         check(config, URL, *served(config.model.path, version="0.5.20", enable_memory_saver=True))
 

@@ -195,6 +195,19 @@ async def test_a_load_that_fails_leaves_it_asleep(tmp_path: Path):
     await engine.close()
 
 
+async def test_memory_that_could_not_be_given_up_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch):
+    """However often it is asked: it is to be replaced."""
+    engine = serve()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._released, "release", lambda tensors: torch.empty(-1))
+        with pytest.raises(EngineError, match="the engine broke"):
+            await engine.sleep()
+    with pytest.raises(EngineError, match="the engine broke"):
+        await engine.sleep()
+    assert held(engine) > 0
+    await engine.close()
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["the first version", "a later one"])
 async def test_adapters_alone_wake_it_with_the_base_of_its_directory(tmp_path: Path, first: bool):
     alone, both = tiny(), tiny()

@@ -394,8 +394,12 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
             await keeper._hello()
             versions.take(Sleep(7))
             await settle()
-            hello, slept = control.sent  # type: ignore[attr-defined]
+            await keeper._beat()
+            hello, slept, beat = control.sent  # type: ignore[attr-defined]
             assert isinstance(hello, KeeperHello) and not hello.url
+            assert isinstance(beat, KeeperBeat) and not beat.starting, (
+                "a trainer that hangs would be waited for"
+            )
             assert isinstance(slept, Slept) and slept.number == 7 and not slept.error
             assert not started.is_set()
             versions.take(LoadWeights(REF, "train"))

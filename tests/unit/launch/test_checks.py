@@ -28,6 +28,7 @@ from tests.fakes.checked import (
 )
 
 SGLANG: Keys = {"engine.name": "sglang"}
+COLOCATED: Keys = {"engine.colocated": 1}
 RAY: Keys = {"launch.kind": "ray"}
 CALCULATOR: Keys = {"rollout.tools": ["calculator"]}
 BROADCAST: Keys = SGLANG | {"weights.transport": "collective"}
@@ -220,6 +221,10 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"rollout.reward": "json:lodas"}, "lodas.*loads"),
         ({"rollout.parser": "hermse"}, "hermes"),
         ({"engine.name": "troch"}, "unknown engine.*torch"),
+        (
+            COLOCATED | {"engine.name": "builtins:dict"},
+            "builtins:dict cannot sleep, as engine.colocated needs",
+        ),
         ({"algorithm.advantage": "gprpo"}, "unknown advantage.*grpo"),
         ({"algorithm.loss": "reinforced"}, "unknown loss.*reinforce"),
         ({"algorithm.correction": {}}, "max_staleness=0"),
@@ -279,7 +284,13 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([data(*4 * [{"messages": SAID, "tools": [], "uid": 1}]), SFT], "nothing reads the columns uid; "),
     ],
     "error: device": [([gpus(0), {"model.device": "cuda"}], "model.device is cuda, and torch sees no GPU")],
-    "error: memory": [([large, MEMORY], r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank")],
+    "error: memory": [
+        ([large, MEMORY], r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank"),
+        (
+            [large, MEMORY, gpus(1), COLOCATED],
+            r"there are 1\.5 GB of main memory, where they rest \(engine\.c",
+        ),
+    ],
     "error: weights": [
         (beyond_shared_memory, "weights.directory=run"),
         (file("f", "", "weights.directory=/weights"), "f is not a writable directory; set weights.directory"),
@@ -357,7 +368,10 @@ FINE: dict[str, list[Spoil | list[Spoil]]] = {
         *([UNTRUE, {"rollout.reward": reward}] for reward in UNCOMPARED),
     ],
     "device": [[gpus(0), RAY, {"model.device": "cuda"}], [gpus(1), {"model.device": "cuda"}]],
-    "memory": [[large, MEMORY, {"trainer.optimizer": "sgd"}], [large, MEMORY, RAY]],
+    "memory": [
+        *([large, MEMORY, {"trainer.optimizer": "sgd"}], [large, MEMORY, RAY], [large, MEMORY, gpus(1)]),
+        [large, MEMORY, gpus(1), {"trainer.optimizer": "sgd"}, COLOCATED],
+    ],
     "settings": [
         THREE | {"rollout.slots": 26},
         {"checkpoint.every": 0, "total_steps": 50},

@@ -21,6 +21,7 @@ RANKS: Keys = {"trainer.ranks": 2}
 RAY: Keys = {"launch.kind": "ray", "launch.ray_address": "auto"}
 SERVERS: Keys = {"engine.name": "sglang", "engine.servers": 2}
 TP: Keys = {"engine.name": "sglang", "engine.tp": 2}
+COLOCATED: Keys = {"engine.servers": 1, "engine.colocated": 1}
 OWN_TORCH: Keys = {"engine.name": "sglang", "engine.server_command": ["python"]}
 BROADCAST: Keys = SERVERS | {"weights.transport": "collective"}
 ATTACHED: Keys = {
@@ -170,6 +171,10 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [ENOUGH, sglang(flashinfer="", sgl_kernel="raise ImportError('libcudart.so:\\n no such file')")],
             "sgl_kernel cannot be imported: libcudart.so: no such file; ",
         ),
+        (
+            [ENOUGH, sglang(sgl_kernel="", flashinfer=""), COLOCATED],
+            "cannot start on a GPU: torch_memory_saver .* No module .*install sglang==0.5.23",
+        ),
         (python(""), "has sglang none; install one of"),
     ],
     "warning: SGLang": [
@@ -180,6 +185,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     ],
     "ok: SGLang": [
         ([ENOUGH, sglang(sgl_kernel="", flashinfer="")], "0.5.23"),
+        ([ENOUGH, sglang(sgl_kernel="", flashinfer="", torch_memory_saver=""), COLOCATED], "0.5.23"),
         ([ENOUGH, sglang(), {"engine.server_args": {"device": "cpu"}}], "0.5.23"),
         ([ENOUGH, sglang(torch=SEES_NONE)], "0.5.23"),  # it starts on a CPU
         (sglang(torch="raise OSError"), "0.5.23"),  # without GPUs nobody asks for kernels

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -158,6 +159,13 @@ async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
     assert [(a.probe_tokens, a.unproven) for a in f.answers] == [(0, True), (2, False), (0, False)]
     assert (f.answers[1].probe_gap, f.answers[1].probe_noise) == (gap, 0.25)
     assert len(f.engine.loads) == 1
+    f.task.cancel()
+
+
+async def test_a_registered_engine_that_knows_no_sleep_is_awake() -> None:
+    f = Fixture()
+    f.lane.engine = SimpleNamespace(version=3)  # type: ignore[assignment]
+    assert f.lane.version == 3 and not f.lane._asleep
     f.task.cancel()
 
 
