@@ -121,12 +121,9 @@ class EngineHandler:
         it, or is loading it and has not refused it."""
         held, newest, refused = self.state.versions.engines, self.state.versions.newest, self.refused
         often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
-        may_hold = any(
-            (engine.acked >= newest and engine.woken)
-            or (engine.pushed >= newest and not refused[peer, newest])
-            for peer, engine in held.items()
-        )
-        if not often or may_hold:
+        tries = (one for one, engine in held.items() if engine.pushed >= newest and not refused[one, newest])
+        holds = any(engine.acked >= newest and engine.woken for engine in held.values())
+        if not often or holds or any(tries):
             return ""
         self.refused.clear()
         return f"no engine can load v{newest.step}: {self.refusal}"

@@ -50,9 +50,8 @@ class ShiftHandler:
     def begin(self, now: float) -> None:
         """A new launch begins with engines that sleep; a restarted coordinator goes on."""
         if self.state.config.shifts:
-            stored = self.state.store.read.meta(META)
-            fill = self.state.config.buffer.shift_fill
-            self.state.shifts = Shifts(fill, now, Shift(stored) if stored else Shift.SLEEPING)
+            stored = self.state.store.read.meta(META) or Shift.SLEEPING
+            self.state.shifts = Shifts(self.state.config.buffer.shift_fill, now, Shift(stored))
             self._began, self._hopeless_at = now, now + self.state.liveness.start
 
     def slept(self, peer: bytes, message: Slept, now: float) -> None:
@@ -76,20 +75,17 @@ class ShiftHandler:
             return
         request, engines = trainer.ranks.request, self.state.versions.engines.values()
         waiting = [f"{self.role}-{index}" for index in self.places.vacant]
-        entered = shifts.move(
-            now,
-            Situation(
-                outlook=self._outlook(),
-                starting=bool(trainer.asking),
-                asked=trainer.ranks.told == "end" or request is not None,
-                held=self.validation.needs_engines and (request is None or not request.micro),
-                asleep=not waiting and all(engine.asleep for engine in engines),
-                awake=any(engine.woken for engine in engines),
-                resting=trainer.ranks.resting,
-                idle=self._idle(),
-            ),
+        seen = Situation(
+            outlook=self._outlook(),
+            starting=bool(trainer.asking),
+            asked=trainer.ranks.told == "end" or request is not None,
+            held=self.validation.needs_engines and (request is None or not request.micro),
+            asleep=not waiting and all(engine.asleep for engine in engines),
+            awake=any(engine.woken for engine in engines),
+            resting=trainer.ranks.resting,
+            idle=self._idle(),
         )
-        if entered:
+        if shifts.move(now, seen):
             self._entered(shifts.shift, now)
         self.engines.wakes = shifts.shift is Shift.WAKING and trainer.ranks.resting and self._written(now)
         if shifts.shift is Shift.SLEEPING:
@@ -171,9 +167,9 @@ class ShiftHandler:
         awake = [engine.name for engine in engines if not engine.asleep]
         if shifts.shift is Shift.SLEEPING:
             yield f"the trainer waits for its shift: {', '.join([*missing, *awake])} to sleep"
-        elif shifts.shift is Shift.WAKING and not self.trainer.ranks.resting:
-            yield "engines wait for their shift: the trainer is to rest"
-        elif shifts.shift is Shift.WAKING and not self.engines.wakes:
-            yield f"engines wait for their shift: v{self.state.batches.committed} to be written"
-        elif shifts.shift is Shift.WAKING:
+        elif shifts.shift is Shift.WAKING and self.engines.wakes:
             yield f"engines load v{versions.newest.step}"
+        elif shifts.shift is Shift.WAKING:
+            written = f"v{self.state.batches.committed} to be written"
+            lack = written if self.trainer.ranks.resting else "the trainer is to rest"
+            yield f"engines wait for their shift: {lack}"

@@ -234,9 +234,8 @@ class Keeper:
             await asyncio.sleep(self._contact.interval)
 
     async def _beat(self) -> None:
-        versions = self._versions
-        use = versions.pop_kv_use() if versions is not None else None
-        starting = not (self._server or (versions and versions.asleep))  # if asleep, when it has the devices
+        use = self._versions and self._versions.pop_kv_use()
+        starting = not (self._server or (self._versions and self._versions.asleep))  # and has the devices
         await self._control.send(KeeperBeat(self._healthy, starting, self._waits.longest(), use))
 
     async def _hello(self) -> None:

@@ -90,8 +90,7 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield ok(f"{program} is not Python: its version is seen when the server starts")
     else:
         on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
-        needed = [*KERNELS, *[SAVER] * inputs.config.shifts] if on_gpu else []
-        yield from _sglang_of(program, needed)
+        yield from _sglang_of(program, [*KERNELS, *[SAVER] * inputs.config.shifts] if on_gpu else [])
 
 
 def _sglang_of(program: str, needed: list[str]) -> Iterator[Note]:

@@ -117,8 +117,7 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
     if not config.engine.remote and config.engine.name not in engines:
         factory = engines.load(config.engine.name)
         if config.shifts and isinstance(factory, type) and not hasattr(factory, "sleep"):
-            lacks = f"engine.name: {config.engine.name} cannot sleep, as engine.colocated needs"
-            raise ConfigError(f"{lacks}; write sleep and asleep (Engine in asyncrl/engines/base.py)")
+            raise ConfigError(f"engine.name: {config.engine.name} has no sleep, as engine.colocated needs")
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 
 

@@ -131,8 +131,7 @@ class LocalSampler:
 
     @property
     def _asleep(self) -> bool:
-        """A registered engine need not know of sleep in a run without shifts."""
-        return self.engine is None or bool(getattr(self.engine, "asleep", False))
+        return self.engine is None or bool(getattr(self.engine, "asleep", False))  # registered: may lack it
 
     def sleep(self) -> Awaitable[None]:
         """Give up KV cache and weights, in order with the loads; see `WeightLoader.sleep`."""

@@ -166,9 +166,7 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
         known = f"its version {info.version} knows {', '.join(modes)}"
         raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {known}")
     if config.shifts and not ("retract" in modes and info.enable_memory_saver and info.max_total_num_tokens):
-        lacks = (
-            "max_total_num_tokens in /server_info" if info.enable_memory_saver else "--enable-memory-saver"
-        )
+        lacks = "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
         lacks = lacks if "retract" in modes else "a newer SGLang (0.5.22)"
         raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {lacks}")
     if config.weights.transport != "disk" and info.dp_size != 1:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.coordinator.engines import TABLES_PER_SECOND, EngineHandler
+from asyncrl.coordinator.engines import REFUSALS, TABLES_PER_SECOND, EngineHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import MOST_PROBED, VersionLedger
 from asyncrl.coordinator.workers import FreeSlots
@@ -278,6 +278,17 @@ def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineS
     for step in range(1000):
         versions.take_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
     assert len(versions.probed) == MOST_PROBED and versions.probed[-1].version.step == 999
+
+
+def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(setup: EngineSetup) -> None:
+    ref = setup.publish(0)
+    assert setup.pushed() == {A: 0, B: 0}
+    for again in range(REFUSALS):
+        setup.ack(A, ref, error="cut off")
+        assert not setup.handler.pop_unloadable_version()
+        assert setup.pushed(2.0 * again + 1) == {A: 0}
+    setup.ack(B, ref, error="cut off")
+    assert setup.handler.pop_unloadable_version() == "no engine can load v0: cut off"
 
 
 def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:

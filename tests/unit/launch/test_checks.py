@@ -223,7 +223,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"engine.name": "troch"}, "unknown engine.*torch"),
         (
             COLOCATED | {"engine.name": "builtins:dict"},
-            "builtins:dict cannot sleep, as engine.colocated needs",
+            "builtins:dict has no sleep, as engine.colocated needs",
         ),
         ({"algorithm.advantage": "gprpo"}, "unknown advantage.*grpo"),
         ({"algorithm.loss": "reinforced"}, "unknown loss.*reinforce"),
