@@ -234,7 +234,7 @@ class Keeper:
             await asyncio.sleep(self._contact.interval)
 
     async def _beat(self) -> None:
-        use = self._versions and self._versions.pop_kv_use()
+        use = self._versions.pop_kv_use() if self._versions else None
         starting = not (self._server or (self._versions and self._versions.asleep))  # and has the devices
         await self._control.send(KeeperBeat(self._healthy, starting, self._waits.longest(), use))
 
