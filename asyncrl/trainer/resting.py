@@ -44,7 +44,7 @@ SMALL = 4096  # bytes of a storage that stays
 
 def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
     """Return True once engines have left the devices to this rank, which has loaded nothing yet. Return False
-    if the coordinator stops the run."""
+    if the coordinator stops the run; it gives each engine a deadline to fall asleep."""
     if not config.shifts:
         return True
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
