@@ -117,7 +117,9 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
     if not config.engine.remote and config.engine.name not in engines:
         factory = engines.load(config.engine.name)
         if config.shifts and isinstance(factory, type) and not hasattr(factory, "sleep"):
-            raise ConfigError(f"engine.name: {config.engine.name} has no sleep, as engine.colocated needs")
+            raise ConfigError(
+                f"engine.name: {config.engine.name} has no sleep, as engine.colocated needs; add it, or set 0"
+            )
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 
 
