@@ -120,13 +120,9 @@ class EpisodeRun:
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
     _result: object = None  # that it saw
     _reward_s: float = 0.0
-    _waiting: int = 0  # rows that wait for a scorer
-    _waiting_since: float = 0.0
-    _waited: float = 0.0  # seconds, all together
-    _sleeping: int = 0  # rows whose engine sleeps
+    _paused: int = 0  # rows that wait for an engine that sleeps, or for a scorer without a server
     _still: float | None = None  # when its clock was stopped for them
-    _slept: float = 0.0  # seconds, all together
-    _lent: float = 0.0  # seconds to spare for now
+    _stood: float = 0.0  # seconds, all together
     _said: str = ""  # the model's last words
 
     @property
@@ -161,7 +157,7 @@ class EpisodeRun:
         seconds = self.context.rules.config.part_seconds
         request = Request(session, ids, sampling, key, watch, routed, agent, seconds, on_part)
         durable = self._durable_part(row, prompt)
-        with self.sampler.sleeps.during(asleep=self.sleeping):
+        with self.sampler.sleeps.during(asleep=self.paused):
             sampled = await self.sampler.generate(rest(request, durable), self._oldest)
             whole = extended(request, durable, sampled)
             return await self._read(session, taught or ids, whole) if trains else whole
@@ -171,7 +167,7 @@ class EpisodeRun:
         ids, count, reader = prefix + sampled.ids, len(sampled.ids), self.reader
         if reader is None or not count:
             return sampled
-        scores = await reader.read(session, ids, count, self.context.top, self.waiting)
+        scores = await reader.read(session, ids, count, self.context.top, self.paused)
         return msgspec.structs.replace(sampled, scores=scores)
 
     def recall(self, frames: Sequence[bytes]) -> None:
@@ -210,8 +206,7 @@ class EpisodeRun:
     def seconds(self) -> float:
         """Seconds that the episode has taken, earlier attempts included, waits for scorers and sleeping
         engines not."""
-        now = self._now()
-        return (max(self._waiting_since, now - self._spare) if self._waiting else now) - self.started
+        return self._now() - self.started
 
     @property
     def seconds_left(self) -> float:
@@ -220,60 +215,35 @@ class EpisodeRun:
     def caught_up(self) -> None:
         """The recorded turns have been repeated, which costs the episode nothing: what is left of its time
         begins now."""
-        self._begin(self._now() - self.assign.seconds)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The body waits for a scorer that has no server, which costs the episode no time: at most as much
-        again as it has, in all. Rows that are sampled side by side may be in it together."""
-        if not self._waiting:
-            self._waiting_since = self._now()
-            self._begin(self.started, self._spare)
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            if self._waiting == 1:
-                waited = self._now() - self._waiting_since
-                self._begin(self.started + min(waited, self._spare))
-                self._waited += waited
-            self._waiting -= 1  # last: agents' threads read `seconds`
-
-    @property
-    def _spare(self) -> float:
-        return max(0.0, self.context.rules.config.episode_timeout - self._waited)
-
-    def _begin(self, started: float, spare: float = 0.0) -> None:
-        """Its time began then, and for now it has some to spare."""
-        self.started, self._lent = started, spare
+        self.started = self._now() - self.assign.seconds
         self._set_limit()
 
     def _set_limit(self) -> None:
-        ends = self.started + self.context.rules.config.episode_timeout + self._lent + self._slept
+        ends = self.started + self.context.rules.config.episode_timeout + self._stood
         with suppress(RuntimeError):  # it is over
             self.limit.reschedule(ends if self._still is None else None)
 
     @contextmanager
-    def sleeping(self) -> Iterator[None]:
-        """The body waits for an engine that sleeps: the episode's clock stands still. Rows that are sampled
-        side by side may be in it together."""
-        if not self._sleeping:
+    def paused(self) -> Iterator[None]:
+        """The body waits for an engine that sleeps, or for a scorer without a server: the episode's clock
+        stands still. Rows that are sampled side by side may be in it together."""
+        if not self._paused:
             self._still = self._now()
             self._set_limit()
-        self._sleeping += 1
+        self._paused += 1
         try:
             yield
         finally:
-            self._sleeping -= 1
-            if not self._sleeping and self._still is not None:
-                self._slept = asyncio.get_running_loop().time() - self._still
+            self._paused -= 1
+            if not self._paused and self._still is not None:
+                self._stood = asyncio.get_running_loop().time() - self._still
                 self._still = None  # last: agents' threads read `seconds`
                 self._set_limit()
 
     def _now(self) -> float:
-        """Return the loop's time less what it slept."""
+        """Return the loop's time less what it stood still."""
         still = self._still
-        return asyncio.get_running_loop().time() - self._slept if still is None else still
+        return asyncio.get_running_loop().time() - self._stood if still is None else still
 
     def release(self) -> None:
         """The engines may forget the episode."""

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from asyncrl.config import parse
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
-from asyncrl.rollout.context import EpisodeRun
 from asyncrl.runtime.activity import ASLEEP
 from asyncrl.types import FailReason, Generation, StopReason, TokenScores, VersionSpan
 from asyncrl.wire.messages.worker import EngineUse, Failed, Finished
@@ -84,9 +83,9 @@ async def seen(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits_s", "reads_s", "in_time"), [(4.5, 5.0, True), (4.5, 15.0, False), (15.0, 0.0, False)]
+    ("waits_s", "reads_s", "in_time"), [(4.5, 5.0, True), (4.5, 15.0, False), (15.0, 5.0, True)]
 )
-async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none_up_to_as_much_again(
+async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
     monkeypatch: pytest.MonkeyPatch, waits_s: float, reads_s: float, in_time: bool
 ) -> None:
     loop, passed = asyncio.get_running_loop(), 0.0
@@ -142,29 +141,6 @@ def test_a_scorer_reads_each_turn_behind_the_prompt_of_a_teacher(privilege: str)
     assert [turn.scores and len(turn.scores.logprobs) for turn in turns] == [4 * len(t.ids) for t in turns]
     again.finished(first.record[:4])
     assert again.engine.read_ids == read[2:]
-
-
-async def test_rows_that_wait_side_by_side_are_off_the_clock_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    loop, passed = asyncio.get_running_loop(), 0.0
-    monkeypatch.setattr(loop, "time", lambda: passed)
-    bench = TurnBench([], episode_timeout=20.0)
-    async with asyncio.timeout(20.0) as limit:
-        await settle()
-        run = EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, limit)
-        passed = 4.0
-        with run.waiting():
-            passed = 9.0
-            with run.waiting():
-                passed = 14.0
-            assert (run.seconds, run.seconds_left) == (4.0, 26.0)
-            passed = 19.0
-        assert (run.seconds, run.seconds_left) == (4.0, 16.0)
-        with run.waiting():
-            passed = 26.0  # 2 s more than may be waited for in all
-            assert run.seconds == 6.0
-        assert (run.seconds, run.seconds_left) == (6.0, 14.0)
 
 
 def test_a_worker_need_not_know_a_reward_models_kind(tmp_path: Path) -> None:

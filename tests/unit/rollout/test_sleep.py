@@ -1,4 +1,4 @@
-"""An episode's time does not pass while its engine sleeps."""
+"""An episode's time does not pass while its engine sleeps, or a scorer has no server."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ async def test_an_episode_whose_engine_sleeps_is_off_the_clock(monkeypatch: pyte
             await settle()
             run = EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, limit)
             passed = 4.0
-            with run.sleeping():
+            with run.paused():
                 passed = 90.0
-                with run.sleeping(), run.waiting():
+                with run.paused(), run.paused():
                     passed = 500.0
                     await settle()
                 assert (run.seconds, limit.when()) == (4.0, None)
             assert (run.seconds, run.seconds_left) == (4.0, 16.0)
-            with run.waiting():
+            with run.paused():
                 passed = 507.0
-                with run.sleeping():
+                with run.paused():
                     passed = 607.0
                 passed = 608.0
             assert (run.seconds, run.seconds_left) == (4.0, 16.0)
@@ -44,7 +44,7 @@ async def test_an_episode_whose_engine_sleeps_is_off_the_clock(monkeypatch: pyte
             assert run.seconds == 20.0
             await settle()
     assert limit.expired()
-    with run.sleeping():
+    with run.paused():
         passed = 700.0
     assert run.seconds == 20.0
 
