@@ -44,7 +44,7 @@ from asyncrl.weights.snapshot import Buffers, Snapshot
 log = logging.getLogger("asyncrl.weights")
 
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
-SIGNS = 4  # of life from a collector, which may ask for nothing for long, in the time of a bucket
+PATIENCE = 1e7  # seconds for a collector to ask for something: one that ends is noticed at once
 ASK_BYTES = 4608  # of an Ask: a path takes most of them
 _QUESTION, _ANSWER = 1, 2  # tags: two collectors ask each other
 
@@ -52,7 +52,7 @@ _QUESTION, _ANSWER = 1, 2  # tags: two collectors ask each other
 class Ask(msgspec.Struct, frozen=True):
     """Asks a rank for its bytes of the tensors [start, stop). `copy`: index of the buffer, and number of the
     copy; `base`: of an earlier one, to tell what has changed. `file`: to be written there, if it is on this
-    `machine` and in sight. Without tensors it is a sign of life, the last one if `stop` is -1."""
+    `machine` and in sight. Without tensors it is the last one."""
 
     copy: tuple[int, int] = (0, 0)
     start: int = 0
@@ -101,9 +101,6 @@ class HostShards:
             for rank in range(min(collectors, self.ranks))
             if rank != self.rank
         ]
-        self._ending = threading.Event()
-        if self._collects:
-            threading.Thread(target=self._keep_alive, name="weight-signs", daemon=True).start()
         for thread in self._threads:
             thread.start()
 
@@ -130,10 +127,9 @@ class HostShards:
         """On all ranks: collectors end the threads of the others, and each waits for its own; `timeout`
         seconds at most."""
         end = time.monotonic() + timeout
-        self._ending.set()
         if self._collects and self._wire.acquire(timeout=timeout):
             try:
-                self._ask(Ask(stop=-1), max(0.001, end - time.monotonic()))
+                self._ask(Ask(), max(0.001, end - time.monotonic()))
             except RuntimeError as error:
                 log.info("a rank was gone before its thread was ended: %s", error)
             finally:
@@ -161,14 +157,6 @@ class HostShards:
             ]
         return list(zip(*of_ranks, strict=True))
 
-    def _keep_alive(self) -> None:
-        """Tell the others that this rank is there: who hears nothing waits for it no longer."""
-        with suppress(RuntimeError):  # a rank is gone, which `shares` finds out, too
-            while not self._ending.wait(self._deadline / SIGNS):
-                with self._wire:
-                    if not self._ending.is_set():
-                        self._ask(Ask(), self._deadline)
-
     def _ask(self, ask: Ask, timeout: float) -> None:
         request = torch.frombuffer(bytearray(msgspec.json.encode(ask).ljust(ASK_BYTES)), dtype=torch.uint8)
         for rank in range(self.ranks):
@@ -190,13 +178,11 @@ class HostShards:
         request = torch.empty(ASK_BYTES, dtype=torch.uint8)
         try:
             while True:
-                limit = (1 + self.ranks) * self._deadline  # it may be waiting for buckets of the others
-                _wait(dist.irecv(request, collector, group=self._group, tag=_QUESTION), limit)
+                _wait(dist.irecv(request, collector, group=self._group, tag=_QUESTION), PATIENCE)
                 ask = msgspec.json.decode(request.numpy().tobytes(), type=Ask)
-                if ask.stop < 0:
+                if ask.start == ask.stop:
                     return
-                if ask.start < ask.stop:
-                    self._give(collector, ask)
+                self._give(collector, ask)
         except Exception as error:  # one rank cannot go on: the supervisor restarts all
             log.exception("rank %d delivers no more weights: %s", self.rank, error)
 

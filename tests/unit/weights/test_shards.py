@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from asyncrl.trainer.model import Policy, load_policy, shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk, ranges
-from asyncrl.weights import shards as shards_module
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Superseded, WeightsError
 from asyncrl.weights.shards import HostShards
@@ -250,47 +247,6 @@ def test_a_lost_rank_is_an_error_in_time(tmp_path: Path, how: str):
     result = torch.load(tmp_path / "result.pt", weights_only=False)
     assert "did not deliver its shards" in result["error"]
     assert result["seconds"] < 40
-
-
-def fall_silent(world: World, folder: Path) -> Any:
-    """Rank 0 gives signs of life while it asks for nothing, then none."""
-    policy, log, signs = policy_of(world, folder), list[str](), threading.Semaphore(0)
-    ask, shards_module.SIGNS = HostShards._ask, 6000  # one each 10 ms
-
-    def counted(host: HostShards, request: torch.Tensor, timeout: float) -> None:
-        ask(host, request, timeout)
-        signs.release()
-
-    handler = logging.Handler()
-    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("asyncrl.weights").addHandler(handler)
-    with patch.object(HostShards, "_ask", counted):
-        host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
-        for version in (1, 2):
-            wanted, snapshot = full_state(policy), taken(host, world, policy, version)
-            if world.rank == 0:
-                assert all(signs.acquire(timeout=DEADLINE) for _ in range(5))
-                found = collected(snapshot, 1000)
-                assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-            world.gather(0, int)
-        if world.rank:
-            host._deadline = 0.2
-        world.gather(0, int)
-        while not world.rank and signs.acquire(blocking=False):
-            pass
-        for _ in range(2 - 2 * world.rank):  # from now on rank 1 waits for 0.6 s
-            assert signs.acquire(timeout=DEADLINE)
-        host._ending.set()
-        for thread in host._threads:
-            thread.join(DEADLINE)
-            assert not thread.is_alive() and "rank 1 delivers no more weights: " in log[0]
-        world.gather(0, int)
-        host.close(1.0)
-    return True
-
-
-def test_a_collector_that_hangs_is_waited_for_no_longer(tmp_path: Path) -> None:
-    assert run_ranks(2, fall_silent, tmp_path)
 
 
 def deltas_of_ranks(world: World, folder: Path) -> Any:
