@@ -17,7 +17,7 @@ import msgspec
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import describe, one_line
-from asyncrl.isolation.calls import CallTimeout, call_user, gathered
+from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape
 from asyncrl.rewards.process import PATIENCE, SIZE, RewardPool
@@ -36,7 +36,7 @@ class EpisodeReward:
         """The weighted sum of all rewards of one episode. RewardError if one fails, with its name where there
         are several; of the first of them it has the reason."""
         pairs = zip(self.rewards, self._pools, strict=True)
-        parts = await gathered(self._part(reward, pool, given) for reward, pool in pairs)
+        parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
         named = list(zip(self.rewards, parts, strict=True))
         if failed := [(reward.name, part) for reward, part in named if isinstance(part, RewardError)]:
             told = "; ".join(f"{name}: {error}" if len(parts) > 1 else str(error) for name, error in failed)

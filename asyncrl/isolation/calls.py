@@ -1,7 +1,6 @@
 """Calls of users' code with deadlines: code that hangs or raises does not block or end the caller's loop.
 
 call_user(function, seconds)   sync or async, in this loop or in a thread, with a deadline
-gathered(coroutines)           all of them, side by side
 to_its_end(function)           sync, in a thread, which is over when the call is
 OwnThread.run(function)        one call after another, always in the same thread
 exits_raise()                  in its body os._exit ends the call that makes it, not the process
@@ -17,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -46,12 +45,6 @@ async def to_its_end(function: Callable[[], T]) -> T:
         return await asyncio.shield(job)
     finally:
         await asyncio.gather(job, return_exceptions=True)
-
-
-async def gathered(works: Iterable[Awaitable[T]]) -> list[T]:
-    """asyncio.gather, but a single one is awaited here: a task costs as much as most calls."""
-    all_ = list(works)
-    return await asyncio.gather(*all_) if len(all_) > 1 else [await one for one in all_]
 
 
 async def call_user(

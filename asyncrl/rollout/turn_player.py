@@ -7,6 +7,7 @@ until the episode is over. A turn is durable before a tool or an environment get
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from asyncrl.conversation.episode import Episode
 from asyncrl.conversation.turns import turn_message
 from asyncrl.environments import Environment
 from asyncrl.errors import AsyncrlError, ProtocolError
-from asyncrl.isolation.calls import gathered
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import EnvironmentFailed
@@ -92,7 +92,7 @@ class TurnPlayer:
                 await self.run.until_durable()
                 names = ", ".join(sorted({call.name for call in calls}))
                 with self.run.context.waits.named(f"tool {names}", self._tools.limit(calls)):
-                    replies = await gathered(self._tools.call(call) for call in calls)
+                    replies = await asyncio.gather(*map(self._tools.call, calls))
                 return commands.ToolsReplied(tuple(replies))
             case commands.Step(message=message):
                 await self.run.until_durable()

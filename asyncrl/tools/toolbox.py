@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason
-from asyncrl.isolation.calls import call_user, gathered, in_thread
+from asyncrl.isolation.calls import call_user, in_thread
 from asyncrl.tools.base import Tool, ToolError, names, reply_of, within_memory
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
@@ -237,11 +237,11 @@ class ToolSession:
 
     async def save(self, turn: int, history: str) -> None:
         """Keep snapshots after the calls of a turn. Raises only when cancelled."""
-        await gathered(one.save(turn, history) for one in self._objects.values() if one.snapshots)
+        await asyncio.gather(*(one.save(turn, history) for one in self._objects.values()))
 
     async def restore(self, histories: Sequence[str]) -> None:
         """Take the newest snapshots of these recorded turns. Then `redo` leaves out their calls."""
-        await gathered(one.restore(histories) for one in self._objects.values() if one.snapshots)
+        await asyncio.gather(*(one.restore(histories) for one in self._objects.values()))
 
     @property
     def restored(self) -> list[EpisodeObject]:
@@ -275,7 +275,7 @@ class ToolSession:
         one fails, and when two leave something of the same name."""
         joined: dict[str, Any] = {}
         asked = [one.result() for one in self._objects.values() if hasattr(one.state, "result")]
-        for found in await gathered(asked):
+        for found in await asyncio.gather(*asked):
             if twice := sorted(joined.keys() & found.keys()):
                 raise ToolError(f"two tools leave {twice[0]!r} as their result; use one of them")
             joined |= found
@@ -286,7 +286,7 @@ class ToolSession:
         on in the background."""
         self._tools = {}
         objects, self._objects = list(self._objects.values()), {}
-        await gathered(one.close() for one in objects)
+        await asyncio.gather(*(one.close() for one in objects))
 
     # -- one call ------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.isolation import calls
-from asyncrl.isolation.calls import LoopThread, call_user, gathered
+from asyncrl.isolation.calls import LoopThread, call_user
 from asyncrl.rollout import worker
 from asyncrl.wire.sockets import Endpoints
 
@@ -29,24 +29,6 @@ def never_awaited(main: Callable[[], Coroutine[Any, Any, None]]) -> list[str]:
         asyncio.run(main())
         gc.collect()
     return [text for one in warned if "never awaited" in (text := str(one.message))]
-
-
-def test_coroutines_run_side_by_side_and_a_single_one_in_the_task_that_asks() -> None:
-    async def main() -> None:
-        met = asyncio.Barrier(3)
-
-        async def meets(number: int) -> int:
-            await met.wait()
-            return number
-
-        async def task() -> asyncio.Task[Any] | None:
-            return asyncio.current_task()
-
-        assert await gathered(map(meets, range(3))) == [0, 1, 2]
-        assert await gathered([task()]) == [asyncio.current_task()]
-        assert await gathered([]) == []
-
-    asyncio.run(main())
 
 
 def test_a_call_that_is_cancelled_while_its_loop_is_blocked_never_begins() -> None:
