@@ -13,10 +13,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -29,7 +28,7 @@ from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.runtime.activity import Sleeps, Waits
+from asyncrl.runtime.activity import Waits
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import (
     EpisodeEnd,
@@ -55,28 +54,8 @@ _KEYS = (1 << 63) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Sampler(Protocol):
-    """The source of an episode's turns: an engine of this process, or a pool of servers."""
-
-    @property
-    def version(self) -> int:
-        """The newest one that a turn can be sampled with; -1 if there is none."""
-
-    @property
-    def sleeps(self) -> Sleeps:
-        """Whether its engines sleep: then calls wait."""
-
-    def episode(self) -> AbstractAsyncContextManager[None]:
-        """The body is one episode."""
-
-    async def generate(self, request: Request, oldest: Callable[[], int]) -> Generation:
-        """Sample a turn, on weights that are not older than `oldest()` in training. Raises EngineError."""
-
-    async def score(self, request: Request) -> tuple[float, ...]:
-        """Log-probs of the request's ids[1:], at temperature 1. Raises EngineError."""
-
-    def release(self, session: str) -> None:
-        """The episode is over."""
+Sampler = LocalSampler | ServerPool
+"""The source of an episode's turns: an engine of this process, or a pool of servers."""
 
 
 @dataclass
@@ -91,7 +70,7 @@ class EpisodeContext:
     waits: Waits
     oldest: Callable[[], int]
     snapshots: Snapshots | None = None
-    reader: Callable[[str], ServerPool | LocalSampler | None] = lambda source: None
+    reader: Callable[[str], Sampler | None] = lambda source: None
     top: int = 0
 
 
@@ -197,7 +176,7 @@ class EpisodeRun:
         return max(self.assign.oldest, self.context.oldest())
 
     @property
-    def reader(self) -> ServerPool | LocalSampler | None:
+    def reader(self) -> Sampler | None:
         """The scorer of its turns; none in validation, where nothing trains, or greedily."""
         idle = self.assign.lane == "eval" or not self.assign.temperature
         return None if idle else self.context.reader(self.assign.sample.data_source)
