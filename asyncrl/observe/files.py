@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,24 +37,17 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 
 def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
     """Read the first and the last `edge` steps, all validations, and evenly chosen other steps: of a long run
-    `most` to twice as many, since 50,000 of them are 150 MB or more."""
-    path, kept, steps, every = run_dir / "metrics.jsonl", dict[int, tuple[int, bytes]](), 0, 1
-    judged, last = list[tuple[int, bytes]](), deque[tuple[int, bytes]](maxlen=edge)
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        for at, line in enumerate(file):
-            if VALIDATION in line:
-                judged.append((at, line))
-                continue
-            last.append((at, line))
-            if (steps := steps + 1) <= edge or steps % every == 0:
-                kept[steps] = at, line
-            if len(kept) > 2 * most + edge:
-                every *= 2
-                kept = {step: one for step, one in kept.items() if step <= edge or step % every == 0}
-    found = list[dict[str, float]]()
-    for _, line in sorted({*judged, *kept.values(), *last}):
-        with suppress(ValueError):
-            found.append(json.loads(line))
+    about `most`, since 50,000 of them are 150 MB or more."""
+    found, step = list[dict[str, float]](), 0
+    with suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
+        steps = sum(VALIDATION not in line for line in file)
+        file.seek(0)
+        for line in file:
+            judged = VALIDATION in line
+            step += not judged
+            if judged or step <= edge or step > steps - edge or step % (steps // most or 1) == 0:
+                with suppress(ValueError):
+                    found.append(json.loads(line))
     return found
 
 
