@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from asyncrl.config.base import divisors
+from asyncrl.config.base import divisors, leaves
 from asyncrl.config.run import RunConfig
 from asyncrl.config.scorers import scorer_refusals
 from asyncrl.errors import ConfigError
@@ -21,20 +20,11 @@ def parse(mapping: Any) -> RunConfig:
         config = msgspec.convert(mapping, RunConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {_plain(str(error))}") from None
-    for path, number in _numbers("", msgspec.to_builtins(config)):
-        if not math.isfinite(number):
-            raise ConfigError(f"configuration: {path}: expected a finite number, got {number}")
+    for path, value in leaves(msgspec.to_builtins(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"configuration: {path}: expected a finite number, got {value}")
     _check_combinations(config)
     return config
-
-
-def _numbers(path: str, tree: Any) -> Iterator[tuple[str, float]]:
-    """Yield all numbers of a mapping, each with its path."""
-    if isinstance(tree, float):
-        yield path, tree
-    elif isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from _numbers(f"{path}.{name}".removeprefix("."), value)
 
 
 def _plain(complaint: str) -> str:
