@@ -188,8 +188,9 @@ def test_without_a_coordinator_files_wait(home: Home, monkeypatch: pytest.Monkey
     home.write("logs/rollout-1.log", b"waits")
     assert not sender.send() and not sender.send(last=True)
     home.start()
-    monkeypatch.setattr(joined, "SEND_SECONDS", 30.0)
-    assert home.during(sender.send) and home.read("logs/rollout-1.log") == b"waits"
+    monkeypatch.setattr(joined, "SEND_SECONDS", 2.0)
+    tries = (sender.send() for _ in range(15))  # a connection that is dialled again loses what waits in it
+    assert home.during(lambda: any(tries)) and home.read("logs/rollout-1.log") == b"waits"
     sender.link.close()
 
 
