@@ -10,8 +10,8 @@ Each fault waits until the run has committed `--every` steps since the one befor
 one, or at Ctrl-C, the run is interrupted, or goes on to its `--steps`. After each fault, and at the end:
 conservation, each trajectory once, the bound on staleness; at the end also learning, and that no process,
 file in shared memory or listening socket is left. Prints a table by kind, which docs/reliability.md takes.
-Exits non-zero when something does not hold. Faults of the disk need a run directory in a small tmpfs:
-`--disk`, which the tool mounts in a namespace of its own (`unshare`).
+Exits non-zero when something does not hold. Faults of the disk need a run directory and a /dev/shm in small
+tmpfs: `--disk`, which the tool mounts in a namespace of its own (`unshare`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from faults.kinds import FAULTS, SERVED
 from faults.target import Target
 
 from asyncrl.launch.process import INTERRUPTED
+from asyncrl.weights.disk import SHARED_MEMORY
 
 Together = list[tuple[str, str]]  # kinds and victims, at once
-DISK = ("full-disk", "read-only")
+DISK = ("full-disk", "full-memory", "read-only")
 DISK_MB = 512
 UNDER_WAY = 0.5  # seconds in which a commit that was sent before a fault is written
 ONLY_DEMO = ("hang",)
@@ -49,7 +50,7 @@ ENDLESS = 100_000  # steps
 EACH_ONCE: list[Together] = [
     [("pause", "rollout"), ("pause", "trainer"), ("pause", "coordinator"), ("locked-store", "")],
     [("held", ""), ("hang", "")],
-    [("slow", ""), ("full-disk", "")],
+    [("slow", ""), ("full-disk", ""), ("full-memory", "")],
     [("duplicated", ""), ("read-only", "")],
     [("corrupted", ""), ("kill", "rollout"), ("segment-damaged", "coordinator")],
     [("weights-gone", ""), ("cut", ""), ("segment-cut", ""), ("second-launcher", "")],
@@ -172,7 +173,7 @@ def main() -> int:
     parser.add_argument("--lease", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "chaos")
-    parser.add_argument("--disk", action="store_true", help="the run directory is a tmpfs that can fill up")
+    parser.add_argument("--disk", action="store_true", help="run directory and /dev/shm can fill up")
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
@@ -184,8 +185,9 @@ def main() -> int:
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
     if options.disk:
         options.run_dir.mkdir(parents=True, exist_ok=True)
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", str(options.run_dir)]
-        subprocess.run(mount, check=True)
+        for place in (options.run_dir, SHARED_MEMORY):
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", str(place)]
+            subprocess.run(mount, check=True)
     kinds = [kind for kind in options.kinds if options.disk or kind not in DISK]
     kinds = [kind for kind in kinds if options.experiment == "calculator" or kind not in ONLY_DEMO]
     dice, run = random.Random(options.seed), options.run_dir / f"chaos-{int(time.time())}"

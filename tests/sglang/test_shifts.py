@@ -44,16 +44,18 @@ def test_a_server_and_the_trainer_take_turns(tmp_path: Path) -> None:
 
 
 def test_kill_9_in_shifts_with_a_server(tmp_path: Path) -> None:
-    """The keeper, the server, a rank and the coordinator, each in another shift."""
+    """The keeper, the server, a rank, a worker and the coordinator, each in another shift. With the worker
+    go the requests that it has at a server that sleeps."""
     with Run(tmp_path, *SHIFTS, "total_steps=8") as run:
         for step, shift, victim in (
             (1, "train", "engine-0"),
             (3, "rollout", "server"),
             (4, "sleeping", "trainer-0"),
+            (5, "train", "rollout-0"),
             (6, "waking", "coordinator-0"),
         ):
             run.until(lambda step=step: run.step >= step, f"step {step}", DEADLINE)  # type: ignore[misc]
             until_next(run, shift)
             kill(server_of(run, "engine-0") if victim == "server" else run.children()[victim])
         run.wait(DEADLINE)
-        lost_nothing(run, 4)
+        lost_nothing(run, 5)

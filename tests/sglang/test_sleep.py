@@ -6,6 +6,7 @@ The servers' memory saver is that of tools/sglang_cpu: what is released is gone,
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Request
 from asyncrl.engines.sglang.client import SGLangClient
-from asyncrl.engines.sglang.http import ServerApi, ServerGone
+from asyncrl.engines.sglang.http import LOAD_SECONDS, ServerApi, ServerGone
 from asyncrl.errors import EngineError
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import BusyTimer, Waits
@@ -80,6 +81,14 @@ class Site:
     def use(self) -> EngineUse:
         return self.pool.uses[self._url]
 
+    async def holds(self, count: int) -> None:
+        """Wait until the server holds so many requests, which run or wait."""
+        while True:
+            content = await self.loader.api._http.call("GET", "/v1/loads?include=core", LOAD_SECONDS)
+            (load,) = json.loads(content)["loads"]
+            if load["num_running_reqs"] + load["num_waiting_reqs"] == count:
+                return
+
     async def start(self, count: int) -> list[tuple[Request, asyncio.Task[Generation]]]:
         """Turns of which each is being sampled."""
         begun: list[asyncio.Event] = []
@@ -127,22 +136,33 @@ async def checked(
 async def test_turns_sleep_with_their_server_and_go_on_with_what_it_wakes_with(
     versions: Versions, server: SGLangServer
 ) -> None:
+    """One of them is given up meanwhile, as that of an episode that is cancelled: the server drops it in its
+    sleep, and the others see nothing of it."""
     async with site(server) as s:
         await s.load(versions.refs[0])
-        turns = await s.start(8)
+        turns = await s.start(9)
         await s.sleep()
         await s.sleep()  # gives nothing up twice, which would end the server
         assert not any(task.done() for _, task in turns)
+        await s.holds(9)
+        _, given_up = turns.pop(4)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert given_up.cancelled()
+        await s.holds(8)
         tokens = s.use.tokens
         held = ask(prompt(12, "held"), 16, "held")
         turns.append((held, asyncio.create_task(s.pool.generate(held))))
         await settle()
-        assert s.pool.sleeps.asleep and s.use.requests == 0
+        assert s.pool.sleeps.asleep and s.use.requests == 1
         assert await s.loader.label() == "e0-v0"  # it can be looked after
         await s.load(versions.refs[1])
         assert s.use.tokens - tokens < 8 * 8  # what was on its way when it fell asleep
         assert await checked(versions, turns) == [[0, 1]] * 8 + [[1]]
-        assert (s.use.requests, s.use.lost, s.use.moved, s.use.retracted) == (9, 0, 0, 0)
+        assert (s.use.requests, s.use.lost, s.use.moved, s.use.retracted) == (10, 0, 0, 0)
+        await s.holds(0)
+        assert await s.loader.api.kv_use() == 0
+        await s.loader.api.flush_cache()  # is refused where a request is left
 
 
 async def test_a_server_wakes_with_the_version_that_it_had(versions: Versions, server: SGLangServer) -> None:

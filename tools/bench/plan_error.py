@@ -1,6 +1,6 @@
-"""How far predictions of `asyncrl plan` are from runs: five configurations, each with several seeds.
+"""How far predictions of `asyncrl plan` are from runs: seven configurations, each with several seeds.
 
-    python tools/bench/plan_error.py --run-dir DIR             # 18 runs of one to nine minutes, six at once
+    python tools/bench/plan_error.py --run-dir DIR             # 24 runs of one to nine minutes, six at once
     python tools/bench/plan_error.py --run-dir DIR --seeds 1
     python tools/bench/plan_error.py --run-dir DIR --only 'two workers'
 
@@ -8,7 +8,8 @@ The rates are measured in other runs, with seeds of their own: those of the engi
 of the trainer with each loss. All runs are of the real
 pipeline. Tools take log-normal times with a heavy tail, drawn by (seed, episode), and the engine and the
 trainer take as long as paced.py says, mostly asleep, so that the machine's load matters little. Seconds a
-step and lag are means over the steady steps, of the run and of a simulated run as long.
+step and lag are means over the steady steps, of the run and of a simulated run as long. By shifts, seconds of
+both changes are the run's own, as given with --shift.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from async_ratio import COMMON, HERE, TOOL
 from common import table, train
+from msgspec.structs import replace
 
 from asyncrl.algorithms.recipe import with_group_policy
 from asyncrl.commands.plan import Measurements
@@ -42,6 +44,8 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "two workers": ["rollout.workers=2", "rollout.slots=64"],
     "slow trainer": SLOW,
     "bound of 1": ["buffer.max_staleness=1", "rollout.slots=64"],
+    "by shifts": ["engine.colocated=1"],
+    "by shifts, slow trainer": ["engine.colocated=1", *SLOW],
 }
 
 
@@ -60,6 +64,10 @@ def run(name: str, folder: Path, seed: int, overrides: list[str]) -> Measurement
     return Measurements.of(folder / name, recompose(folder / name, []))
 
 
+def run_name(configuration: str) -> str:
+    return configuration.replace(",", "").replace(" ", "-")
+
+
 def error(predicted: float, found: float) -> float:
     return abs(predicted / found - 1)
 
@@ -70,15 +78,15 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--only", choices=CONFIGURATIONS, help="one configuration, besides those that measure"
+        "--only", nargs="+", choices=CONFIGURATIONS, help="configurations, besides those that measure"
     )
     parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2%% of a core once it runs")
     parser.add_argument("--run-dir", type=Path, required=True, help="a new directory")
     options = parser.parse_args()
     folder: Path = options.run_dir.resolve()
-    chosen = [options.only] if options.only else list(CONFIGURATIONS)
+    chosen = options.only or list(CONFIGURATIONS)
     wanted = {name: (PROBE_SEED, keys) for name, keys in PROBES.items()} | {
-        f"{name.replace(' ', '-')}-{seed}": (seed, CONFIGURATIONS[name])
+        f"{run_name(name)}-{seed}": (seed, CONFIGURATIONS[name])
         for name in chosen
         for seed in range(options.seeds)
     }
@@ -91,9 +99,12 @@ def main() -> None:
     lines, errors, lags = [], [], []
     for name in chosen:
         for seed in range(options.seeds):
-            found = runs[f"{name.replace(' ', '-')}-{seed}"].result()
+            found = runs[f"{run_name(name)}-{seed}"].result()
             config: RunConfig = with_group_policy(found.config)
-            rates = slow if CONFIGURATIONS[name] == SLOW else fast
+            rates = slow if SLOW[0] in CONFIGURATIONS[name] else fast
+            if config.shifts:
+                own = fit(found.config, found.rows, found.recorded, [found.load], found.publish_s)
+                rates = replace(rates, shift_s=own.shift_s)
             told, was = predict(config, rates, STEPS, (0, 1, 2)), measured(found.rows)
             errors.append(error(told.step_s, was.step_s))
             lags.append(abs(told.lag - was.lag))

@@ -1,11 +1,13 @@
 """Engine and trainer by shifts, against both at once on the same cores: the demo, with the embedded engine.
 
     python tools/bench/shifts.py --cores 1           # 10 minutes
+    python tools/bench/shifts.py --steps 12 --seeds 1 engine=sglang_cpu engine.servers=1
     python tools/bench/shifts.py --leaks 200         # shifts: memory and open files must not grow
 
 `--cores`: all processes of a run share so many. Computed again: tokens of a context whose KV cache was lost
 in a sleep, within a turn or before it, by shift; counted in the recorded turns, wherever another version
-goes on. In-place updates keep the cache.
+goes on. In-place updates keep the cache. Over a change: turns that two versions have sampled. In one stream:
+those that no server has lost, moved or taken back. Both compute: seconds in which a rank and an engine did.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from pathlib import Path
 import psutil
 from common import ROOT, roles, rows, table, train
 
+sys.path.insert(0, str(ROOT / "tools"))
+
+from faults.audit import at_once
+
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Turn
@@ -32,14 +38,19 @@ MANY = [  # small batches, and a shift for each part of one that is ready
     *("engine.colocated=1", "buffer.shift_fill=0", "buffer.groups_per_batch=2", "data.test=''"),
     *("buffer.episodes_per_group=4", "rollout.slots=16", "trainer.lr_schedule=constant"),
 ]
-KEYS = ("timing_s/step", "shift/sleep_s", "shift/wake_s")
+KEYS = ("timing_s/step", "shift/sleep_s", "timing_s/wake", "shift/wake_s")
+GIVEN_UP = ("/lost", "/moved", "/retracted")  # of engine/<i>: requests that go on as others
 SHOWN = {
     "s/step": ".2f",
     "tokens/s": ".0f",
-    "sleep, s": ".2f",
-    "wake, s": ".2f",
+    "sleep, s": ".3f",
+    "back, s": ".3f",
+    "wake, s": ".3f",
     "steps a shift": ".2f",
     "again a shift": ".0f",
+    "over a change": ".1%",
+    "in one stream": ".1%",
+    "both compute, s": ".2f",
     "success after": ".1%",
 }
 EARLY, WINDOW = 50, 20  # the step from which growth counts; how many steps a level is the median of
@@ -78,13 +89,17 @@ def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     result = train(name, args.run_dir, [*given, *ARMS[arm], *args.overrides])
     steps = [row for row in rows(args.run_dir / name) if "timing_s/step" in row]
     mean = {key: statistics.mean(row.get(key, 0.0) for row in steps) for key in KEYS}
-    found = {"s/step": mean["timing_s/step"], "tokens/s": result["tokens_per_s"]}
+    turns = [turn for turns in recorded(args.run_dir / name) for turn in turns]
+    over = sum(len({span.version for span in turn.spans}) > 1 for turn in turns)
+    given_up = sum(value for key, value in steps[-1].items() if key.endswith(GIVEN_UP))
+    both = sum(end - start for start, end in at_once(args.run_dir / name))
+    found = {"s/step": mean["timing_s/step"], "tokens/s": result["tokens_per_s"], "both compute, s": both}
+    found |= {"over a change": over / len(turns), "in one stream": 1 - given_up / max(1, over)}
     if shifts := steps[-1].get("shift/count"):
-        found |= {
-            "steps a shift": args.steps / shifts,
-            "again a shift": computed_again(args.run_dir / name) / shifts,
-        }
+        again = sum(sum(lost(turns)) for turns in recorded(args.run_dir / name))
+        found |= {"steps a shift": args.steps / shifts, "again a shift": again / shifts}
         found |= {"sleep, s": mean["shift/sleep_s"], "wake, s": mean["shift/wake_s"]}
+        found |= {"back, s": mean["timing_s/wake"]}
     return found | {"success after": result["success_after"]}
 
 
@@ -93,12 +108,12 @@ def spread(values: list[float], form: str) -> str:
     return f"{statistics.mean(values):{form}} ({min(values):{form}}–{max(values):{form}})" if values else "–"
 
 
-def computed_again(run_dir: Path) -> int:
-    """Tokens of all episodes whose turns the index still has."""
+def recorded(run_dir: Path) -> Iterator[list[Turn]]:
+    """Turns of each episode that the index still has."""
     with closing(RunReader.open(run_dir)) as reader:
-        members = [member for group in reader.groups() for member in reader.members(group.id)]
-        found = ([*reader.frames(member.uid, member.turns, ["generated"])] for member in members)
-        return sum(sum(lost([decode_turn(frame) for frame in frames if frame])) for frames in found)
+        for member in [member for group in reader.groups() for member in reader.members(group.id)]:
+            frames = reader.frames(member.uid, member.turns, ["generated"])
+            yield [decode_turn(frame) for frame in frames if frame]
 
 
 def lost(turns: list[Turn]) -> Iterator[int]:

@@ -6,22 +6,26 @@ A fault is a context manager: entered, it has happened; left, its cause is gone.
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from asyncrl.isolation.sandbox.kernel import READ_ONLY, copy_mount, place_mount, set_attributes
 from asyncrl.store.checkpoints import MANIFEST, Checkpoints
+from asyncrl.weights.disk import SHARED_MEMORY
 from faults.target import Target
 
 ROLES = ("rollout", "trainer", "coordinator")
 SERVED = ("engine", "server")  # where engines are servers: a keeper, and the server itself
 FLIPPED = 64  # bytes between two that are damaged
+LEFT = 4 << 20  # bytes, less than a rank of the demo moves
 
 
 @dataclass(frozen=True)
@@ -109,18 +113,37 @@ def corrupted(target: Target, victim: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def full_disk(target: Target, victim: str) -> Iterator[None]:
-    """Nothing more fits on the disk of the run directory."""
-    filler = target.run.parent / "filler"
-    size = 1 << 20
+def _filled(target: Target, directory: Path) -> Iterator[None]:
+    """Nothing more fits on a disk. By shifts, from a moment on at which engines are to wake: then ranks move
+    their state there, and the newest version is written."""
+    filler, shifts = directory / "filler", target.shift() != ""
     with filler.open("wb", buffering=0) as file:
-        while size:
-            try:
-                file.write(bytes(size))
-            except OSError:
-                size //= 2
+        if shifts:
+            _fill(file, leave=LEFT)  # which takes longer than a change
+            target.until(lambda: target.shift() != "waking", "another shift than this one", pause=0.001)
+            target.until(lambda: target.shift() == "waking", "a change to engines", pause=0.001)
+        _fill(file)
     yield
     filler.unlink()
+
+
+def _fill(file: IO[bytes], leave: int = 0) -> None:
+    size = 1 << 20
+    while size:
+        with suppress(OSError):
+            while shutil.disk_usage(file.name).free - size >= leave:
+                file.write(bytes(size))
+        size //= 2
+
+
+def full_disk(target: Target, victim: str) -> AbstractContextManager[None]:
+    """Nothing more fits on the disk of the run directory."""
+    return _filled(target, target.run.parent)
+
+
+def full_memory(target: Target, victim: str) -> AbstractContextManager[None]:
+    """Nothing more fits into shared memory, where versions of the weights are."""
+    return _filled(target, SHARED_MEMORY)
 
 
 @contextmanager
@@ -227,6 +250,7 @@ FAULTS = {
     "duplicated": Fault(duplicated, leases=0.5),
     "corrupted": Fault(corrupted, leases=0.5),
     "full-disk": Fault(full_disk, leases=1.0),
+    "full-memory": Fault(full_memory, leases=1.0),
     "read-only": Fault(read_only, leases=1.0),
     "locked-store": Fault(locked_store, leases=1.5),
     "weights-gone": Fault(weights_gone),

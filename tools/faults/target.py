@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -109,6 +110,11 @@ class Target:
     def step(self) -> int:
         """Committed batches."""
         return max((int(row["training/step"]) for row in rows(self.run) if "timing_s/step" in row), default=0)
+
+    def shift(self) -> str:
+        """Whose shift it is, as the coordinator has logged it; empty in a run without shifts."""
+        log = self.run / "logs" / "coordinator-0.log"
+        return (["", *re.findall(r"shift: (\w+)", log.read_text())] if log.exists() else [""])[-1]
 
     def text(self) -> str:
         return self.out.read_text()
