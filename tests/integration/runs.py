@@ -19,6 +19,7 @@ from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.weights.disk import weights_directory
 from tests.fakes.forked import Forked, asyncrl
 from tools.bench.common import roles
+from tools.faults.audit import manifests, trained_uids
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -134,6 +135,19 @@ class Run:
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0
         assert "was left open" not in self.logs(), "a process waited for a socket that it had not closed"
         return summary
+
+
+def is_forked(run: Run, role: str) -> bool:
+    """False: it comes from no forker, and its imports are made anew."""
+    return len(run.children()[role].parents()) - len(psutil.Process(run.process.pid).parents()) == 3
+
+
+def once(run: Path, steps: int, trained: int = 0) -> None:
+    """No trajectory is in two batches; the last checkpoint counts as many as the batches held."""
+    assert max(trained_uids(run).values(), default=1) == 1
+    last = max(manifests(run), key=lambda manifest: manifest.step)
+    assert last.step == steps and last.trained_total == (trained or steps * 16)
+    assert len(set(last.trained)) == len(last.trained)
 
 
 # In place of `-m asyncrl.cli`: the launcher writes down the secret keys that it makes.

@@ -24,16 +24,17 @@ def pids(run: Run, role: str) -> list[int]:
 
 @pytest.mark.parametrize("launch", [pytest.param("local", marks=pytest.mark.long), "ray"])
 def test_who_is_killed_is_replaced_and_a_signal_ends_all_in_time(tmp_path: Path, launch: str) -> None:
-    """One of each role, one after another in one run."""
-    victims = {2: "rollout-0", 4: "trainer-0", 6: "coordinator-0"}
+    """One of each role in one run: a worker and the trainer at once, then the coordinator."""
+    victims = {2: ("rollout-0", "trainer-0"), 4: ("coordinator-0",)}
     keys = (f"launch={launch}", "data.test=''", "total_steps=1000", "launch.stop_timeout=60")
     with Run(tmp_path, *keys) as run:
         killed = {}
-        for step, role in victims.items():
+        for step, roles in victims.items():
             run.until_step(step)
-            killed[role] = pids(run, role)[-1]
-            os.kill(killed[role], signal.SIGKILL)
-        run.until_step(8)
+            for role in roles:
+                killed[role] = pids(run, role)[-1]
+                os.kill(killed[role], signal.SIGKILL)
+        run.until_step(6)
         for role, first in killed.items():
             later = pids(run, role)[pids(run, role).index(first) + 1 :]
             assert later and first not in later

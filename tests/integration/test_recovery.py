@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.cli import main
 from tests.fakes.world import damage
-from tests.integration.runs import ROOT, Run
+from tests.integration.runs import ROOT, Run, is_forked, once
 from tools.faults.audit import manifests, trained_uids
 
 pytestmark = pytest.mark.slow
@@ -34,18 +34,17 @@ def test_each_kind_of_fault_once(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
 
 
+@pytest.mark.full
 def test_kill_9(tmp_path: Path) -> None:
     """A process of each role, one after another in one run; a lost rank ends the other one, too. At last the
-    coordinator in the last validation, which is repeated."""
+    coordinator in the last validation, which is repeated. (By shifts, in each of them: test_shifts.)"""
     victims = {2: "rollout-0", 5: "trainer-1", 8: "coordinator-0"}
     more = ("rollout.workers=2", "trainer.ranks=2", "validation.samples=200")
     with Run(tmp_path, "total_steps=11", *more) as run:
         for step, victim in victims.items():
             run.until_step(step)
             run.kill(victim)
-        assert (
-            len(run.children()["rollout-0"].parents()) - len(psutil.Process(run.process.pid).parents()) == 3
-        ), "its imports are made anew: it comes from no forker"
+        assert is_forked(run, "rollout-0")
         run.until(lambda: "phase: evaluating" in run.text(), "final validation")
         run.kill("coordinator-0")
         summary = run.completed(11)
@@ -245,11 +244,3 @@ def test_a_power_cut_resumes(tmp_path: Path, index: str) -> None:
     assert last.step == 9 and last.trained_total == summary["flow"]["trained"]
     if index != "damaged":
         assert ("had lost steps" if index == "lost" else "turns can be read") in log
-
-
-def once(run: Path, steps: int, trained: int = 0) -> None:
-    """No trajectory is in two batches; the last checkpoint counts as many as the batches held."""
-    assert max(trained_uids(run).values(), default=1) == 1
-    last = max(manifests(run), key=lambda manifest: manifest.step)
-    assert last.step == steps and last.trained_total == (trained or steps * 16)
-    assert len(set(last.trained)) == len(last.trained)

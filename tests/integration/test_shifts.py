@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import Run
-from tools.faults.audit import at_once, trained_uids
+from tests.integration.runs import Run, is_forked, once
+from tools.faults.audit import at_once
 
 
 def shifts(run: Run) -> list[str]:
@@ -23,13 +23,20 @@ def until_next(run: Run, shift: str) -> None:
     run.until(lambda: shift in shifts(run)[seen:], shift)
 
 
-def lost_nothing(run: Run, kills: int) -> None:
-    """After so many kills all is accounted for, nothing was trained twice, and nothing computed at once."""
-    flow = run.completed(8)["flow"]
-    assert run.text().count("is restarted") == kills
+def lost_nothing(run: Run, steps: int, restarts: int) -> None:
+    """After so many restarts all is accounted for, nothing was trained twice, and nothing computed at once."""
+    flow = run.completed(steps)["flow"]
+    assert run.text().count("is restarted") == restarts
     assert not [*at_once(run.path)]
     assert flow["trained"] + flow["dropped"] == flow["issued"]
-    assert set(trained_uids(run.path).values()) == {1}
+    once(run.path, steps, flow["trained"])
+
+
+def in_turn(run: Run) -> bool:
+    """The four follow each other, from the first to the last."""
+    order = shifts(run)
+    follows = {"rollout": "sleeping", "sleeping": "train", "train": "waking", "waking": "rollout"}
+    return order[0] == "train" and all(after == follows[before] for before, after in pairwise(order))
 
 
 @pytest.mark.slow
@@ -40,10 +47,7 @@ def test_engines_and_trainer_take_turns(tmp_path: Path) -> None:
     with Run(tmp_path, "total_steps=6", *more) as run:
         summary = run.completed(6)
     assert not [*at_once(run.path)]
-    order = shifts(run)
-    assert order[:4] == ["train", "waking", "rollout", "sleeping"]
-    follows = {"rollout": "sleeping", "sleeping": "train", "train": "waking", "waking": "rollout"}
-    assert all(after == follows[before] for before, after in pairwise(order))
+    assert in_turn(run)
     assert summary["trajectories_multi_version"] > 0
     assert summary["logprob_diff_max_same_version"] <= 1e-4 and summary["probe_logprob_diff_max"] <= 1e-4
     assert None not in (summary["success_before"], summary["success_after"])
@@ -52,10 +56,24 @@ def test_engines_and_trainer_take_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_zero_staleness_by_shifts_is_synchronous(tmp_path: Path) -> None:
+    """A batch is sampled by one version, in one shift, and trained in the next."""
+    more = ("engine.colocated=1", "buffer.max_staleness=0", "data.test=''", "algorithm.ess_lr=true")
+    with Run(tmp_path, "total_steps=4", *more) as run:
+        summary = run.completed(4)
+    assert not [*at_once(run.path)] and in_turn(run)
+    assert summary["lag_max"] == 0 and summary["trajectories_multi_version"] == 0
+    assert summary["logprob_diff_max_same_version"] <= 1e-4
+    assert summary["logprob_tokens_compared"] == summary["tokens_trained"] > 0
+    assert summary["flow"]["trained"] == 4 * 16
+
+
+@pytest.mark.slow
 def test_kill_9_in_shifts(tmp_path: Path) -> None:
-    """Workers, ranks and the coordinator, each in another shift. Ranks start only while engines sleep."""
-    more = ("engine.colocated=2", "rollout.workers=2", "trainer.ranks=2", "data.test=''")
-    with Run(tmp_path, "total_steps=8", *more) as run:
+    """Workers, ranks and the coordinator, each in another shift; a lost rank ends the other one, too, and
+    both start only while engines sleep. At last the coordinator in the last validation, which is repeated."""
+    more = ("engine.colocated=2", "rollout.workers=2", "trainer.ranks=2", "validation.samples=100")
+    with Run(tmp_path, "total_steps=7", *more) as run:
         for step, shift, victim in (
             (1, "train", "rollout-0"),
             (2, "rollout", "trainer-1"),
@@ -65,4 +83,11 @@ def test_kill_9_in_shifts(tmp_path: Path) -> None:
             run.until_step(step)
             until_next(run, shift)
             run.kill(victim)
-        lost_nothing(run, 4)
+        assert is_forked(run, "rollout-0")
+        run.until(lambda: "phase: evaluating" in run.text(), "final validation")
+        run.kill("coordinator-0")
+        lost_nothing(run, 7, restarts=5)
+        restarted = re.findall(r"; (.+?) is restarted", run.text())
+    ranks, coordinator = "trainer (all ranks)", "coordinator-0"
+    assert restarted == ["rollout-0", ranks, coordinator, "rollout-1", coordinator]
+    assert run.completed(7)["success_after"] is not None

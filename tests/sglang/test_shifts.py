@@ -58,4 +58,4 @@ def test_kill_9_in_shifts_with_a_server(tmp_path: Path) -> None:
             until_next(run, shift)
             kill(server_of(run, "engine-0") if victim == "server" else run.children()[victim])
         run.wait(DEADLINE)
-        lost_nothing(run, 5)
+        lost_nothing(run, 8, restarts=5)
