@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -67,7 +67,6 @@ class Resting:
         self._learner, self._timeline, self.now = learner, timeline, False
         self._device = learner.world.device
         self._module = torch.get_device_module(self._device)
-        self._run_dir = run_dir
         self._room: Callable[[int], Tensor] = partial(unlinked_file, run_dir)
         if self._device.type != "cpu":
             self._room = PinnedMemory(learner.world).room
@@ -108,10 +107,9 @@ class Resting:
         found = {storage._cdata: storage for storage in map(_storage, _held(self._learner))}
         moved = [one for one in found.values() if one.nbytes() > SMALL and one.device == self._device]
         sizes = [storage.nbytes() for storage in moved]
-        where = f"a file in {self._run_dir}" if self._device.type == "cpu" else "main memory"
-        text = f"engine.colocated: {sum(sizes) / 1e9:.2f} GB of a trainer rank do not fit in {where}"
+        text = f"engine.colocated: {sum(sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
         advice = "free room there, use more trainer.ranks, or set engine.colocated=0"
-        with ConfigError.instead_of(OSError, MemoryError, RuntimeError, text=text, advice=advice):
+        with ConfigError.instead_of(MemoryError, RuntimeError, text=text, advice=advice):
             pairs = list(zip(moved, self._room(sum(sizes)).split(sizes), strict=True))
             for storage, part in pairs:
                 part.copy_(_bytes(storage), non_blocking=True)
@@ -154,10 +152,12 @@ class PinnedMemory:
 
 
 def unlinked_file(directory: Path, size: int) -> Tensor:
-    """Return memory on a disk, which ends with its tensor. On a CPU the device is main memory itself."""
-    with NamedTemporaryFile(dir=directory) as file:
+    """Return memory on a disk, which ends with its tensor. On a CPU the device is main memory itself: what
+    a full disk has no room for stays there."""
+    with suppress(OSError), NamedTemporaryFile(dir=directory) as file:
         os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
         return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def _held(learner: Learner) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from faults.target import Target
 ROLES = ("rollout", "trainer", "coordinator")
 SERVED = ("engine", "server")  # where engines are servers: a keeper, and the server itself
 FLIPPED = 64  # bytes between two that are damaged
-LEFT = 4 << 20  # bytes, less than a rank of the demo moves
+LEFT = 2 << 20  # bytes, less than a rank of the demo moves
 
 
 @dataclass(frozen=True)

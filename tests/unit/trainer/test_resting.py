@@ -188,15 +188,16 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     assert not own.now and all(t.untyped_storage().nbytes() for t in held(learner).values())
 
 
-def test_without_room_on_the_disk_it_is_said_what_to_do(
+def test_without_room_on_the_disk_it_rests_in_main_memory(
     made: Made, timeline: Timeline, tmp_path: Path, whole_model: None
 ) -> None:
-    own = Resting(made(dtype="float32"), timeline, tmp_path / "missing")
-    with pytest.raises(
-        ConfigError, match=r"a trainer rank do not fit in a file in .*missing \(FileNotFound.*; free"
-    ):
-        own.rest(nobody)
-    assert not own.now
+    learner = made(dtype="float32")
+    own = Resting(learner, timeline, tmp_path / "missing")
+    before = {name: tensor.clone() for name, tensor in held(learner).items()}
+    own.rest(nobody)
+    assert own.now and own._places and not any(t.untyped_storage().nbytes() for t in held(learner).values())
+    own.wake()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held(learner).items())
 
 
 def saved(config: Any, learner: Learner, folder: Path, own: Resting | None) -> dict[str, bytes]:
