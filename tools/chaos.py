@@ -50,8 +50,8 @@ ENDLESS = 100_000  # steps
 EACH_ONCE: list[Together] = [
     [("pause", "rollout"), ("pause", "trainer"), ("pause", "coordinator"), ("locked-store", "")],
     [("held", ""), ("hang", "")],
-    [("slow", ""), ("full-disk", ""), ("full-memory", "")],
-    [("duplicated", ""), ("read-only", "")],
+    [("full-disk", ""), ("slow", "")],
+    [("full-memory", ""), ("duplicated", ""), ("read-only", "")],
     [("corrupted", ""), ("kill", "rollout"), ("segment-damaged", "coordinator")],
     [("weights-gone", ""), ("cut", ""), ("segment-cut", ""), ("second-launcher", "")],
     [("weights-damaged", "rollout"), ("checkpoint-damaged", "trainer")],

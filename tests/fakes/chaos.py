@@ -10,17 +10,17 @@ from chaos import main
 from faults.launcher import dial_through
 from faults.target import Target
 
-from tests.fakes.forked import asyncrl
+from tests.fakes.forked import Forked, asyncrl
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(self: Target, *more: str) -> None:
-    _, _, dial, *arguments = self.command(*more)
+def start(self: Target, command: list[str], out: Path) -> Forked:
+    _, _, dial, *arguments = command
     ports = dict(pair.split("=") for pair in dial.split(","))
-    self.launcher = asyncrl(arguments, self.out, ROOT, self.environment, first=partial(dial_through, ports))
+    return asyncrl(arguments, out, ROOT, self.environment, first=partial(dial_through, ports))
 
 
 if __name__ == "__main__":
-    Target.launch = launch  # type: ignore[method-assign]
+    Target.start = start  # type: ignore[method-assign]
     sys.exit(main())

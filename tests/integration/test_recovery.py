@@ -23,10 +23,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(500)
-def test_each_kind_of_fault_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("engine.colocated=1",), marks=pytest.mark.full)])
+def test_each_kind_of_fault_once(tmp_path: Path, more: tuple[str, ...]) -> None:
     """tools/chaos.py says what is done, and what must hold: some at once, one round after another."""
     command = [sys.executable, "-m", "tests.fakes.chaos", "--each-once", "--disk", "--lease", "2"]
-    command += ["--run-dir", str(tmp_path / "chaos")]
+    command += ["--run-dir", str(tmp_path / "chaos"), *more]
     own, variables = ["unshare", "-rm"], os.environ | {"PYTHONPATH": str(ROOT / "tools")}
     if not subprocess.run([*own, "true"], check=False).returncode:  # it may mount what fills up
         command, variables = own + command, variables | {"CHAOS_NAMESPACE": "1"}

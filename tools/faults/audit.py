@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from asyncrl.config import read_config
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.observe.timeline import files, union
 from asyncrl.runtime.activity import DECODE
+from asyncrl.runtime.weight_loader import LOAD
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.store.reader import RunReader
 
@@ -58,10 +60,30 @@ def spans(run: Path, role: str, *names: str) -> list[tuple[float, float]]:
 def at_once(run: Path) -> Iterator[tuple[float, float]]:
     """The times in which a rank and an engine computed."""
     decoded = spans(run, "rollout", DECODE)
+    if read_config(run).engine.remote:  # workers hear of a server's sleep later
+        decoded = [span for one in decoded for span in _awake(one, [*_asleep(run)])]
     for start, end in spans(run, "trainer", *COMPUTED):
         for a, b in decoded:
             if min(end, b) - max(start, a) > CLOCKS:
                 yield max(start, a), min(end, b)
+
+
+def _asleep(run: Path) -> Iterator[tuple[float, float]]:
+    """The times in which servers held nothing: from what they have said until the next load begins."""
+    loads = [start for start, _ in spans(run, "engine", LOAD)]
+    for _, slept in spans(run, "coordinator", "sleep"):
+        yield slept, min((start for start in loads if start > slept), default=math.inf)
+
+
+def _awake(span: tuple[float, float], asleep: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield the parts of a span outside of others, which are in order."""
+    start, end = span
+    for slept, woke in asleep:
+        if slept < end and woke > start:
+            yield start, max(start, slept)
+            start = woke
+    if start < end:
+        yield start, end
 
 
 def troubles(run: Path) -> list[str]:

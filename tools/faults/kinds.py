@@ -69,9 +69,8 @@ def launcher(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def second_launcher(target: Target, victim: str) -> Iterator[None]:
     """The same command again: refused."""
-    again = target.command("launch.port=0")
-    found = subprocess.run(again, capture_output=True, text=True, timeout=120, env=target.environment)
-    assert found.returncode == 2 and "another run with this name" in found.stderr, found
+    code, said = target.again("launch.port=0")
+    assert code == 2 and "another run with this name" in said, (code, said)
     yield
 
 

@@ -75,11 +75,19 @@ class Target:
         return [sys.executable, str(LAUNCHER), self._dial, "train", *self._config, *more]
 
     def launch(self, *more: str) -> None:
-        with self.out.open("ab") as out:
-            self.launcher = subprocess.Popen(
-                self.command(*more),
+        self.launcher = self.start(self.command(*more), self.out)
+
+    def again(self, *more: str) -> tuple[int, str]:
+        """Give the command once more; exit code and output."""
+        out = self.out.with_suffix(".again")
+        return self.start(self.command(*more), out).wait(120), out.read_text()
+
+    def start(self, command: list[str], out: Path) -> subprocess.Popen[bytes]:
+        with out.open("ab") as file:
+            return subprocess.Popen(
+                command,
                 cwd=ROOT,
-                stdout=out,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 process_group=0,  # Ctrl-C is for the tool, which then ends the run
