@@ -8,6 +8,7 @@
 in a sleep, within a turn or before it, by shift; counted in the recorded turns, wherever another version
 goes on. In-place updates keep the cache. Over a change: turns that two versions have sampled. In one stream:
 those that no server has lost, moved or taken back. Both compute: seconds in which a rank and an engine did.
+Difference: of a token's log-prob in engine and trainer, with the same version, at most.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ SHOWN = {
     "over a change": ".1%",
     "in one stream": ".1%",
     "both compute, s": ".2f",
+    "difference": ".1e",
     "success after": ".1%",
 }
 EARLY, WINDOW = 50, 20  # the step from which growth counts; how many steps a level is the median of
@@ -100,6 +102,7 @@ def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
         found |= {"steps a shift": args.steps / shifts, "again a shift": again / shifts}
         found |= {"sleep, s": mean["shift/sleep_s"], "wake, s": mean["shift/wake_s"]}
         found |= {"back, s": mean["timing_s/wake"]}
+    found["difference"] = result["logprob_diff_max_same_version"]
     return found | {"success after": result["success_after"]}
 
 
