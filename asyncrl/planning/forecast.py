@@ -226,9 +226,11 @@ def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> For
     steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // work.buffer.batch_size))
     with ConfigError.instead_of(ValueError, text="no step of this configuration can be predicted"):
         found = [step for seed in seeds for step in steady(Simulation(work, seed).run(steps))]
-    columns = zip(*((s.seconds, s.train, s.rollout, s.lag, s.masked, s.tokens) for s in found), strict=True)
-    seconds, train, rollout, lag, masked, tokens = map(statistics.mean, columns)
-    return Forecast(seconds, lag, 1 - train / seconds, 1 - rollout / seconds, masked, tokens)
+    names = ("seconds", "train", "rollout", "awake", "lag", "masked", "tokens")
+    columns = ([getattr(step, name) for step in found] for name in names)
+    seconds, train, rollout, awake, lag, masked, tokens = map(statistics.mean, columns)
+    own = seconds - awake or seconds  # the trainer's; by shifts each side is idle in its own half
+    return Forecast(seconds, lag, 1 - train / own, 1 - rollout / awake, masked, tokens)
 
 
 def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict[str, float]:

@@ -70,6 +70,7 @@ class SimulatedStep(msgspec.Struct, frozen=True):
     seconds: float  # from the last commit to this one
     train: float  # seconds of these in which the trainer worked
     rollout: float  # in which the engines worked
+    awake: float  # in which they had the devices; all, without shifts
     masked: float  # share of the batch's model tokens that were over the bound
     lags: tuple[float, ...]  # sampled tokens of its batch within the bound, by lag: 0, 1, …
 
@@ -327,12 +328,15 @@ class Simulation:
         by_lag = np.bincount(lags, tokens / PARTS.size, bound + 1)
         total, within, over = float(by_lag.sum()), by_lag[: bound + 1].tolist(), by_lag[bound + 1 :]
         masked, seconds = float(over.sum()) / total, self.now - self._began
-        self.steps.append(SimulatedStep(limit, seconds, self._worked, self._busy, masked, tuple(within)))
+        awake = self._clock - self._clock_began
+        self.steps.append(
+            SimulatedStep(limit, seconds, self._worked, self._busy, awake, masked, tuple(within))
+        )
         crossed = self.crossings.committed(masked, total, self._clock)
         if self.buffer.config.target_staleness == "auto":
             idle, grows = 1 - self._worked / seconds, live >= limit
             if self.shifts is not None:  # the trainer waits for its shift in any case
-                idle = 1 - self._busy / max(MOMENT, self._busy, self._clock - self._clock_began)
+                idle = 1 - self._busy / max(MOMENT, self._busy, awake)
             outside = self._waited / max(1e-9, self._lived)
             shares = [(crossed, self.buffer.config.stale_budget)]
             self.control.update(shares, grows and idle >= BUSY, idle * outside)

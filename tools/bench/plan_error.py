@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from async_ratio import COMMON, HERE, TOOL
-from common import table, train
+from common import summary, table, train
 from msgspec.structs import replace
 
 from asyncrl.algorithms.recipe import with_group_policy
@@ -53,15 +53,16 @@ HEADER = ["configuration", "seed", "s/step: predicted", "measured", "error", "la
           "trainer idle: predicted", "measured"]  # fmt: skip
 
 
-def run(name: str, folder: Path, seed: int, overrides: list[str]) -> Measurements:
-    """A run to its end, and what it measured. SystemExit when it fails."""
+def run(name: str, folder: Path, seed: int, overrides: list[str]) -> None:
+    """A run to its end, unless there is one. SystemExit when it fails."""
     arguments = (
         f"{{{TOOL.replace(':', chr(92) + ':')}: {{log: {folder / name}.lives, seed: {seed}, {DELAY}}}}}"
     )
     own = [f"rollout.tool_args={arguments}", f"seed={seed}", "resume=never"]
-    if train(name, folder, [*COMMON, *SETTINGS, *own, *overrides], deadline=600.0)["exit_code"]:
+    given = [*COMMON, *SETTINGS, *own, *overrides]
+    complete = summary(folder / name).get("outcome") == "completed"
+    if not complete and train(name, folder, given, deadline=600.0)["exit_code"]:
         raise SystemExit(f"{name} failed; see {folder / name}.out")
-    return Measurements.of(folder / name, recompose(folder / name, []))
 
 
 def run_name(configuration: str) -> str:
@@ -81,7 +82,7 @@ def main() -> None:
         "--only", nargs="+", choices=CONFIGURATIONS, help="configurations, besides those that measure"
     )
     parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2%% of a core once it runs")
-    parser.add_argument("--run-dir", type=Path, required=True, help="a new directory")
+    parser.add_argument("--run-dir", type=Path, required=True, help="complete runs in it stay")
     options = parser.parse_args()
     folder: Path = options.run_dir.resolve()
     chosen = options.only or list(CONFIGURATIONS)
@@ -91,15 +92,18 @@ def main() -> None:
         for seed in range(options.seeds)
     }
     with ThreadPoolExecutor(options.at_once) as pool:
-        runs = {name: pool.submit(run, name, folder, *how) for name, how in wanted.items()}
-        probes = [runs[name].result() for name in PROBES]
+        under_way = [pool.submit(run, name, folder, *how) for name, how in wanted.items()]
+        for one in under_way:
+            one.result()
+    runs = {name: Measurements.of(folder / name, recompose(folder / name, [])) for name in wanted}
+    probes = [runs[name] for name in PROBES]
     loads = [one.load for one in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
     print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
     lines, errors, lags = [], [], []
     for name in chosen:
         for seed in range(options.seeds):
-            found = runs[f"{run_name(name)}-{seed}"].result()
+            found = runs[f"{run_name(name)}-{seed}"]
             config: RunConfig = with_group_policy(found.config)
             rates = slow if SLOW[0] in CONFIGURATIONS[name] else fast
             if config.shifts:

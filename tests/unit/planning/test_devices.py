@@ -39,6 +39,8 @@ def test_one_device_is_shared_or_nothing() -> None:
     found = compare(work, 1, shift=3.0)
     assert found.apart is None and found.best is found.shifts
     assert found.shifts is not None and found.shifts.forecast.step_s == pytest.approx(G + T + 3.0, rel=0.02)
+    idle = found.shifts.forecast.trainer_idle, found.shifts.forecast.rollout_idle
+    assert idle == pytest.approx((3.0 / (T + 3.0), 0.0), abs=0.02), "each side, of its own half, as in a run"
     assert compare(work, 3, shift=3.0, tp=2).shifts is None  # an engine of two devices leaves one over
 
 
