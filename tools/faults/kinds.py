@@ -25,7 +25,7 @@ from faults.target import Target
 ROLES = ("rollout", "trainer", "coordinator")
 SERVED = ("engine", "server")  # where engines are servers: a keeper, and the server itself
 FLIPPED = 64  # bytes between two that are damaged
-LEFT = 2 << 20  # bytes, less than a rank of the demo moves
+LEFT = 1 << 20  # bytes, less than a rank of the demo moves
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,16 @@ def _filled(target: Target, directory: Path) -> Iterator[None]:
     their state there, and the newest version is written."""
     filler, shifts = directory / "filler", target.shift() != ""
     with filler.open("wb", buffering=0) as file:
-        if shifts:
-            _fill(file, leave=LEFT)  # which takes longer than a change
+        _fill(file, leave=LEFT if shifts else 0)  # most of it now: that takes longer than a change
+        while shifts:
+            room = file.tell()
             target.until(lambda: target.shift() != "waking", "another shift than this one", pause=0.001)
             target.until(lambda: target.shift() == "waking", "a change to engines", pause=0.001)
-        _fill(file)
+            _fill(file)
+            if target.shift() == "waking":
+                break
+            file.seek(room)
+            file.truncate()
     yield
     filler.unlink()
 
