@@ -24,7 +24,7 @@ def until_next(run: Run, shift: str) -> None:
 
 
 def lost_nothing(run: Run, steps: int, restarts: int) -> None:
-    """After so many restarts all is accounted for, nothing was trained twice, and nothing computed at once."""
+    """After restarts all is accounted for, nothing was trained twice, and nothing computed at once."""
     flow = run.completed(steps)["flow"]
     assert run.text().count("is restarted") == restarts
     assert not [*at_once(run.path)]
