@@ -146,6 +146,8 @@ def test_devices_are_split_or_shared(
     assert "both changes of the devices 9 s (as you say)" in text
     assert "take rollout.workers=1 trainer.ranks=1: " in text and "as a shift leaves more idle" in text
     assert [line.split()[0] for line in text.splitlines() if line.count("|") == 2] == ["devices", "1", "2"]
+    assert cli.main(["plan", run_dir, "engine.colocated=1"]) == 0, "one device, which cannot be split"
+    assert "limited by: trainer" in capsys.readouterr().out
 
 
 def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
