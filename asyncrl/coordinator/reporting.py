@@ -71,6 +71,7 @@ class Reporter:
         self._unwritten = b"\n" if cut else b""
         self._busy = self._totals()
         self._awake = state.engine_time(self.row_at)  # on the engines' clock, at the last row
+        self._over = {"rollout": 0.0, "trainer": 0.0}  # busy seconds that beats told after their half
         self._settled: Counter[str] = Counter()
         self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
         self._own: dict[str, float] = {}  # likewise, the coordinator's own, by their name in the timeline
@@ -275,7 +276,10 @@ class Reporter:
             awake, self._awake = self._awake, shifts.clock(time.monotonic())
             halves = {"rollout": self._awake - awake, "trainer": seconds - (self._awake - awake)}
             processes = {"rollout": len(self.workers.peers), "trainer": len(self.trainer.ranks.peers)}
-            idle = {role: max(0.0, halves[role] * processes[role] - busy[role]) for role in halves}
+            for role in halves:
+                room = halves[role] * processes[role]
+                over = self._over[role] + busy[role] - room
+                idle[role], self._over[role] = max(0.0, -over), min(max(0.0, over), room)
         shares = {
             f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
             for role in ("trainer", "rollout")

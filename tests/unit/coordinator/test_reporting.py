@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.buffer.shifts import Shift, Shifts
 from asyncrl.config import ValidationConfig
 from asyncrl.coordinator.reporting import Reporter, earned, kept_questions
 from asyncrl.coordinator.trainer import TrainerHandler
@@ -180,6 +182,27 @@ def test_generation_is_told_per_second_of_the_step_and_per_token(
     assert found["timing_s/gen"] == 2.0 and found["rollout/tokens_per_s"] == 100.0
     assert found["timing_per_token_ms/gen"] == 5.0 and found["async/rollout_idle_frac"] == 0.5
     assert "timing_per_token_ms/gen" not in reporter._shares(4.0), "nothing was generated since"
+
+
+def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
+    reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of eight steps has half a second for the engine, whose beats come only after every second one."""
+    now, busy = 0.0, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(reporter, "_totals", lambda: {"one": (busy, 0.0)})
+    monkeypatch.setattr(reporter.workers, "peers", ["one"])
+    shifts = reporter.state.shifts = Shifts("auto", now, Shift.ROLLOUT)
+    reporter.begin()
+    found = []
+    for step in range(8):
+        shifts.clock.go(now)
+        now += 0.5
+        shifts.clock.stop(now)
+        now += 0.25
+        busy = 0.5 * (step + 1) if step % 2 else busy
+        found.append(reporter._shares(0.75).get("async/rollout_idle_frac"))
+    assert found[:2] == [1.0, 0.0] and {*found[2:]} == {0.0, None}
 
 
 # -- which episodes are kept as text ------------------------------------------------------------------------
