@@ -226,6 +226,8 @@ class Branches:
             del self._pending[place.session]
             if place.row is not None:
                 self._change(place.row, busy=False)
+            elif place.session == self._begun - 1:
+                self._begun -= 1  # the same request, which may come again, goes on with what was sampled
 
     def mark_undelivered(self, turn: Turn) -> None:
         """The client left without this turn. No effect once its row has gone on: then it was delivered."""

@@ -81,6 +81,15 @@ Event = tuple[str, dict[str, Any]]
 """A server-sent event: its type ('' for none), and its data."""
 
 
+def written(events: Iterable[Event]) -> bytes:
+    """The bytes of events, for one write; a comment line if there are none."""
+    lines = [
+        (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+        for kind, data in events
+    ]
+    return b"".join(lines) or b":\n\n"
+
+
 class Exchange(Protocol):
     """A request of one of the APIs, and how that API answers it: as a whole, or as events. `left_out`: parts
     that the model does not get, and why."""

@@ -30,7 +30,7 @@ from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, one_line
 from asyncrl.gateway import completions, exchange, messages, responses, text_completions
 from asyncrl.gateway.connections import Connections
-from asyncrl.gateway.exchange import AgentReply, ApiDialect, ApiError, Event, Exchange, Listener
+from asyncrl.gateway.exchange import AgentReply, ApiDialect, ApiError, Event, Exchange, Listener, written
 
 log = logging.getLogger("asyncrl.gateway")
 
@@ -251,16 +251,32 @@ class Gateway:
         try:
             if events is not None:
                 return await self._stream(request, dialect, asked, task, events)
-            replies = await _outcome(task)
-            response = _json(asked.whole(replies))
-            await response.prepare(request)
-            await response.write_eof()
-            return response
+            return await self._whole(request, asked, task)
         except (asyncio.CancelledError, ConnectionError):  # the client has left
             if not task.cancel():
                 for reply in _finished(task):
                     admitted.host.lose(reply)
             raise
+
+    async def _whole(self, request: web.Request, asked: Exchange, task: Answering) -> web.StreamResponse:
+        """Answer in one piece. Of a long turn it begins with line breaks, which mean nothing in JSON: clients
+        wait for a silent server for five or ten minutes, and an engine may sleep for longer."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        while not (await asyncio.wait([task], timeout=BEAT_SECONDS))[0]:
+            await response.prepare(request)
+            await response.write(b"\n")
+        try:
+            body = msgspec.json.encode(asked.whole(await _outcome(task)))
+        except Exception:
+            if not response.prepared:
+                raise
+            request.protocol.force_close()  # its status was sent; what breaks off is no answer
+            return response
+        if not response.prepared:
+            response.content_length = len(body)
+            await response.prepare(request)
+        await response.write_eof(body)
+        return response
 
     async def _stream(
         self, request: web.Request, dialect: ApiDialect, asked: Exchange, task: Answering, events: _Events
@@ -276,18 +292,18 @@ class Gateway:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        await response.write(_written(begun))
+        await response.write(written(begun))
         while not task.done():
             changed = await events.wait(BEAT_SECONDS)
-            await response.write(_written(events.take() if changed else asked.ping()))
+            await response.write(written(events.take() if changed else asked.ping()))
         last = events.take()
         try:
             replies = await _outcome(task)
         except Exception as error:
-            await response.write_eof(_written([*last, ("error", dialect.error(_error(request, error)))]))
+            await response.write_eof(written([*last, ("error", dialect.error(_error(request, error)))]))
         else:
             last += asked.end(replies)
-            await response.write_eof(_written(last) + dialect.done)
+            await response.write_eof(written(last) + dialect.done)
         return response
 
     def _by_key(self, request: web.Request) -> _Admitted:
@@ -332,15 +348,6 @@ def _finished(task: Answering) -> Sequence[AgentReply]:
         return ()
     found = task.result()
     return () if isinstance(found, Refusal) else found
-
-
-def _written(events: Iterable[Event]) -> bytes:
-    """The bytes of events, for one write; a comment line if there are none."""
-    lines = [
-        (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
-        for kind, data in events
-    ]
-    return b"".join(lines) or b":\n\n"
 
 
 @web.middleware

@@ -40,12 +40,13 @@ class AgentBench(Bench):
     ) -> None:
         super().__init__(self.script, reward, chat, **{"agent": "a:b", **(limits or {}), **options})
         self.agent, self.text, self.untrained = agent, script, untrained
+        self.gateway = Gateway()
 
     def script(self, request: Request) -> str:
         return self.text(read(request.ids))
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
-        self.shared = Agents(self.agent, Gateway(), self.untrained)
+        self.shared = Agents(self.agent, self.gateway, self.untrained)
         await self.shared.gateway.start()
         try:
             await super().run(frames, **assigned)

@@ -181,6 +181,28 @@ async def test_a_stream_says_that_its_turn_goes_on(
     assert dialect.heard(events_of(said)).content == "42"
 
 
+@pytest.mark.parametrize("found", ["42", EngineError("broke")], ids=str)
+@every_dialect
+@served
+async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect, found: Any
+) -> None:
+    """Clients give up a silent server after minutes. What fails after the status was sent breaks off."""
+    monkeypatch.setattr(server, "BEAT_SECONDS", 0.01)
+    host = FakeHost(found)
+    host.gate.clear()
+    async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:
+        headers, body = {"x-api-key": endpoint.api_key}, dialect.body([USER])
+        async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
+            assert (answer.status, await answer.content.readexactly(5)) == (200, b"\n" * 5)
+            host.gate.set()
+            if found == "42":
+                assert dialect.whole(await answer.json()).content == "42"
+            else:
+                with pytest.raises(aiohttp.ClientError):
+                    await answer.read()
+
+
 @pytest.mark.parametrize("streamed", [None, "4"])
 @every_dialect
 @served
@@ -231,7 +253,7 @@ async def cancel(task: asyncio.Task[Any]) -> AgentReply:
     raise asyncio.CancelledError
 
 
-@pytest.mark.parametrize(("step", "leave"), [("_json", reset), ("_outcome", cancel)])
+@pytest.mark.parametrize(("step", "leave"), [("web.StreamResponse.write_eof", reset), ("_outcome", cancel)])
 @served
 async def test_an_answer_that_cannot_be_sent_is_lost(
     gateway: Gateway, step: str, leave: Any, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +262,7 @@ async def test_an_answer_that_cannot_be_sent_is_lost(
     async with gateway.admit(host) as endpoint:
         assert (await ask(endpoint, "q"))[0] == 200
         assert host.lost == []
-        monkeypatch.setattr(server, step, leave)
+        monkeypatch.setattr(f"{server.__name__}.{step}", leave)
         with pytest.raises(aiohttp.ClientError):
             await ask(endpoint, "q")
     assert len(host.lost) == 1

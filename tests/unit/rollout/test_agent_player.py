@@ -23,7 +23,7 @@ from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, S
 from asyncrl.wire.messages.worker import Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
 from tests.fakes.chat import FakeChat, encode
-from tests.fakes.engine import ScriptedEngine
+from tests.fakes.engine import ScriptedEngine, generation
 from tests.fakes.episodes import read
 from tests.fakes.loop import settle
 
@@ -508,6 +508,49 @@ def test_a_request_whose_client_left_gives_its_row_back(comes_back: bool) -> Non
     assert bench.finished().stats.turns == 1 + comes_back
     assert bench.rows == (["q42sure?42"] if comes_back else ["q42"])
     assert engine.cancelled == ["u/1"]
+
+
+class Parted(ScriptedEngine):
+    """Makes half of the first turn of a prompt durable, and holds it there until its client has left."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.parted, self.left = threading.Event(), threading.Event()
+
+    async def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        if self.parted.is_set():
+            return generation("2", self._version)
+        await request.on_part(generation("4", self._version, StopReason.ABORT))
+        self.parted.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_request_that_comes_again_goes_on_with_what_is_durable(continues: bool) -> None:
+    """Its client gave up in the midst of a turn, in a row that it began or went on with."""
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        said: list[Any] = ["q"]
+        if continues:
+            engine.parted.set()
+            said += [await message(endpoint, "q"), "sure?"]
+            engine.parted.clear()
+        asking = asyncio.ensure_future(ask(endpoint, *said))
+        assert await asyncio.to_thread(engine.parted.wait, 30)
+        asking.cancel()
+        assert await asyncio.to_thread(engine.left.wait, 30)
+        assert (await message(endpoint, *said))["content"] == "42"
+
+    bench = AgentBench(agent)
+    bench.engine = engine = Parted(bench.script)
+    assert bench.finished().stats.turns == 1 + continues
+    assert bench.rows == ["q2sure?42" if continues else "q42"]
+    assert read(engine.requests[-1].ids)[-1] == "4"
 
 
 class Leaver:
