@@ -259,7 +259,9 @@ async def talk(name: str, place: Path, case: str, endpoint: Endpoint) -> str:
     """The last line of what the program said. RuntimeError, with its last line of stderr, if it fails."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-client-") as home:
         if program(name).suffix == ".mjs":  # Node looks for packages beside the program
-            words = ["node", shutil.copy(program(name), place)]
+            own = str(place / program(name).name)
+            os.replace(shutil.copy(program(name), place / Path(home).name), own)  # others may read it
+            words = ["node", own]
         else:
             words = [str(place / "bin/python"), str(program(name))]
         made = await asyncio.create_subprocess_exec(
