@@ -47,6 +47,7 @@ BARREN_S = 30.0  # seconds in which a source that waits itself may have nothing 
 CLOSING_S = 0.5  # seconds after which a wait for it ends with the process
 ENDING = "this process ends"
 TRIES = 3  # sources
+SLACK = 4.0  # a fetch may take so many times as long as the last one made expect
 
 
 class Mirror:
@@ -56,7 +57,7 @@ class Mirror:
         self, config: RunConfig, endpoints: Endpoints, role: str, index: int, timeline: Timeline
     ) -> None:
         weights = config.weights
-        self._where, self._name = weights.directory, config.name
+        self._where, self._deadline, self._name = weights.directory, weights.deadline, config.name
         self._run_dir = Path(config.run_dir) / config.name
         self._lock = self._run_dir / f"mirror-{socket.gethostname()}"  # machines may share the directory
         self._endpoints, self._role, self._index = endpoints, role, index
@@ -68,6 +69,7 @@ class Mirror:
         self._fetching = threading.Lock()
         self._arriving: dict[PolicyVersion, Arriving] = {}
         self._server: VersionServer | None = None
+        self._rate = 0.0  # bytes a second, of the last fetch
         self._wanted: WeightsRef | None = None
         self._prefetching: asyncio.Task[None] | None = None
         self._closing = threading.Event()
@@ -193,8 +195,10 @@ class Mirror:
             arriving.file = work / (disk.DELTA if manifest.delta else disk.PAYLOAD)
             self._receive(opened, arriving, lock)
             (work / disk.MANIFEST).write_bytes(opened.manifest)
-        self._timeline.record(FETCH, wall, time.time(), version=version, bytes=opened.size)
-        log.info("%s: %d bytes in %.2f s", version.label, opened.size, time.monotonic() - begin)
+        size, seconds = opened.size, time.monotonic() - begin
+        self._rate = size / seconds
+        self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
+        log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
         return disk.ref_to(directory, version)
 
     def _open(self, version: PolicyVersion, anew: bool = False) -> OpenedVersion:
@@ -212,18 +216,21 @@ class Mirror:
         with arriving.file.open("wb") as empty:
             if opened.size:
                 os.posix_fallocate(empty.fileno(), 0, opened.size)  # a full disk shows now
+        expected = opened.size / self._rate if self._rate else math.inf
+        until = time.monotonic() + self._deadline + SLACK * expected
         for left in reversed(range(TRIES)):
             os.utime(lock)
             try:
-                self._read_from(opened, arriving, lock)
+                self._read_from(opened, arriving, lock, until)
                 return
             except AsyncrlError as error:
-                if not left or self._closing.is_set():
+                if not left or time.monotonic() > until or self._closing.is_set():
+                    self._rate = 0.0  # it need not be what it was
                     raise
                 log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
                 opened = self._open(opened.version, anew=True)
 
-    def _read_from(self, opened: OpenedVersion, arriving: Arriving, lock: Path) -> None:
+    def _read_from(self, opened: OpenedVersion, arriving: Arriving, lock: Path, until: float) -> None:
         """Read what has not arrived so far, in order."""
         wanted = iter(range(arriving.have, opened.size, PIECE))
         asked: dict[int, int] = {}  # sizes of pieces by where they begin
@@ -237,6 +244,8 @@ class Mirror:
                     end = offset + asked[offset]
                 if not asked:
                     return
+                if time.monotonic() > until:
+                    raise DeadlineError(f"it takes {SLACK:g} times as long as the last version")
                 if (found := _piece(self._answer(link), asked)) is None:
                     if time.monotonic() > barren_at:
                         raise DeadlineError(f"it has had nothing itself for {BARREN_S:g} s")
