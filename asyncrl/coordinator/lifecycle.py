@@ -7,6 +7,7 @@ unblocks: the end of the run
 from __future__ import annotations
 
 import enum
+import math
 
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.reporting import Reporter
@@ -76,7 +77,7 @@ class Lifecycle:
                 self.abort(f"{cause}; mend that, and begin another run", now)
             case Phase.RUNNING if self._training_over():
                 self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
-                self._enter(Phase.DRAINING, now, self.state.config.weights.deadline)
+                self._enter(Phase.DRAINING, now, math.inf)
             case Phase.DRAINING if self._drained(now) and not self.validation.busy:
                 self.validation.begin(self.state.batches.committed, True, now)
                 self._enter(Phase.EVALUATING, now)
@@ -156,4 +157,6 @@ class Lifecycle:
         acked = all(held.acked >= versions.newest for held in versions.engines.values())
         pushed = versions.newest.step >= committed and acked
         saved = self.trainer.checkpoint_step >= committed and not self.trainer.forgetting
+        if saved and (self.engines.awake or self.engines.wakes):  # they may load it
+            self._deadline = min(self._deadline, now + self.state.config.weights.deadline)
         return saved and (pushed or now > self._deadline)

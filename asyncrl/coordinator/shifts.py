@@ -140,10 +140,10 @@ class ShiftHandler:
     def _let_rest(self, now: float) -> None:
         """Give ranks the time of a start, in which they read as much, from when they are told to rest."""
         ranks, limit = self.trainer.ranks, self.state.liveness.start
-        if ranks.told != "rest":
+        if ranks.told not in ("rest", ""):  # "": told by an earlier coordinator
             self._began = now
         elif now > self._began + limit:
-            ranks.told = ""  # those that follow ask for the devices
+            self._began = now  # the next ones have as long
             why = f"the trainer has not come to rest within {limit:g} s"
             self._replace(Replace("trainer", why, ranks.incarnation))
 

@@ -90,7 +90,8 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield ok(f"{program} is not Python: its version is seen when the server starts")
     else:
         on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
-        yield from _sglang_of(program, [*KERNELS, *[SAVER] * inputs.config.shifts] if on_gpu else [])
+        sleeps = inputs.config.shifts and engine.remote
+        yield from _sglang_of(program, [*KERNELS, *[SAVER] * sleeps] if on_gpu else [])
 
 
 def _sglang_of(program: str, needed: list[str]) -> Iterator[Note]:

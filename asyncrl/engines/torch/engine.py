@@ -114,6 +114,8 @@ class TorchEngine:
 
     async def load(self, ref: WeightsRef) -> Manifest:
         async with self._loading:  # versions are applied in the order of the calls
+            if self._broken is not None:
+                raise self._broken
             manifest, tensors = await asyncio.to_thread(disk.read, ref)
             replace = partial(self._replace, manifest.adapters, tensors)
             if self.asleep:
@@ -229,15 +231,15 @@ class TorchEngine:
         self._wake.set()
 
     def _waken(self, base: PreTrainedModel | None, replace: Callable[[], None]) -> None:
-        """Raises what `replace` does, and sleeps on."""
+        """Raises WeightsError where `replace` does, or memory is short, and sleeps on."""
         try:
             self._released.allocate()
             if base is not None:
                 copy_all(dict(self._model.named_parameters()), dict(base.named_parameters()))
             replace()
-        except Exception:
+        except Exception as error:
             self._free()
-            raise
+            raise WeightsError(one_line(error)) from error
         self._batcher.wake()
         self._awake.set()
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.coordinator.trainer import MOST_SPIKES
+from asyncrl.coordinator.validation import Validation
 from asyncrl.store.checkpoints import Checkpoints
+from tests.fakes.played import PlayedTrainer
 from tests.fakes.world import LEASE, World
 
 POINTS = 40  # at most so many writes and messages until the coordinator ends
@@ -194,8 +198,9 @@ def test_an_engine_that_refuses_versions_costs_no_trainer(root: Path) -> None:
         assert not any("replaced: trainer" in line for line in world.log), world.log
 
 
-def test_a_trainer_that_does_not_come_to_rest_is_replaced(root: Path) -> None:
-    """Within the time of a start after it was told to."""
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_trainer_that_does_not_come_to_rest_is_replaced(root: Path, restarted: bool) -> None:
+    """Within the time of a start after it was told to, or after the coordinator was started again."""
     since: list[float] = []
 
     def happen(world: World) -> None:
@@ -203,6 +208,9 @@ def test_a_trainer_that_does_not_come_to_rest_is_replaced(root: Path) -> None:
         if not since and ranks.told == "rest" and not world.trainer.resting:
             since.append(world.now)
             world.trainer.link.asleep_until = world.now + 1000
+        if restarted and len(since) == 1 and world.now > since[0] + 3:
+            since.insert(0, world.now)
+            world.lose_coordinator()
 
     world = World(root / "rest", 3, happen, shifts=True)
     world.run()
@@ -230,6 +238,34 @@ def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: b
     world.run()
     world.check()
     assert world.now < 400, world.now
+
+
+def test_the_last_validation_waits_for_the_last_version(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written long after its step, as where the disk is slow: longer than `weights.deadline`."""
+    publish, start = PlayedTrainer._publish, Validation._start
+    judged, late = list[tuple[int, int]](), list[float]()
+
+    def happen(world: World) -> None:
+        if late and world.now > late[0] + 100:
+            late[0] = math.inf
+            publish(world.trainer)
+
+    def published_late(trainer: PlayedTrainer) -> None:
+        if late or trainer.step < trainer.world.config.total_steps:
+            publish(trainer)
+        else:
+            late.append(trainer.world.now)
+
+    def noted(validation: Validation, given: Any, now: float) -> Any:
+        judged.append((given.step, given.ref.version.step))
+        return start(validation, given, now)
+
+    monkeypatch.setattr(PlayedTrainer, "_publish", published_late)
+    monkeypatch.setattr(Validation, "_start", noted)
+    world = World(root / "late", "last 0", happen, shifts=True)
+    world.run()
+    world.check()
+    assert judged == [(0, 0), (4, 4)] and late == [math.inf]
 
 
 def restored(root: Path, seed: int, faults: list[str]) -> int:

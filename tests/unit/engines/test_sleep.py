@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -177,7 +178,7 @@ async def test_tied_weights_wake(tmp_path: Path):
     await engine.close()
 
 
-async def test_a_load_that_fails_leaves_it_asleep(tmp_path: Path):
+async def test_a_load_that_fails_leaves_it_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     engine, request = serve(stepwise=True), ask(prompt(8), 30)
     task = asyncio.create_task(engine.generate(request))
     await generated(engine, 5)
@@ -190,20 +191,31 @@ async def test_a_load_that_fails_leaves_it_asleep(tmp_path: Path):
         with pytest.raises(WeightsError, match=why):
             await engine.load(wrong)
         assert engine.asleep and held(engine) == 0 and not task.done()
-    await engine.load(publish(tiny(), tmp_path / "good", 0))
+    good = publish(tiny(), tmp_path / "good", 0)
+    with monkeypatch.context() as patch:
+        short = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+        patch.setattr("asyncrl.engines.torch.engine.replace_weights", short)
+        with pytest.raises(WeightsError, match="out of memory"):
+            await engine.load(good)
+    await engine.sleep()
+    assert engine.asleep and held(engine) == 0 and not task.done()
+    await engine.load(good)
     assert_logprobs(tiny(), request, await task)
     await engine.close()
 
 
-async def test_memory_that_could_not_be_given_up_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch):
+async def test_memory_that_could_not_be_given_up_is_not_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """However often it is asked: it is to be replaced."""
     engine = serve()
     with monkeypatch.context() as patch:
         patch.setattr(engine._released, "release", lambda tensors: torch.empty(-1))
         with pytest.raises(EngineError, match="the engine broke"):
             await engine.sleep()
-    with pytest.raises(EngineError, match="the engine broke"):
-        await engine.sleep()
+    for asked in (engine.sleep(), engine.load(publish(tiny(), tmp_path, 0))):
+        with pytest.raises(EngineError, match="the engine broke"):
+            await asked
     assert held(engine) > 0
     await engine.close()
 
