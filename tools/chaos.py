@@ -173,7 +173,9 @@ def main() -> int:
     parser.add_argument("--lease", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "chaos")
-    parser.add_argument("--disk", action="store_true", help="run directory and /dev/shm can fill up")
+    parser.add_argument(
+        "--disk", action="store_true", help="run directory and /dev/shm are small, and can fill up"
+    )
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()

@@ -2,11 +2,12 @@
 
     python tools/rests.py --rest 720 [--only claude_code codex …] [--clients .clients]
 
-Each case is one episode over the gateway: a coding agent in its sandbox, with its own timeouts and what
-`rollout.agent` sets of them, or a program of tools/clients. A script stands for what the model says; how long
-that takes, an embedded engine of a tiny model decides: it is put to sleep in the midst of the first turn, as
-in a shift, and woken with the next version. Streamed turns rest before their first text, or in the middle of
-it. Cases whose programs are not there (`make harnesses`, `make clients`) are left out.
+Each case is one episode over the gateway: a coding agent in its sandbox, with its own timeouts or those that
+`rollout.agent` sets, or a program of tools/clients. All cases run at once. A script gives the text of each
+turn. A tiny model in an embedded engine decides how long the turn takes: that engine is put to sleep in the
+midst of the first turn, as in a shift, and woken with the next version. A streamed turn waits before its
+first text, or in the middle of it. Cases whose programs are not there (`make harnesses`, `make clients`) are
+left out. Exit code 1: a turn was sampled again, or an episode failed.
 """
 
 from __future__ import annotations
@@ -312,7 +313,7 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     names = [*SHELLS, *LIBRARIES, IMPATIENT]
-    parser.add_argument("--rest", type=float, default=720.0, help="seconds")
+    parser.add_argument("--rest", type=float, default=720.0, help="seconds for which the engine sleeps")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT")
     parser.add_argument("--clients", type=Path, default=clients.ROOT / ".clients")
     options = parser.parse_args()

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     parser = command_parser("plan", HELP)
     parser.add_argument("what", nargs="+", metavar="RUN|KEY=VALUE", help="runs, or directories; overrides")
     parser.add_argument("--devices", type=int, default=0, help="of engines and trainer ranks; as they are")
-    parser.add_argument("--shift", type=float, help="seconds of both changes of shared devices, if you know")
+    parser.add_argument("--shift", type=float, help="seconds of both changes by shifts, if you know")
     parser.add_argument("--tail", type=float, default=1.0, help="stretch what is longer than its median")
     parser.add_argument("--config-dir", type=Path, help="configuration groups of your own, for a probe")
     options = parser.parse_intermixed_args(argv)
@@ -376,4 +376,6 @@ def _advice(found: Comparison, key: str) -> str:
         if best is found.shifts
         else "a shift leaves more idle than the split"
     )
-    return f"take {keys}: " + (f"{gain:.0%} faster, as {why}" if gain > ALIKE else "as fast, with less lag")
+    return f"take {keys}: " + (
+        f"steps take {gain:.0%} less time, as {why}" if gain > ALIKE else "as fast, with less lag"
+    )

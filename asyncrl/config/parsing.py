@@ -123,7 +123,7 @@ def _shift_refusals(config: RunConfig) -> dict[str, bool]:
     return {
         "engine.urls: the devices of these servers are not the trainer's; leave out engine.colocated, or the "
         "URLs": bool(engine.urls),
-        f"engine.colocated ({engine.colocated}) is to be {key} ({count}), or 0: all engines share the "
+        f"engine.colocated ({engine.colocated}) must be {key} ({count}), or 0: all engines share the "
         "trainer's devices, or none": engine.colocated != count,
         f"engine.colocated: engines need {devices} devices, trainer.ranks={config.trainer.ranks}; set fewer "
         f"{key}, or more ranks": devices > config.trainer.ranks,

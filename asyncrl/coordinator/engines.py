@@ -117,8 +117,8 @@ class EngineHandler:
             self.state.liveness.alive(now)
 
     def pop_unloadable_version(self) -> str:
-        """Returns why the newest version cannot be loaded, once for REFUSALS of it; '' where an engine holds
-        it, or is loading it and has not refused it."""
+        """Returns why no engine can load the newest version, once it was refused REFUSALS times; ''
+        if an engine holds it, or is loading it and has not refused it."""
         held, newest, refused = self.state.versions.engines, self.state.versions.newest, self.refused
         often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
         tries = (one for one, engine in held.items() if engine.pushed >= newest and not refused[one, newest])

@@ -368,10 +368,11 @@ class Coordinator:
         self._to_observers(message)
 
     def _watch(self, now: float) -> None:
-        """In a run that has stalled, trainer ranks that are silent are replaced; else it ends, with a
-        checkpoint. Either way it is said who waits for what. They are replaced, too, where they wait for what
-        engines would sample that cannot load their newest version, or where these slept and have no other;
-        not those that have yet to publish one."""
+        """Replace trainer ranks that are silent, in a run that has stalled; else end that run, with a
+        checkpoint. Either way a line says who waits for what.
+
+        Ranks are replaced, too, if they wait for engines that cannot load the newest version, or for
+        engines that have slept and have no other one; but not before they have published a version."""
         ranks, published = self.trainer.ranks, self.state.versions.newest.epoch == self.state.trainer_epoch
         waiting = ranks.request or (self.state.shifts and ranks.told == "end")
         wanted = waiting and published and not self.lifecycle.ending

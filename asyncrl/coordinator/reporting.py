@@ -71,7 +71,7 @@ class Reporter:
         self._unwritten = b"\n" if cut else b""
         self._busy = self._totals()
         self._awake = state.engine_time(self.row_at)  # on the engines' clock, at the last row
-        self._over = {"rollout": 0.0, "trainer": 0.0}  # busy seconds that beats told after their half
+        self._over = {"rollout": 0.0, "trainer": 0.0}  # busy seconds of an earlier shift, told late
         self._settled: Counter[str] = Counter()
         self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
         self._own: dict[str, float] = {}  # likewise, the coordinator's own, by their name in the timeline

@@ -5,7 +5,7 @@ waits for: engines to fall asleep and to wake, ranks to rest, each with a deadli
 unblocks: the ranks (plans, in their shift), the engines (the newest version, in theirs)
 
 Nobody is given devices before the other side has said that it holds nothing there: engines by Slept or a
-hello, ranks by a request or a checkpoint at rest. What does not say so in time is replaced.
+hello, ranks by a request or a checkpoint at rest. A process that does not say so in time is replaced.
 """
 
 from __future__ import annotations
@@ -135,10 +135,13 @@ class ShiftHandler:
                 self._replace(Replace(self.role, why, name))
             if "" in names and now > self._hopeless_at:  # not heard of since this coordinator began
                 self._hopeless_at = now + self.state.liveness.start
-                self._replace(Replace(self.role, f"not all of {self.role} have reported in to fall asleep"))
+                self._replace(
+                    Replace(self.role, f"not all of {self.role} have reported in: they cannot sleep")
+                )
 
     def _let_rest(self, now: float) -> None:
-        """Give ranks the time of a start, in which they read as much, from when they are told to rest."""
+        """Replace ranks that do not rest within the time of a start, in which they read as much. It begins
+        when they are told to."""
         ranks, limit = self.trainer.ranks, self.state.liveness.start
         if ranks.told not in ("rest", ""):  # "": told by an earlier coordinator
             self._began = now
@@ -170,6 +173,6 @@ class ShiftHandler:
         elif shifts.shift is Shift.WAKING and self.engines.wakes:
             yield f"engines load v{versions.newest.step}"
         elif shifts.shift is Shift.WAKING:
-            written = f"v{self.state.batches.committed} to be written"
-            lack = written if self.trainer.ranks.resting else "the trainer is to rest"
+            written = f"v{self.state.batches.committed} must be written first"
+            lack = written if self.trainer.ranks.resting else "the trainer must rest first"
             yield f"engines wait for their shift: {lack}"

@@ -16,7 +16,7 @@ CLAUDE_CODE = Harness(
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",  # a sub-agent may ask for one of these
         "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
         "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
-        "API_TIMEOUT_MS": "86400000",  # or it asks again after ten minutes; an engine may sleep for longer
+        "API_TIMEOUT_MS": "86400000",  # or it asks again after five minutes; an engine may sleep for longer
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "86400000",  # the same: it counts no more than 30 pings
         "CLAUDE_CODE_PRINT_BG_WAIT_CEILING_MS": "86400000",  # or it ends before sub-agents that take as long
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

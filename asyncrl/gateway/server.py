@@ -259,7 +259,7 @@ class Gateway:
             raise
 
     async def _whole(self, request: web.Request, asked: Exchange, task: Answering) -> web.StreamResponse:
-        """Answer in one piece. Of a long turn it begins with line breaks, which mean nothing in JSON: clients
+        """Answer in one piece. If a turn is long, line breaks come first, which mean nothing in JSON: clients
         wait for a silent server for five or ten minutes, and an engine may sleep for longer."""
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         while not (await asyncio.wait([task], timeout=BEAT_SECONDS))[0]:
@@ -270,7 +270,7 @@ class Gateway:
         except Exception:
             if not response.prepared:
                 raise
-            request.protocol.force_close()  # its status was sent; what breaks off is no answer
+            request.protocol.force_close()  # 200 was sent: what breaks off is no answer
             return response
         if not response.prepared:
             response.content_length = len(body)

@@ -33,7 +33,7 @@ CRASHES = (3, 12, 0), (3, 12, 2)  # freeing a BytesIO crashes from the first of 
 LITTLE_DISK = 1e9  # bytes; a checkpoint of 0.1B parameters takes more
 LITTLE_SHARED = 1e9  # bytes; NCCL's documentation asks for them, and containers have 64 MiB
 KERNELS = ("sgl_kernel", "flashinfer")  # SGLang imports the first on every GPU, and does without the second
-SAVER = "torch_memory_saver"  # it needs this, too, for --enable-memory-saver
+SAVER = "torch_memory_saver"  # SGLang needs this, too, for --enable-memory-saver
 # Prints the version, and, if torch can use a GPU, which of the named modules cannot be imported.
 BROKEN = "cannot be imported:"
 ASK_SGLANG = f"""

@@ -73,7 +73,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     check_trackers(config)
     count = config.engine.keepers * config.engine.tp if config.engine.remote else config.rollout.workers
     if config.shifts and (idle := config.trainer.ranks - count):
-        yield warning(f"engine.colocated: {idle} of the trainer's devices idle while engines sample")
+        yield warning(f"engine.colocated: {idle} of the trainer's devices are idle while engines sample")
     yield ok(f"{len(placement.processes_of(config))} processes")
 
 
@@ -118,7 +118,8 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
         factory = engines.load(config.engine.name)
         if config.shifts and isinstance(factory, type) and not hasattr(factory, "sleep"):
             raise ConfigError(
-                f"engine.name: {config.engine.name} has no sleep, as engine.colocated needs; add it, or set 0"
+                f"engine.name: {config.engine.name} has no sleep, as engine.colocated needs; add sleep and "
+                "asleep, or set engine.colocated=0"
             )
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 

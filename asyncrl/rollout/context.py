@@ -220,7 +220,7 @@ class EpisodeRun:
                 self._set_limit()
 
     def _now(self) -> float:
-        """Return the loop's time less what it stood still."""
+        """Return the loop's time less the seconds for which the episode's clock stood still."""
         still = self._still
         return asyncio.get_running_loop().time() - self._stood if still is None else still
 

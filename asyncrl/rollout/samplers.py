@@ -131,7 +131,7 @@ class LocalSampler:
 
     @property
     def _asleep(self) -> bool:
-        return self.engine is None or bool(getattr(self.engine, "asleep", False))  # registered: may lack it
+        return self.engine is None or bool(getattr(self.engine, "asleep", False))  # a user's may lack it
 
     def sleep(self) -> Awaitable[None]:
         """Give up KV cache and weights, in order with the loads; see `WeightLoader.sleep`."""

@@ -44,7 +44,7 @@ SMALL = 4096  # bytes of a storage that stays
 
 def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
     """Return True once engines have left the devices to this rank, which has loaded nothing yet. Return False
-    if the coordinator stops the run; it gives each engine a deadline to fall asleep."""
+    if the coordinator stops the run. No deadline here: the coordinator gives engines one to fall asleep."""
     if not config.shifts:
         return True
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
@@ -108,7 +108,7 @@ class Resting:
         moved = [one for one in found.values() if one.nbytes() > SMALL and one.device == self._device]
         sizes = [storage.nbytes() for storage in moved]
         text = f"engine.colocated: {sum(sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
-        advice = "free room there, use more trainer.ranks, or set engine.colocated=0"
+        advice = "free room there, set model.lora_rank, or set engine.colocated=0"
         with ConfigError.instead_of(MemoryError, RuntimeError, text=text, advice=advice):
             pairs = list(zip(moved, self._room(sum(sizes)).split(sizes), strict=True))
             for storage, part in pairs:

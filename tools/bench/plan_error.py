@@ -54,7 +54,7 @@ HEADER = ["configuration", "seed", "s/step: predicted", "measured", "error", "la
 
 
 def run(name: str, folder: Path, seed: int, overrides: list[str]) -> None:
-    """A run to its end, unless there is one. SystemExit when it fails."""
+    """Run it to its end, unless a complete run is there. SystemExit when it fails."""
     arguments = (
         f"{{{TOOL.replace(':', chr(92) + ':')}: {{log: {folder / name}.lives, seed: {seed}, {DELAY}}}}}"
     )

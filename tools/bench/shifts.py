@@ -1,14 +1,21 @@
-"""Engine and trainer by shifts, against both at once on the same cores: the demo, with the embedded engine.
+"""Compares engine and trainer by shifts with both at once on the same cores, in the demo.
 
     python tools/bench/shifts.py --cores 1           # 10 minutes
     python tools/bench/shifts.py --steps 12 --seeds 1 engine=sglang_cpu engine.servers=1
     python tools/bench/shifts.py --leaks 200         # shifts: memory and open files must not grow
 
-`--cores`: all processes of a run share so many. Computed again: tokens of a context whose KV cache was lost
-in a sleep, within a turn or before it, by shift; counted in the recorded turns, wherever another version
-goes on. In-place updates keep the cache. Over a change: turns that two versions have sampled. In one stream:
-those that no server has lost, moved or taken back. Both compute: seconds in which a rank and an engine did.
-Difference: of a token's log-prob in engine and trainer, with the same version, at most.
+It prints means, and (smallest–largest) of the seeds:
+
+sleep           seconds until engines sleep
+back            seconds until the trainer's state is back on its device
+wake            seconds until that state has left, and an engine has loaded
+steps a shift   optimizer steps for each shift of the trainer
+again a shift   tokens of contexts that engines compute again after a sleep: counted in the recorded turns,
+                wherever another version goes on. Without shifts updates in place keep the KV cache
+over a change   share of turns that two versions have sampled
+in one stream   share of these turns that no server has lost, moved or taken back
+both compute    seconds in which a rank and an engine computed at once
+difference      the largest one between a token's log-prob in engine and trainer, with the same version
 """
 
 from __future__ import annotations
@@ -64,8 +71,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cores", type=int, default=0, help="0: all")
-    parser.add_argument("--leaks", type=int, default=0, metavar="STEPS", help="each with a shift, or nearly")
+    parser.add_argument("--cores", type=int, default=0, help="that all processes of a run share; 0: all")
+    parser.add_argument(
+        "--leaks", type=int, default=0, metavar="STEPS", help="so many steps, nearly each with a shift"
+    )
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "bench-shifts")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()

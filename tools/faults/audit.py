@@ -69,7 +69,7 @@ def at_once(run: Path) -> Iterator[tuple[float, float]]:
 
 
 def _asleep(run: Path) -> Iterator[tuple[float, float]]:
-    """The times in which servers held nothing: from what they have said until the next load begins."""
+    """Yield the times in which servers held nothing: from their answer that they sleep to the next load."""
     loads = [start for start, _ in spans(run, "engine", LOAD)]
     for _, slept in spans(run, "coordinator", "sleep"):
         yield slept, min((start for start in loads if start > slept), default=math.inf)

@@ -126,7 +126,7 @@ class TorchEngine:
 
     async def sleep(self) -> None:
         async with self._loading:
-            if self._broken is not None:  # perhaps when it fell asleep, and it holds anything
+            if self._broken is not None:  # it may have broken while it fell asleep, and hold memory
                 raise self._broken
             if not self.asleep:
                 await self._changed(self._fall_asleep)

@@ -52,7 +52,7 @@ ATTEMPTS = {"float32": {"attention-backend": "torch_native"}, "bfloat16": {}}
 def server_command(context: Context) -> list[str] | None:
     """[]: asyncrl's own, with this Python; else its first three words run another one."""
     if given := shlex.split(os.environ.get(PYTHON, "")):
-        # What is installed for this one is not for it.
+        # Packages of this Python are not for that one.
         module = ["-m", "sglang.launch_server"] if len(given) == 1 else []
         return ["env", "--unset=PYTHONPATH", *given, *module]
     places = (context.kit / BUNDLE, context.kit.parent / BUNDLE)
@@ -68,15 +68,15 @@ def server_command(context: Context) -> list[str] | None:
 
 
 def has_saver(context: Context, command: list[str]) -> bool:
-    """Whether the server can give memory back: on a CPU by tools/sglang_cpu/launch.py."""
+    """Return whether the server can give memory back; on a CPU tools/sglang_cpu/launch.py does that."""
     python = command[:3] or [sys.executable]
     find = "import importlib.util as u, sys; sys.exit(u.find_spec('torch_memory_saver') is None)"
     return context.small or subprocess.run([*python, "-c", find]).returncode == 0
 
 
 class Subject:
-    """The trainer's policy and a server that is to follow it. `rank`: of adapters, which are all that it is
-    sent then. `shifts`: it is to sleep."""
+    """Holds the trainer's policy and a server that gets its weights. `rank`: of adapters; then the server
+    gets only these. `shifts`: the server must be able to sleep."""
 
     def __init__(
         self,
