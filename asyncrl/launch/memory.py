@@ -244,14 +244,14 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
     """Raise ConfigError if what stays in memory cannot fit. The largest micro-batch is tried before the first
     step, and made smaller where it does not fit."""
     needed, there, place = config.trainer.ranks * sum(_static(config)), room(config, gpu), ""
+    more = "with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
     if config.shifts and there is not None and there > (main := main_memory().total):
-        there, place = main, " of main memory, where they rest (engine.colocated)"
+        there, place, more = main, " of main memory, where they rest", "engine.colocated=0"
     if there is not None and needed > there:
         raise ConfigError(
             f"weights, gradients and optimizer state of the trainer take {sized(needed)}, and there are "
             f"{sized(there)}{place}; set model.lora_rank, a trainer.optimizer with less state, a model.path "
-            "with fewer parameters, fewer trainer.replicas, or, with GPUs, more trainer.ranks or "
-            "trainer.offload_optimizer=true"
+            f"with fewer parameters, fewer trainer.replicas, or {more}"
         )
 
 
