@@ -293,7 +293,8 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
     devices = asked or (max(held) if config.shifts else sum(held))
     own = changed(config, {"engine.colocated": 0}) or config
     shared = asked >= tp and not config.engine.urls
-    found = candidates(own, rates, devices) if splits(own, devices) or not (shared or config.shifts) else []
+    unsplit = shared or (config.shifts and not asked)
+    found = candidates(own, rates, devices) if splits(own, devices) or not unsplit else []
     predicted = predict(config, rates, seeds=SEEDS)
     saved = sorted(limits(config, rates, SEEDS).items(), key=lambda one: -one[1])
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})

@@ -44,6 +44,7 @@ from asyncrl.conversation.watch import before
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
+MOST_LEFT = 8  # requests whose clients left, that are remembered
 ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
 
 
@@ -65,6 +66,7 @@ class Branches:
         self._parsed: tuple[Turn, tuple[str, ...], Message] | None = None  # the newest, with its stop texts
         self._begun = 0  # rows, cancelled ones included
         self._pending: dict[int, Placement] = {}  # by session
+        self._left: list[Placement] = []  # cancelled ones, in new rows: their requests may come again
         # Calls what tokenises, unless it just was: for a request that comes next, and each of its answers.
         self._ids: Callable[..., Any] = lru_cache(maxsize=2)(lambda tokenise, *of: tokenise(*of))
 
@@ -176,7 +178,8 @@ class Branches:
             return found
         self._pending[found.session] = found
         if found.row is None:
-            self._begun += 1
+            self._left = [one for one in self._left if one.session != found.session]
+            self._begun = max(self._begun, found.session + 1)
         else:
             self._change(found.row, busy=True)
         return found
@@ -226,8 +229,8 @@ class Branches:
             del self._pending[place.session]
             if place.row is not None:
                 self._change(place.row, busy=False)
-            elif place.session == self._begun - 1:
-                self._begun -= 1  # the same request, which may come again, goes on with what was sampled
+            else:
+                self._left = [*self._left[-MOST_LEFT:], place]
 
     def mark_undelivered(self, turn: Turn) -> None:
         """The client left without this turn. No effect once its row has gone on: then it was delivered."""
@@ -320,10 +323,12 @@ class Branches:
         messages: tuple[Message, ...],
         side: bool,
     ) -> Placement | Refusal:
-        """Return the placement with its token limit, or a refusal because its row is full."""
+        """Return the placement with its token limit, or a refusal because its row is full. A request whose
+        client left, and that comes again, goes on with what was sampled of its turn."""
         limits, asked = self._rules.config, request.max_new_tokens
         old = None if row is None else self.rows[row]
-        session, known = (self._begun, ()) if old is None else (old.session, old.ids)
+        begun = next((one.session for one in self._left if one.request == request), self._begun)
+        session, known = (begun, ()) if old is None else (old.session, old.ids)
         ids = known + context
         room = limits.max_tokens - len(ids)
         if room < 1:

@@ -279,7 +279,7 @@ class Reporter:
             for role in halves:
                 room = halves[role] * processes[role]
                 over = self._over[role] + busy[role] - room
-                idle[role], self._over[role] = max(0.0, -over), min(max(0.0, over), room)
+                idle[role], self._over[role] = max(0.0, -over), max(0.0, min(over, room or over))
         shares = {
             f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
             for role in ("trainer", "rollout")

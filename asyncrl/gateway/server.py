@@ -39,6 +39,8 @@ READ_SECONDS = 60.0  # for a request to arrive
 BODIES = 4  # of an episode's requests that are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server does
 BEAT_SECONDS = 8.0  # in which a stream says something
+# Likewise of an answer in one piece: proxies wait for 60 s, clients for 300 s. An error before is told.
+SILENT_SECONDS = 45.0
 DIALECTS = {
     "/v1/chat/completions": completions.DIALECT,
     "/v1/responses": responses.DIALECT,
@@ -262,7 +264,7 @@ class Gateway:
         """Answer in one piece. If a turn is long, line breaks come first, which mean nothing in JSON: clients
         wait for a silent server for five or ten minutes, and an engine may sleep for longer."""
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        while not (await asyncio.wait([task], timeout=BEAT_SECONDS))[0]:
+        while not (await asyncio.wait([task], timeout=SILENT_SECONDS))[0]:
             await response.prepare(request)
             await response.write(b"\n")
         try:

@@ -242,10 +242,10 @@ class EpisodeRun:
         """Post a turn; its replies are posted later. The row's next one needs no routes of its tokens.
         `session`: the row that `generate` was told; None: that of the turn."""
         session = turn.row if session is None else session
-        self._open.pop(session, None)
+        self._durable = await self.post(*generated(self.attempt, turn, self.seconds, session))
+        self._open.pop(session, None)  # not before: its client may leave meanwhile, and ask again
         if turn.routes is not None:
             self._routed[session] = turn.routes.end
-        self._durable = await self.post(*generated(self.attempt, turn, self.seconds, session))
 
     async def until_durable(self) -> None:
         """Wait until the newest turn would survive a crash, as its receiver may have side effects. The wait

@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.learner import Learner
@@ -154,10 +154,13 @@ class PinnedMemory:
 def unlinked_file(directory: Path, size: int) -> Tensor:
     """Return memory on a disk, which ends with its tensor. On a CPU the device is main memory itself: what
     a full disk has no room for stays there."""
-    with suppress(OSError), NamedTemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
-        return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
-    return torch.empty(size, dtype=torch.uint8)
+    try:
+        with NamedTemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
+            return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+    except OSError as error:
+        log.warning("resting in main memory: %s", one_line(error))
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _held(learner: Learner) -> Iterator[Tensor]:

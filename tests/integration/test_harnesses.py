@@ -7,7 +7,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -264,26 +263,3 @@ def test_a_long_turn_is_waited_for(
     monkeypatch.setattr(bench.engine, "generate", held)
     assert bench.finished().stats.turns == 1
     assert not bench.engine.cancelled
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_a_turn_of_twelve_minutes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every client at once, with its own timeouts; it asks once."""
-    monkeypatch.setattr(episodes, "SECONDS", 1300.0)
-
-    def play(name: str) -> tuple[int, int]:
-        bench = bench_of(name, lambda prompt: CLIENTS[name].end)
-        generate, held_turns = bench.engine.generate, []
-
-        async def held(request: Any) -> Any:
-            if read(request.ids).startswith("{") and not held_turns:  # not for a title
-                held_turns.append(request)
-                await asyncio.sleep(720)
-            return await generate(request)
-
-        bench.engine.generate = held  # type: ignore[method-assign]
-        return bench.finished().stats.turns, len(bench.engine.cancelled)
-
-    with ThreadPoolExecutor(len(CLIENTS)) as pool:
-        assert list(pool.map(play, CLIENTS)) == [(1, 0)] * len(CLIENTS)

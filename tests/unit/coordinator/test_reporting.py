@@ -187,7 +187,8 @@ def test_generation_is_told_per_second_of_the_step_and_per_token(
 def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
     reporter: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of eight steps has half a second for the engine, whose beats come only after every second one."""
+    """Each of eight steps has half a second for the engine, whose beats come after every second one. Then the
+    trainer takes another batch at once."""
     now, busy = 0.0, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(reporter, "_totals", lambda: {"one": (busy, 0.0)})
@@ -202,6 +203,9 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
         now += 0.25
         busy = 0.5 * (step + 1) if step % 2 else busy
         found.append(reporter._shares(0.75).get("async/rollout_idle_frac"))
+        if step % 2:
+            now += 0.25
+            found.append(reporter._shares(0.25).get("async/rollout_idle_frac"))
     assert found[:2] == [1.0, 0.0] and {*found[2:]} == {0.0, None}
 
 

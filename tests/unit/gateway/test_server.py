@@ -188,7 +188,7 @@ async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect, found: Any
 ) -> None:
     """Clients give up a silent server after minutes. What fails after the status was sent breaks off."""
-    monkeypatch.setattr(server, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(server, "SILENT_SECONDS", 0.01)
     host = FakeHost(found)
     host.gate.clear()
     async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:

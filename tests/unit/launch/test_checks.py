@@ -288,7 +288,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([large, MEMORY], r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank"),
         (
             [large, MEMORY, gpus(1), COLOCATED],
-            r"there are 1\.5 GB of main memory, where they rest \(engine\.c",
+            r"there are 1\.5 GB of main memory, where they rest",
         ),
     ],
     "error: weights": [

@@ -511,46 +511,118 @@ def test_a_request_whose_client_left_gives_its_row_back(comes_back: bool) -> Non
 
 
 class Parted(ScriptedEngine):
-    """Makes half of the first turn of a prompt durable, and holds it there until its client has left."""
+    """Makes half of each of its next `hold` turns durable, and holds them until their clients have left."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.parted, self.left = threading.Event(), threading.Event()
+    def __init__(self, script: Any, hold: int) -> None:
+        super().__init__(script)
+        self.hold, self.parted, self.left = hold, threading.Semaphore(0), threading.Semaphore(0)
 
     async def generate(self, request: Request) -> Generation:
         self.requests.append(request)
-        if self.parted.is_set():
+        if not self.hold:
             return generation("2", self._version)
+        self.hold -= 1
         await request.on_part(generation("4", self._version, StopReason.ABORT))
-        self.parted.set()
+        self.parted.release()
         try:
             await asyncio.Event().wait()
         finally:
-            self.left.set()
+            self.left.release()
         raise AssertionError
+
+    async def leave(self, asking: asyncio.Future[Any], answers: int = 1) -> None:
+        asking.cancel()
+        for _ in range(answers):
+            assert await asyncio.to_thread(self.left.acquire, timeout=30)
+
+    async def begun(self, endpoint: Endpoint, *said: Any, n: int = 1) -> asyncio.Future[Any]:
+        """A request, half of each of whose answers is durable."""
+        asking = asyncio.ensure_future(ask(endpoint, *said, n=n))
+        for _ in range(n):
+            assert await asyncio.to_thread(self.parted.acquire, timeout=30)
+        return asking
+
+
+def parted(agent: Any, hold: int) -> tuple[list[str], list[str]]:
+    """The rows of an episode, and what the engine was asked after the first `hold` turns."""
+    bench = AgentBench(lambda sample, endpoint: agent(endpoint, engine))
+    bench.engine = engine = Parted(bench.script, hold)
+    bench.finished()
+    return bench.rows, [read(request.ids) for request in engine.requests[hold:]]
 
 
 @pytest.mark.parametrize("continues", [False, True])
 def test_a_request_that_comes_again_goes_on_with_what_is_durable(continues: bool) -> None:
     """Its client gave up in the midst of a turn, in a row that it began or went on with."""
 
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+    async def agent(endpoint: Endpoint, engine: Parted) -> None:
         said: list[Any] = ["q"]
         if continues:
-            engine.parted.set()
+            engine.hold = 0
             said += [await message(endpoint, "q"), "sure?"]
-            engine.parted.clear()
-        asking = asyncio.ensure_future(ask(endpoint, *said))
-        assert await asyncio.to_thread(engine.parted.wait, 30)
-        asking.cancel()
-        assert await asyncio.to_thread(engine.left.wait, 30)
+            engine.hold = 1
+        await engine.leave(await engine.begun(endpoint, *said))
         assert (await message(endpoint, *said))["content"] == "42"
 
+    rows, asked = parted(agent, hold=1)
+    assert rows == ["q2sure?42" if continues else "q42"] and asked[-1][-1] == "4"
+
+
+def test_both_answers_to_a_request_that_comes_again_go_on() -> None:
+    async def agent(endpoint: Endpoint, engine: Parted) -> None:
+        await engine.leave(await engine.begun(endpoint, "q", n=2), answers=2)
+        await ask(endpoint, "q", n=2)
+
+    assert parted(agent, hold=2) == (["q42", "q42"], ["q4", "q4"])
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_requests_of_several_rows_that_come_again_go_on(meanwhile: bool) -> None:
+    """As of an agent and its sub-agent. The older one leaves first, and may be back while the other runs."""
+
+    async def agent(endpoint: Endpoint, engine: Parted) -> None:
+        first, second = [await engine.begun(endpoint, said) for said in "ab"]
+        await engine.leave(first)
+        if meanwhile:
+            await message(endpoint, "a")
+        await engine.leave(second)
+        for said in "b" if meanwhile else "ab":
+            await message(endpoint, said)
+
+    assert parted(agent, hold=2) == (["a42", "b42"], ["a4", "b4"])
+
+
+def test_what_is_durable_of_a_turn_is_kept_until_the_turn_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client leaves while it waits for room among the records that are sent."""
+    full, waits = threading.Event(), threading.Event()
+
+    def is_full(outbox: Any) -> bool:
+        if full.is_set():
+            waits.set()
+        return full.is_set()
+
+    class Sampled(ScriptedEngine):
+        async def generate(self, request: Request) -> Generation:
+            self.requests.append(request)
+            if not waits.is_set():
+                await request.on_part(generation("4", self._version, StopReason.ABORT))
+                full.set()
+            return generation("2", self._version)
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        asking = asyncio.ensure_future(ask(endpoint, "q"))
+        assert await asyncio.to_thread(waits.wait, 30)
+        asking.cancel()
+        while bench.shared.gateway.admitted[endpoint.api_key].running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        full.clear()
+        await message(endpoint, "q")
+
     bench = AgentBench(agent)
-    bench.engine = engine = Parted(bench.script)
-    assert bench.finished().stats.turns == 1 + continues
-    assert bench.rows == ["q2sure?42" if continues else "q42"]
-    assert read(engine.requests[-1].ids)[-1] == "4"
+    bench.engine = engine = Sampled(bench.script)
+    monkeypatch.setattr(type(bench.outbox), "full", property(is_full))
+    bench.finished()
+    assert bench.rows == ["q42"] and [read(request.ids) for request in engine.requests] == ["q", "q4"]
 
 
 class Leaver:

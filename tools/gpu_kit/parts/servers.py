@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config import parse
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.sglang.client import SGLangClient
-from asyncrl.engines.sglang.process import ServerProcess, base_gpu
+from asyncrl.engines.sglang.process import ServerProcess
 from asyncrl.engines.sglang.server import Attached, attach, loader
 from asyncrl.keeper.keeper import first
 from asyncrl.trainer.model import adapter_shards, load_policy, score
@@ -234,11 +234,6 @@ class Subject:
         began = time.perf_counter()
         await self.loader.load(ref)
         return await self.probe(name, time.perf_counter() - began)
-
-    def free(self) -> int:
-        """Bytes of the server's GPU."""
-        count = torch.cuda.device_count()
-        return torch.cuda.mem_get_info(base_gpu(self.config, 0, count))[0] if count else 0
 
 
 def each(findings: AsyncIterator[Finding]) -> Iterator[Finding]:
