@@ -230,7 +230,7 @@ class Branches:
             if place.row is not None:
                 self._change(place.row, busy=False)
             else:
-                self._left = [*self._left[-MOST_LEFT:], place]
+                self._left = [*self._left, place][-MOST_LEFT:]
 
     def mark_undelivered(self, turn: Turn) -> None:
         """The client left without this turn. No effect once its row has gone on: then it was delivered."""

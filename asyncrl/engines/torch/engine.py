@@ -231,7 +231,7 @@ class TorchEngine:
         self._wake.set()
 
     def _waken(self, base: PreTrainedModel | None, replace: Callable[[], None]) -> None:
-        """Raises WeightsError where `replace` does, or memory is short, and sleeps on."""
+        """Raises what `replace` does, or WeightsError where a GPU has too little memory, and sleeps on."""
         try:
             self._released.allocate()
             if base is not None:
@@ -239,7 +239,9 @@ class TorchEngine:
             replace()
         except Exception as error:
             self._free()
-            raise WeightsError(one_line(error)) from error
+            if isinstance(error, torch.OutOfMemoryError):  # there may be enough when it is tried again
+                raise WeightsError(one_line(error)) from error
+            raise
         self._batcher.wake()
         self._awake.set()
 
