@@ -36,6 +36,7 @@ from asyncrl.wire.messages.shared import Status
 
 SINGLE = ("rollout/score", "rollout/response_length")  # of single episodes, for the histograms of trackers
 MOST_VALUES = 4096  # of each, in a report
+LATE = 1.0  # busy seconds that heartbeats, one each half a second, may not have told yet
 
 
 @dataclass
@@ -277,9 +278,11 @@ class Reporter:
             halves = {"rollout": self._awake - awake, "trainer": seconds - (self._awake - awake)}
             processes = {"rollout": len(self.workers.peers), "trainer": len(self.trainer.ranks.peers)}
             for role in halves:
-                room = halves[role] * processes[role]
-                over = self._over[role] + busy[role] - room
-                idle[role], self._over[role] = max(0.0, -over), max(0.0, min(over, room or over))
+                half = halves[role] * processes[role]
+                over = self._over[role] + busy[role] - half
+                self._over[role] = max(0.0, min(over, LATE * processes[role]))
+                idle[role] = max(0.0, -over)
+                busy[role] = half - idle[role]
         shares = {
             f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
             for role in ("trainer", "rollout")

@@ -187,26 +187,28 @@ def test_generation_is_told_per_second_of_the_step_and_per_token(
 def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
     reporter: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of eight steps has half a second for the engine, whose beats come after every second one. Then the
-    trainer takes another batch at once."""
-    now, busy = 0.0, 0.0
+    """Each step has 0.2 seconds for the engine, whose beats come after every third one. After it the trainer
+    takes another batch at once. At last the engine is idle."""
+    now, busy, sampled = 0.0, 0.0, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(reporter, "_totals", lambda: {"one": (busy, 0.0)})
     monkeypatch.setattr(reporter.workers, "peers", ["one"])
     shifts = reporter.state.shifts = Shifts("auto", now, Shift.ROLLOUT)
     reporter.begin()
     found = []
-    for step in range(8):
+    for step in range(40):
         shifts.clock.go(now)
-        now += 0.5
+        now += 0.2
         shifts.clock.stop(now)
-        now += 0.25
-        busy = 0.5 * (step + 1) if step % 2 else busy
-        found.append(reporter._shares(0.75).get("async/rollout_idle_frac"))
-        if step % 2:
-            now += 0.25
-            found.append(reporter._shares(0.25).get("async/rollout_idle_frac"))
-    assert found[:2] == [1.0, 0.0] and {*found[2:]} == {0.0, None}
+        now += 0.1
+        sampled += 0.2 * (step < 30)
+        busy = busy if step % 3 else sampled
+        found.append(reporter._shares(0.3).get("async/rollout_idle_frac"))
+        if step % 3 == 0:
+            now += 0.1
+            found.append(reporter._shares(0.1).get("async/rollout_idle_frac"))
+    shares = [share for share in found if share is not None]
+    assert len(shares) == 40 and max(shares[3:-9]) < 1e-9 and min(shares[-4:]) > 1 - 1e-9
 
 
 # -- which episodes are kept as text ------------------------------------------------------------------------
