@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 
-import asyncrl.commands.replay
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
@@ -31,6 +30,7 @@ from tests.fakes.loop import Intervals, settle
 from tests.fakes.servers import entry
 from tests.fakes.sglang import sglang_config
 from tests.integration.runs import ROOT, Run
+from tests.integration.test_train import replayed
 from tools.faults.audit import trained_uids
 
 MODEL = ROOT / "examples/multiturn/calculator/model"
@@ -101,9 +101,7 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
     ],
     ids=["reference", "teacher"],
 )
-def test_the_base_of_the_run_s_engines_scores_as_the_trainer_would(
-    tmp_path: Path, keys: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_base_of_the_run_s_engines_scores_as_the_trainer_would(tmp_path: Path, keys: list[str]) -> None:
     """A step that is trained again with the reference in the rank has the same loss."""
     given = ["model.lora_rank=8", "trainer.lr=0.006", "kl.where=loss", "data.test=''", "total_steps=4"]
     with Run(tmp_path, *given, *keys, "checkpoint.every=3") as run:
@@ -112,8 +110,9 @@ def test_the_base_of_the_run_s_engines_scores_as_the_trainer_would(
         rows = [row for row in run.rows() if "actor/ref_kl" in row]
         assert len(rows) == 4 and all(row.get("timing_s/ref", 0.0) < 1e-2 for row in rows)  # no forward
         assert rows[-1]["actor/ref_kl"] > 1e-3
-        assert asyncrl.commands.replay.main(["run", f"--run-dir={tmp_path}", "--step=4", "~scorers"]) == 0
-        printed = next(line for line in capsys.readouterr().out.splitlines() if line.split()[0] == "4")
+        code, lines = replayed(run, 4, "~scorers")
+        assert code == 0, lines
+        printed = next(line for line in lines if line.split()[:1] == ["4"])
         _, loss, again, norm, normed = map(float, printed.split())
         print(f"loss {loss:.8g} and {again:.8g}, gradient norm {norm:.8g} and {normed:.8g}")
         assert norm > 1e-3 and again == pytest.approx(loss, rel=1e-4, abs=1e-6)

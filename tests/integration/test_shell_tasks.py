@@ -46,5 +46,5 @@ def test_a_model_begins_to_learn_them(tmp_path: Path, images: Path) -> None:
         run.wait(800)
         summary = run.completed(16)
         rewards = [row[REWARD] for row in run.rows() if REWARD in row]
-    assert not summary.get("reasons"), "every attempt ended as it should"
+    assert not {*summary["reasons"]} - {"dropped/end_of_data"}, "every attempt ended as it should"
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
