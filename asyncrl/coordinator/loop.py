@@ -369,10 +369,9 @@ class Coordinator:
 
     def _watch(self, now: float) -> None:
         """Replace trainer ranks that are silent, in a run that has stalled; else end that run, with a
-        checkpoint. Either way a line says who waits for what.
-
-        Ranks are replaced, too, if they wait for engines that cannot load the newest version, or for
-        engines that have slept and have no other one; but not before they have published a version."""
+        checkpoint. Either way a line says who waits for what. Ranks are replaced, too, if they wait for
+        engines that cannot load the newest version, or for engines that have slept and have no other one;
+        but not before they have published a version."""
         ranks, published = self.trainer.ranks, self.state.versions.newest.epoch == self.state.trainer_epoch
         waiting = ranks.request or (self.state.shifts and ranks.told == "end")
         wanted = waiting and published and not self.lifecycle.ending
