@@ -11,10 +11,8 @@ import copy
 import hashlib
 import json
 import logging
-import os
 import platform
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -22,18 +20,17 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.errors import lacks_memory, one_line
+from asyncrl.user_cache import keep_result, read_result
 
 logger = logging.getLogger(__name__)
 AGREE = 1e-3  # log-probs of one model in float32, computed in two ways, differ by less
 HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}  # an attention may ignore them
-KEPT = 256  # results in the cache
 VOCABULARY, RESERVED = 128, 8  # ids; those of special tokens are below RESERVED, and are not sampled
 REACH, HEAD = 8, 8  # tokens of windows and chunks; size of a head, at least
 COUNT = re.compile(r"heads(?!_per_)|groups$|n_head$")
@@ -59,30 +56,21 @@ def remembered(
 ) -> dict[str, str] | None:
     """Run `check` on the copy: findings by name; None where no copy can be made. They are kept in
     the user's cache, for this purpose, architecture, and these versions of code. Processes may race."""
-    found: dict[str, str]
     try:
         narrow = narrowed(config)
         given = narrow.to_dict() | dict.fromkeys(("_name_or_path", "transformers_version", "dtype"))
-        text = json.dumps([purpose, type(config).__name__, given, *_versions()], sort_keys=True, default=str)
-        cached = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "asyncrl", "models")
-        file = cached / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-        with suppress(OSError, msgspec.DecodeError):
-            return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+        key = json.dumps([purpose, type(config).__name__, given, *_versions()], sort_keys=True, default=str)
+        if (kept := read_result(key, dict[str, str])) is not None:
+            return kept
         logger.info("a small copy of %s is checked, once on this machine", type(config).__name__)
-        found = check(shrunk(narrow))
+        findings = check(shrunk(narrow))
     except Exception as error:
         kind, why = type(config).__name__, one_line(error)
         logger.warning("%s is not checked on a small copy, since none can be made: %s", kind, why)
         return None
-    with suppress(OSError):
-        cached.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=cached)
-        with open(handle, "wb") as opened:
-            opened.write(msgspec.json.encode(found))
-        os.replace(name, file)
-        for old in sorted(cached.iterdir(), key=os.path.getmtime)[:-KEPT]:
-            old.unlink()
-    return found
+
+    keep_result(key, findings)
+    return findings
 
 
 @cache

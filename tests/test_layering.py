@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = (
-    ("errors", "types", "values"),
+    ("errors", "types", "user_cache", "values"),
     ("registry", "config", "shrunk"),
     ("algorithms", "buffer", "conversation"),
     ("isolation", "planning", "weights", "store", "remote", "observe"),

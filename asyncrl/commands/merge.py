@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ def main(argv: list[str]) -> int:
             write_adapters(checkpoints, step, read_config(run_dir), work)
         else:
             _copy_export(checkpoints, step, work)
+            _compare_export(work, checkpoints.path(step))
         work.rename(options.out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -85,3 +87,15 @@ def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
     for name in names:
         with checkpoints.open(step, name) as source, (out / name.removeprefix(folder)).open("wb") as target:
             shutil.copyfileobj(source, target)
+
+
+def _compare_export(directory: Path, checkpoint: str) -> None:
+    """Warn of what the model's class does not use; ConfigError where the export is not the model's."""
+    from asyncrl.weights.checkpoint_match import UnknownModelError, check_checkpoint
+
+    try:
+        warning = check_checkpoint(str(directory), checkpoint)
+    except UnknownModelError as error:  # of a class that the run's own files register
+        warning = str(error)
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)

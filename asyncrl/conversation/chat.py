@@ -77,6 +77,14 @@ class Chat:
         """Return a number above all ids of the tokenizer."""
         return 1 + max(self._tokenizer.get_vocab().values())
 
+    def tokens_beyond(self, size: int) -> dict[str, int]:
+        """Return the tokens that an embedding of `size` rows has no row for, with their ids."""
+        return {token: number for token, number in self._tokenizer.get_vocab().items() if number >= size}
+
+    def splits_at(self, tokens: Iterable[str]) -> bool:
+        """Return True if only a text that contains one of these tokens as it is has their ids."""
+        return self._tokenizer.get_added_vocab().keys() >= set(tokens)
+
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
         """The conversation so far with the tools (JSON text) and the opening of the model's turn."""
         own = any(message.role == "assistant" for message in messages)  # no other episode has this prompt

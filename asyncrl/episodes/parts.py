@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
@@ -19,6 +22,7 @@ from asyncrl.conversation.demonstration import demonstrated
 from asyncrl.conversation.parsers import Parser, load_parser, parse_turn
 from asyncrl.conversation.requests import Untrained
 from asyncrl.conversation.tokenizer import load_tokenizer
+from asyncrl.conversation.turns import rows_of
 from asyncrl.environments import Environment, load_environment
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
@@ -158,6 +162,49 @@ def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
             raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
     roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
     return chat.check(rollout.history, roles, shown=tools.keys() <= shown_calls(parts, prompt))
+
+
+def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], rows: int) -> None:
+    """Hold the ids of rendered prompts, or conversations, against the `rows` of the model's embedding.
+
+    Tokenizers may have more tokens than the embedding has rows, as long as nothing writes them. Raises
+    ConfigError, which names the sample, for one that does, and for a model that cannot end a turn.
+    """
+    chat = parts.chat
+    beyond = chat.tokens_beyond(rows)
+    if not beyond:
+        return
+    advice = f"{parts.config.model.path} has an embedding of {rows} rows; call resize_token_embeddings"
+    if chat.stop_ids and min(chat.stop_ids) >= rows:
+        raise ConfigError(f"model.path: a turn ends with the token {min(chat.stop_ids)}, and {advice}")
+
+    needs_text = chat.splits_at(beyond)
+    for sample in samples:
+        text = msgspec.json.encode((sample.prompt, sample.extra_info)).decode()
+        written_by_text = any(token in text for token in beyond) or not needs_text
+        if sample is not samples[0] and not written_by_text:
+            continue
+        highest = max(_rendered_ids(parts, sample), default=0)
+        if highest >= rows:
+            token = next(token for token, number in beyond.items() if number == highest)
+            raise ConfigError(
+                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest}), and {advice}, "
+                "or leave the token out of prompts and template"
+            )
+
+
+def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:
+    """Return the ids that the model reads of a sample; where an environment or an agent writes the prompt, of
+    a short one."""
+    rollout, schemas = parts.config.rollout, parts.toolbox.schemas(sample)
+    if sample.demonstration:
+        turns = demonstrated(parts.rules, sample, schemas)
+        return (
+            () if isinstance(turns, Fail) else chain.from_iterable(rows_of(turns))
+        )  # a Fail is refused later
+    if rollout.environment or rollout.agent:
+        return parts.chat.prompt_ids((Message("user", "?"),), schemas)
+    return parts.chat.prompt_ids(sample.prompt, schemas)
 
 
 def shown_calls(parts: EpisodeParts, prompt: tuple[Message, ...]) -> set[str]:

@@ -51,6 +51,7 @@ RUN = (
     preflight.check_launch,
     preflight.check_models,
     preflight.check_plugins,
+    preflight.check_tensors,
     preflight.load_data,
     preflight.check_tasks,
     machine.check_agent,

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.data import IMAGES, Inputs, Note, check, ok, warning
-from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
+from asyncrl.launch.estimates import count_gpus, on_gpu, own_critic, sees_gpu, sized
 from asyncrl.launch.models import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
 from asyncrl.launch.servers import check_servers
@@ -30,6 +30,7 @@ from asyncrl.observe.trackers import check_trackers
 from asyncrl.remote import SCORER
 from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.types import Message, Sample, ToolCall
+from asyncrl.weights.checkpoint_match import AutoClass, check_checkpoint
 from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
@@ -54,6 +55,39 @@ def check_models(inputs: Inputs) -> Iterator[Note]:
     check_resumed(inputs.resolved)
     check_model(inputs.resolved)
     yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
+
+
+@check("tensors", needs=("model", "plug-ins"))
+def check_tensors(inputs: Inputs) -> Iterator[Note]:
+    """The files of each model hold the tensors that its config.json describes: what is missing would be
+    initialised at random."""
+    checkpoints = list(_checkpoints(inputs))
+    with _quiet():
+        warnings = [
+            check_checkpoint(path, f"{key} {path}", auto_class) for key, path, auto_class in checkpoints
+        ]
+    yield from map(warning, dict.fromkeys(filter(None, warnings)))
+    yield ok(f"the files of {len(checkpoints)} model{'s' * (len(checkpoints) > 1)} fit their config.json")
+
+
+def _checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
+    """Yield the models that this run reads: the key that names each, its directory, and how it is read."""
+    config = inputs.config
+    yield "model.path", config.model.path, "AutoModelForCausalLM"
+    if config.kl.reference:
+        yield "kl.reference", config.kl.reference, "AutoModelForCausalLM"
+    if own_critic(config):
+        key, path = (
+            ("critic.path", config.critic.path) if config.critic.path else ("model.path", config.model.path)
+        )
+        yield key, path, "AutoModel"
+    for name, scorer in config.scorers.items():
+        if scorer.path and name != "reward":  # a reward model may be of a class that only SGLang has
+            yield f"scorers.{name}.path", scorer.path, "AutoModelForCausalLM"
+    for reward in inputs.parts.reward.rewards:
+        if reward.source.spec == "classifier":
+            path = str(reward.source.options["path"])
+            yield "rollout.reward.classifier.path", path, "AutoModelForSequenceClassification"
 
 
 @check("launch")
@@ -129,10 +163,15 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
     what answers a turn; or the conversations that are to be learned."""
     from asyncrl.algorithms.recipe import imitates
-    from asyncrl.episodes.parts import check_chat, check_demonstrations
+    from asyncrl.engines.sglang.server import vocabulary_of
+    from asyncrl.episodes.parts import check_chat, check_demonstrations, check_token_ids
 
     parts, data = inputs.parts, inputs.samples
     with _quiet():
+        rows = vocabulary_of(inputs.config.model.path)
+        check_token_ids(parts, "data.train", data.train, rows)
+        if data.test is not None:
+            check_token_ids(parts, "data.test", data.test, rows)
         if not imitates(inputs.config):
             yield from map(warning, check_chat(parts, data.train[0].prompt))
             return

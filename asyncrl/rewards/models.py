@@ -35,6 +35,7 @@ from asyncrl.remote import (
 )
 from asyncrl.rewards.base import RewardError, RewardInput, rewards, runs
 from asyncrl.types import FailReason, Message
+from asyncrl.weights.checkpoint_match import load_pretrained
 
 Of = Literal["answer", "messages"]
 Normalise = Literal["none", "sigmoid", "softmax"]
@@ -166,12 +167,11 @@ class Classifier:
     def load(self) -> None:
         """Read tokenizer and model."""
         import torch
-        from transformers import AutoModelForSequenceClassification
 
         self._tokenizer = load_tokenizer(self._path)
         dtype = getattr(torch, self._dtype)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            self._path, local_files_only=True, dtype=dtype
+        model = load_pretrained(
+            "AutoModelForSequenceClassification", self._path, f"path {self._path}", dtype=dtype
         )
         self._model = model.to(self._device).eval()
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import initial
+from asyncrl.weights.checkpoint_match import AutoClass, check_finite, load_pretrained
 from asyncrl.weights.model_files import weight_files
 from asyncrl.weights.names import FilePiece, pieces
 
@@ -44,19 +46,20 @@ LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slo
 @dataclass(frozen=True)
 class WeightsSource:
     """A model without weights (on the meta device; its buffers are real), and where each rank reads them; or,
-    if `places` is empty, the model with its weights on rank 0."""
+    if `places` is empty, the model with its weights on rank 0. `label`: key and path, for errors."""
 
     model: PreTrainedModel
     places: dict[FilePiece, FileTensor]
     filled: PreTrainedModel | None
     dtype: str
+    label: str
 
 
-def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> WeightsSource:
-    """Read a directory as `kind`, a transformers Auto class. ConfigError names the key of the path."""
+def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: str) -> WeightsSource:
+    """Read a directory as one of transformers' Auto classes. ConfigError names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
     with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
-        model = skeleton(kind, path, dtype)
+        model = skeleton(auto_class, path, dtype)
         places = locate(model, path)
         sliced = all(world.gather(bool(places), bool))
         filled = None
@@ -64,9 +67,9 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
             logger.warning(
                 "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
             )
-            filled = kind.from_pretrained(path, dtype=_master(dtype))
+            filled = load_pretrained(auto_class, path, f"{key} {path}", dtype=_master(dtype))
             _check_tied(model, filled)
-    return WeightsSource(model, places if sliced else {}, filled, dtype)
+    return WeightsSource(model, places if sliced else {}, filled, dtype, label=f"{key} {path}")
 
 
 def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
@@ -79,14 +82,14 @@ def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
         )
 
 
-def skeleton(kind: Any, path: str, dtype: str) -> PreTrainedModel:
+def skeleton(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
     """Return the model of a directory without weights."""
     config = AutoConfig.from_pretrained(path)
     own = own_attention(config)
     if dtype == "float64":  # for which grouped products of experts do not exist
         own["experts_implementation"] = "eager"
     with init_empty_weights(include_buffers=False):
-        model = kind.from_config(config, dtype=getattr(torch, dtype), **own)
+        model = getattr(transformers, auto_class).from_config(config, dtype=getattr(torch, dtype), **own)
     for parameter in model.parameters():  # buffers keep the type that they have in a forward
         parameter.data = parameter.data.to(_master(dtype))
     model.tie_weights()  # emptying parameters one by one separates shared ones
@@ -107,7 +110,7 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     """
     shard_empty(root, source.model, source.dtype, world, offload=offload)
     if source.places:
-        fill(source.model, source.places)
+        fill(source.model, source.places, source.label)
         _initialise(source)
     else:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -243,8 +246,9 @@ def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, FilePiece]
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, places: dict[FilePiece, FileTensor]) -> None:
-    """Read this rank's shards, and whole what is not sharded, into the memory that `model` has."""
+def fill(model: PreTrainedModel, places: dict[FilePiece, FileTensor], label: str) -> None:
+    """Read this rank's shards, and whole what is not sharded, into the memory that `model` has. ConfigError,
+    which begins with `label`, where what was read is not finite."""
     tensors, by_file = model.state_dict(keep_vars=True), defaultdict[str, list[FilePiece]](list)
     for piece, place in places.items():
         by_file[place.file].append(piece)
@@ -252,6 +256,10 @@ def fill(model: PreTrainedModel, places: dict[FilePiece, FileTensor]) -> None:
         with open_slices(file) as opened:
             for piece in inside:
                 copy_piece(opened.get_slice(places[piece].key), tensors[piece.parameter], piece)
+
+    for name in dict.fromkeys(piece.parameter for piece in places):
+        tensor = tensors[name]
+        check_finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor, name, label)
 
 
 @torch.no_grad()

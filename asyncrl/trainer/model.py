@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
@@ -152,7 +152,7 @@ def load_policy(
     shards are kept in main memory. Raises ConfigError, naming `key`, when the directory holds no causal
     language model.
     """
-    source = read_model(AutoModelForCausalLM, config.path, config.dtype, world, key)
+    source = read_model("AutoModelForCausalLM", config.path, config.dtype, world, key)
     policy = Policy(source.model, config, world.sequence, adapters=adapters, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer)
@@ -340,7 +340,7 @@ def load_critic(config: RunConfig, world: World) -> Critic:
     path, key = config.critic.path, "critic.path"
     if not path:
         path, key = config.model.path, "model.path"
-    source = read_model(AutoModel, path, config.model.dtype, world, key)
+    source = read_model("AutoModel", path, config.model.dtype, world, key)
     critic = Critic(source.model, world.sequence)
     prepare_layers(source.model, config.trainer)
     shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)

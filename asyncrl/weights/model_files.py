@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -56,11 +56,29 @@ def parameter_count(path: str) -> int:
     return sum(map(prod, weight_shapes(path).values()))
 
 
-def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor, by its name, as the headers of the files of weights say."""
+class StoredTensor(NamedTuple):
+    """One tensor, as the header of its file describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it: BF16, F32, I64 …
+    nbytes: int
+
+
+def stored_tensors(path: str) -> dict[str, StoredTensor]:
+    """Return the tensors in the files of weights, by name. Only the headers are read. Raises ConfigError for
+    a file that cannot be read, or is not as long as its header says."""
     headers = (_header(file) for file in weight_files(path))
     entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
-    return {name: tuple(tensor["shape"]) for name, tensor in entries}
+    return {
+        name: StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
+        for name, tensor in entries
+        for start, end in [tensor["data_offsets"]]
+    }
+
+
+def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor, by its name, as the headers of the files of weights say."""
+    return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
 
 
 def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -82,15 +100,22 @@ def served_modules(path: str) -> set[str]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: {name: {dtype, shape, …}}. ConfigError if it has none."""
+    """Return the header of a safetensors file: {name: {dtype, shape, data_offsets}}. ConfigError if it has
+    none, or if the file is shorter or longer than the header says."""
     try:
+        size = file.stat().st_size
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            if length > file.stat().st_size:
+            if length > size:
                 raise ValueError("it is cut off, or no safetensors file")
-            found: dict[str, Any] = json.loads(opened.read(length))
-            return found
-    except (OSError, ValueError, struct.error) as error:
+            header: dict[str, Any] = json.loads(opened.read(length))
+
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+        if size != expected:
+            raise ValueError(f"it has {size:,} bytes, and its header describes {expected:,}")
+        return header
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
 
 

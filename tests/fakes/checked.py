@@ -6,11 +6,13 @@ A spoil is keys, or a function of the inputs that may return some.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,10 +123,14 @@ def patched(target: str, value: Any) -> Spoil:
 
 
 def write_header(file: Path, **shapes: list[int]) -> None:
-    """Only the header of a safetensors file."""
-    tensors = {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}
+    """A safetensors file of bfloat16 tensors, with a hole in place of the numbers."""
+    tensors, end = dict[str, Any](), 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * prod(shape)
+        tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(file, 8 + len(text) + end)
 
 
 def begun(given: Given) -> Keys:

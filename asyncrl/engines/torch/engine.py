@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl.engines.base import NOTHING, Request, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, Run
@@ -25,6 +25,7 @@ from asyncrl.errors import EngineError, one_line
 from asyncrl.types import Generation, StopReason, TokenScores
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.checkpoint_match import load_pretrained
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.memory import Released, trim_heap
 from asyncrl.weights.names import pieces
@@ -390,6 +391,7 @@ def build(
 ) -> TorchEngine:
     """An engine with the weights in `model_path`, as version `version`. ConfigError if it cannot serve it."""
     check_served(model_path)
-    base = partial(AutoModelForCausalLM.from_pretrained, model_path, dtype=getattr(torch, dtype))
+    options = {"label": f"model.path {model_path}", "dtype": getattr(torch, dtype)}
+    base = partial(load_pretrained, "AutoModelForCausalLM", model_path, **options)
     model: Any = base()
     return TorchEngine(model.to(device), base, slots, max_len, max_batch_tokens, version)

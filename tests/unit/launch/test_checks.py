@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.launch import run_directory
 from asyncrl.rewards import RewardInput, needs_truth
@@ -37,6 +44,7 @@ SHARED: Keys = {"trainer.ranks": 6, "trainer.sequence_parallel": 2}
 SAID = [{"role": "assistant", "content": "a"}]
 JUDGE: Keys = {"llm_judge": {"url": "http://x", "model": "m"}}
 FILTERED: Keys = {"data.filter_overlong": True}
+GAE: Keys = {"algorithm.advantage": "gae", "buffer.filter_zero_variance": False}
 SFT: Keys = {
     "algorithm.loss": "sft",
     "algorithm.advantage": "constant",
@@ -108,9 +116,57 @@ def half_a_model(given: Given) -> None:
     (given.model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
+def stored(change: Callable[[dict[str, Tensor]], dict[str, Tensor]], key: str = "") -> Spoil:
+    """The tensors in the model's file are changed; or those of a copy of the model, which `key` names."""
+
+    def spoil(given: Given) -> Keys:
+        directory = given.model
+        if key:
+            directory = given.folder / "other"
+            shutil.copytree(given.model, directory)
+        file = directory / "model.safetensors"
+        save_file(change(load_file(file)), file, {"format": "pt"})
+        return {key: str(directory)} if key else {}
+
+    return spoil
+
+
+def renamed(old: str, new: str, key: str = "") -> Spoil:
+    return stored(lambda tensors: {re.sub(old, new, name): t for name, t in tensors.items()}, key)
+
+
+def without(ending: str, key: str = "") -> Spoil:
+    return stored(lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(ending)}, key)
+
+
+def added(name: str, *shape: int, key: str = "") -> Spoil:
+    return stored(lambda tensors: tensors | {name: torch.zeros(shape)}, key)
+
+
+def narrower(ending: str) -> Spoil:
+    return stored(lambda ts: {n: t[:-1].clone() if n.endswith(ending) else t for n, t in ts.items()})
+
+
+def classifier(given: Given) -> Keys:
+    """A language model in place of a classifier."""
+    return {"rollout.reward": {"classifier": {"path": str(given.model)}}}
+
+
+def more_tokens(given: Given) -> None:
+    """The tokenizer has a token that the embedding has no row for."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(given.model)
+    tokenizer.add_tokens(["<|image|>"])
+    tokenizer.save_pretrained(given.model)
+
+
+def cut_in_half(given: Given) -> None:
+    file = given.model / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+
+
 def beyond_shared_memory(given: Given) -> Keys:
-    with (given.model / "model.safetensors").open("r+b") as sparse:
-        sparse.truncate(shutil.disk_usage(disk.SHARED_MEMORY).free + 1)
+    numbers = shutil.disk_usage(disk.SHARED_MEMORY).free // 2 + 1  # of two bytes
+    write_header(given.model / "model.safetensors", a=[numbers])
     return {"weights.directory": "shm"}
 
 
@@ -186,7 +242,42 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([RAY, {"launch.gpus": {"engine": 0.00001}}], "Ray reserves no 1e-05 GPUs"),
         ([lacking("swanlab"), {"observe.trackers": ["swanlab"]}], r"asyncrl\[swanlab\]"),
     ],
+    "error: tensors": [
+        (renamed("^", "_orig_mod."), "model.path .*its files lack .*'_orig_mod.': .*torch.compile"),
+        (renamed("^", "module."), "'module.': .*save model.module"),
+        (renamed("^", "policy."), "begin otherwise: policy.*save_pretrained"),
+        (
+            renamed("layers.0.", "layers.0._fsdp_wrapped_module."),
+            "'_fsdp_wrapped_module.': .*full state dict",
+        ),
+        (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
+        (renamed("q_proj", "query"), r"lack 2 tensors .*they have 2 tensors .*query\..*instead"),
+        (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not fetched"),
+        (narrower("norm.weight"), "in the files and .* in the model.*not of one model"),
+        (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of their bytes"),
+        (
+            [{"kl.where": "loss"}, renamed("^", "_orig_mod.", key="kl.reference")],
+            "kl.reference .*torch.compile",
+        ),
+        (
+            [GAE, without("layers.0.mlp.up_proj.weight", key="critic.path")],
+            "critic.path .*layers.0.mlp.*not fetched",
+        ),
+        (classifier, "rollout.reward.classifier.path .*no trained head"),
+        (edit(model_type="mistral3", architectures=None), "model.path .*transformers cannot make its model"),
+    ],
+    "warning: tensors": [
+        (added("draft.fc.weight", 2), r"have 1 tensor \(draft.fc.weight\) that .* does not use: left out")
+    ],
+    "error: template": [
+        (edit(vocab_size=257), "a turn ends with the token 257, and .* embedding of 257 rows"),
+        (
+            [more_tokens, data(*questions(3), {"prompt": "<|image|>?", "ground_truth": 1})],
+            "sample 3: .*image",
+        ),
+    ],
     "error: model": [
+        (cut_in_half, "not readable as safetensors .*its header describes.*fetch or save"),
         ({"model.path": "nowhere"}, "model.path: nowhere is no directory"),
         ({"model.path": 300 * "a"}, "File name too long.*aaaa"),
         (file("model/config.json", None), "config.json"),
@@ -385,6 +476,8 @@ FINE: dict[str, list[Spoil | list[Spoil]]] = {
         [large, DISK_4GB, {"checkpoint.keep": 1}],
         [PLAIN, CALCULATOR],  # without data, of which another check says why
     ],
+    "template": [more_tokens],
+    "tensors": [renamed("^model.", ""), [edit(tie_word_embeddings=True), without("lm_head.weight")]],
     "data, settings": [PLAIN, [PLAIN, CALCULATOR, file("my.py", "def read(t): ...", "rollout.parser=:read")]],
 }
 

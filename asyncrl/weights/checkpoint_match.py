@@ -1,0 +1,278 @@
+"""Compares the tensors in a model directory's files with those that its model has, before any is read.
+
+    config.json ──► the model on the meta device ┐
+                                                 ├──► CheckpointMatch ──► refused, a warning, or nothing
+    headers of the files ──► names and shapes ───┘
+
+transformers initialises at random what it does not find, and only logs that. It also knows how names and
+tensors are converted as they are read, so the comparison is a load by transformers, of tensors without data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.user_cache import keep_result, read_result
+from asyncrl.weights.model_files import StoredTensor, read_json, stored_tensors
+
+AutoClass = Literal["AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification"]
+MAX_UNEXPECTED = 0.01  # fraction of the bytes that a model may leave out without a rule of its class
+NAMES_SHOWN = 3
+
+# Parts of names that wrappers of a model add, and what to save instead.
+WRAPPERS = {
+    "_orig_mod.": "it was saved from a model of torch.compile; save model._orig_mod",
+    "_fsdp_wrapped_module.": "it was saved from inside FSDP; save its full state dict",
+    "_checkpoint_wrapped_module.": "it was saved inside activation checkpointing; save the plain model",
+    "base_model.model.": "it was saved from a model of PEFT; save model.merge_and_unload()",
+    "base_layer.": "it was saved with adapters that are not merged; save model.merge_and_unload()",
+    "module.": "it was saved from a wrapper, such as DistributedDataParallel; save model.module",
+}
+_HEAD = re.compile(r"^(lm_head|embed_out|score|classifier|v_head|value_head)\.")
+_ADAPTER = re.compile(r"lora_[AB]|lora_embedding")
+
+
+class CheckpointMatch(msgspec.Struct, frozen=True):
+    """How the files of a model directory fit the model that its config.json describes.
+
+    `missing`: tensors of the model that no file has; `unexpected`: tensors of the files that the model has
+    not, by the model's names; `mismatched`: tensors of another shape, as lines. `left_out`: the names in the
+    files that a rule of the model's class leaves out, such as layers for drafts. `unexpected_bytes` of
+    `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
+    """
+
+    model_class: str = ""
+    missing: list[str] = []
+    unexpected: list[str] = []
+    mismatched: list[str] = []
+    left_out: list[str] = []
+    unexpected_bytes: int = 0
+    total_bytes: int = 0
+    not_compared: str = ""
+
+    @property
+    def problem(self) -> str:
+        """What makes the files unusable, and the likely cause; '' for nothing."""
+        if self.missing:
+            lacking = f"its files lack {_named(self.missing)} of {self.model_class}, which would be random"
+            return f"{lacking}; {self._likely_cause()}"
+        if self.mismatched:
+            return (
+                f"{'; '.join(self.mismatched[:NAMES_SHOWN])}; config.json and the files are not of one model"
+            )
+        if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
+            percent = 100 * self.unexpected_bytes / self.total_bytes
+            return (
+                f"its files have {_named(self.unexpected)} that {self.model_class} does not use, "
+                f"{percent:.0f}% of their bytes: config.json is of another model; correct it, or fetch the "
+                "model anew"
+            )
+        return ""
+
+    @property
+    def warning(self) -> str:
+        """What is left out of a model that can be used; '' for nothing."""
+        if self.not_compared:
+            return f"its tensors were not compared with the model ({self.not_compared})"
+        if names := [*self.unexpected, *self.left_out]:
+            return f"its files have {_named(names)} that {self.model_class} does not use: left out"
+        return ""
+
+    def _likely_cause(self) -> str:
+        wanted = set(self.missing)
+        for wrapper, cause in WRAPPERS.items():
+            if any(wrapper in name and name.replace(wrapper, "") in wanted for name in self.unexpected):
+                return f"names there have {wrapper!r}: {cause}"
+        if any(_ADAPTER.search(name) for name in self.unexpected):
+            return "they hold adapters; give the model that these are for, or merge them into it"
+        if prefix := self._other_prefix():
+            return f"names there begin otherwise: {prefix}; save the model with save_pretrained(...)"
+        if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
+            return "the model has no trained head; give one that was trained for classification"
+        if self.unexpected:
+            return f"they have {_named(self.unexpected)} instead; config.json is of another model"
+        return "a file was not saved or not fetched; fetch or save the model anew"
+
+    def _other_prefix(self) -> str:
+        """An example, where the names in the files are those of the model behind another prefix."""
+        for name in self.missing:
+            for other in self.unexpected:
+                if other != name and (other.endswith(f".{name}") or name.endswith(f".{other}")):
+                    return f"{other} instead of {name}"
+        return ""
+
+
+class UnknownModelError(ConfigError):
+    """transformers has no model for a config.json, or cannot make it here."""
+
+
+def check_checkpoint(path: str, label: str, auto_class: AutoClass = "AutoModelForCausalLM") -> str:
+    """Return a warning about what is left out, '' for nothing. Raises ConfigError where tensors are missing,
+    misnamed or of another shape. Both begin with `label`, such as "model.path /models/mine"."""
+    match = compare_checkpoint(path, label, auto_class)
+    if match.problem:
+        raise ConfigError(f"{label}: {match.problem}")
+    return f"{label}: {match.warning}" if match.warning else ""
+
+
+def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> CheckpointMatch:
+    """Compare the files of a directory with the model that `auto_class` makes of its config.json.
+
+    The result is kept in the user's cache, since importing torch and the model's class takes seconds.
+    Raises ConfigError for files that cannot be read, and UnknownModelError, which begins with `label`.
+    """
+    tensors = stored_tensors(path)
+    if not tensors:
+        return CheckpointMatch(not_compared="it has no safetensors files")
+    settings = read_json(Path(path) / "config.json")
+    described = sorted((name, tensor.shape, tensor.nbytes) for name, tensor in tensors.items())
+    code = Path(__file__).read_bytes()
+    result_key = _digest((code, version("transformers"), auto_class, settings, described))
+    if (kept := read_result(result_key, CheckpointMatch)) is not None:
+        return kept
+
+    match = _compare(path, label, auto_class, tensors)
+    if not match.not_compared:
+        keep_result(result_key, match)
+    return match
+
+
+def load_pretrained(auto_class: AutoClass, path: str, label: str, **options: Any) -> Any:
+    """Return the model of a directory with all of its weights in this process, as transformers reads it.
+
+    `options`: of `from_pretrained`. Raises ConfigError, which begins with `label`, where a tensor is missing
+    or holds numbers that are not finite; and what transformers raises.
+    """
+    import transformers
+
+    with _quiet_transformers():
+        model, info = getattr(transformers, auto_class).from_pretrained(
+            path, local_files_only=True, output_loading_info=True, **options
+        )
+    if missing := sorted(info["missing_keys"]):
+        problem = CheckpointMatch(type(model).__name__, missing, sorted(info["unexpected_keys"])).problem
+        raise ConfigError(f"{label}: {problem}")
+    for name, tensor in model.state_dict().items():
+        check_finite(tensor, name, label)
+    return model
+
+
+def check_finite(tensor: Any, name: str, label: str) -> None:
+    """Raise ConfigError, which begins with `label`, where a tensor holds NaN or infinity."""
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:  # one byte: of a quantized model
+        return
+    if tensor.sum().isfinite():  # costs less than a look at each number, and hides none
+        return
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{label}: {name} holds NaN or infinity; save or fetch the model anew")
+
+
+def _digest(parts: object) -> str:
+    return "checkpoint match " + hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
+
+
+def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTensor]) -> CheckpointMatch:
+    import torch
+    import transformers
+    from transformers import AutoConfig
+
+    from asyncrl.weights.names import pieces
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"), _quiet_transformers():
+            model = getattr(transformers, auto_class).from_config(config)
+    except Exception as error:
+        reason, _, _ = one_line(error).partition(" Model type should be one of")
+        raise UnknownModelError(f"{label}: transformers cannot make its model ({reason})") from error
+
+    model_class = type(model).__name__
+    state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    try:
+        with _quiet_transformers():
+            _, info = type(model).from_pretrained(
+                None,
+                config=model.config,
+                state_dict=state,
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of a quantization, or a conversion that lacks some of its tensors
+        lacking = sorted({piece.name for piece in pieces(model)} - tensors.keys())
+        if isinstance(error, RuntimeError) and lacking:
+            return CheckpointMatch(model_class=model_class, missing=lacking)
+        return CheckpointMatch(model_class=model_class, not_compared=one_line(error))
+
+    unexpected: set[str] = set(info["unexpected_keys"])
+    if auto_class == "AutoModel":  # a backbone, whatever heads the files have
+        unexpected = {name for name in unexpected if not _HEAD.match(name)}
+    left_out = _left_out_by_class(model, tensors)
+    renamed = _model_names(model, tensors)
+    return CheckpointMatch(
+        model_class=model_class,
+        missing=sorted(info["missing_keys"]),
+        unexpected=sorted(unexpected),
+        mismatched=[
+            f"{name} is {_size(in_files)} in the files and {_size(in_model)} in the model"
+            for name, in_files, in_model in sorted(info["mismatched_keys"])
+        ],
+        left_out=left_out,
+        unexpected_bytes=sum(t.nbytes for name, t in tensors.items() if {name, renamed[name]} & unexpected),
+        total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+    )
+
+
+def _model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the model's name of each tensor in the files, as transformers renames it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    state = model.state_dict()
+    return {
+        name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0]
+        for name in names
+    }
+
+
+def _left_out_by_class(model: Any, names: Iterable[str]) -> list[str]:
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return sorted(name for name in names if any(pattern.search(name) for pattern in patterns))
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its report of what was loaded, and without its progress bar."""
+    from transformers.utils import logging as transformers_logging
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    transformers_logging.disable_progress_bar()
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _size(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "a number"
+
+
+def _named(names: list[str]) -> str:
+    """The first names, and how many there are: "3 tensors (a, b, c)"."""
+    shown = ", ".join(names[:NAMES_SHOWN]) + ", …" * (len(names) > NAMES_SHOWN)
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({shown})"

@@ -1,0 +1,110 @@
+"""Files of a model directory against the model. More, with the checks of a start: test_checks.py."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+
+from asyncrl.commands.merge import main as merge
+from asyncrl.config import ModelConfig
+from asyncrl.engines.torch.engine import build
+from asyncrl.errors import ConfigError
+from asyncrl.store.checkpoints import CheckpointManifest
+from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.world import World
+from asyncrl.weights.checkpoint_match import check_checkpoint, compare_checkpoint
+from tests.fakes.models import save_small
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8}
+TIED = {"tie_word_embeddings": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": TIED,
+    "Gemma2": {},
+    "GptOss": EXPERTS,
+    "Mixtral": EXPERTS,
+    "Qwen3Moe": EXPERTS,
+}
+
+
+def change_tensors(directory: Path, **changes: Any) -> None:
+    """Write a directory's file of weights anew, with these tensors; without those that are None."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({n: t for n, t in tensors.items() if t is not None}, file, {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_small(tmp_path_factory.mktemp("llama"), "Llama"))
+
+
+@pytest.fixture
+def copied(llama: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(llama, tmp_path / "model")
+
+
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES.items())
+def test_what_save_pretrained_writes_fits(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    path = Path(save_small(tmp_path / "model", family, **sizes))
+    assert check_checkpoint(str(path), "model.path") == ""
+    assert check_checkpoint(str(path), "critic.path", "AutoModel") == ""
+
+    # Layers for drafts, which published checkpoints have and the model has not.
+    change_tensors(path, **{"mtp.fc.weight": torch.zeros(2)})
+    assert "(mtp.fc.weight) that" in check_checkpoint(str(path), "model.path")
+
+
+def test_one_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = Path(save_small(tmp_path / "model", "Qwen3Moe", **EXPERTS))
+    change_tensors(path, **{"model.layers.1.mlp.experts.2.up_proj.weight": None})
+    match = compare_checkpoint(str(path), "model.path", "AutoModelForCausalLM")
+    assert match.missing == ["model.layers.1.mlp.experts.2.up_proj.weight"]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_named(world: World, copied: Path, number: float) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(copied / "model.safetensors")[name]
+    weight[3, 4] = number
+    change_tensors(copied, **{name: weight})
+    assert check_checkpoint(str(copied), "model.path") == ""  # headers do not show it
+
+    for read in (
+        lambda: load_policy(ModelConfig(path=str(copied), dtype="float32"), world),
+        lambda: build(str(copied), "float32", slots=1, max_len=8),
+    ):
+        with pytest.raises(ConfigError, match=rf"model.path.*: {name} holds NaN or infinity"):
+            read()
+
+
+def test_a_whole_read_leaves_nothing_random(world: World, copied: Path) -> None:
+    """Files that are no safetensors are read by one process, and have no headers to compare."""
+    tensors = load_file(copied / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    torch.save(tensors, copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    assert "no safetensors files" in check_checkpoint(str(copied), "model.path")
+    with pytest.raises(ConfigError, match=r"kl.reference.*lack 1 tensor .*layers.0.mlp.up_proj"):
+        load_policy(ModelConfig(path=str(copied), dtype="float32"), world, key="kl.reference")
+
+
+def test_a_merged_model_is_compared_with_its_class(copied: Path, tmp_path: Path) -> None:
+    change_tensors(copied, **{"model.norm.weight": None})
+    step = tmp_path / "runs" / "demo" / "checkpoints" / "step-3"
+    shutil.copytree(copied, step / "hf")
+    contents = {f"hf/{file.name}": file.read_bytes() for file in (step / "hf").iterdir()}
+    files = {name: (len(data), xxhash.xxh3_64_hexdigest(data)) for name, data in contents.items()}
+    manifest = CheckpointManifest(step=3, trainer_epoch=0, files=files)
+    (step / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(ConfigError, match=r"model.norm.weight"):
+        merge([str(step), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
