@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -39,6 +40,8 @@ WRAPPERS = {
     "module.": "it was saved from a wrapper, such as DistributedDataParallel; save model.module",
 }
 _HEAD = re.compile(r"^(lm_head|embed_out|score|classifier|v_head|value_head)\.")
+_DRAFT = re.compile(r"(^|[._])(mtp|nextn|eagle|medusa)")
+_LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.(?P<suffix>.*)")
 _ADAPTER = re.compile(r"lora_[AB]|lora_embedding")
 
 
@@ -217,7 +220,8 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
     unexpected: set[str] = set(info["unexpected_keys"])
     if auto_class == "AutoModel":  # a backbone, whatever heads the files have
         unexpected = {name for name in unexpected if not _HEAD.match(name)}
-    left_out = _left_out_by_class(model, tensors)
+    drafts = _draft_tensors(unexpected, model.state_dict())
+    unexpected -= drafts
     renamed = _model_names(model, tensors)
     return CheckpointMatch(
         model_class=model_class,
@@ -227,7 +231,7 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
             f"{name} is {_size(in_files)} in the files and {_size(in_model)} in the model"
             for name, in_files, in_model in sorted(info["mismatched_keys"])
         ],
-        left_out=left_out,
+        left_out=sorted(drafts | _left_out_by_class(model, tensors)),
         unexpected_bytes=sum(t.nbytes for name, t in tensors.items() if {name, renamed[name]} & unexpected),
         total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
     )
@@ -248,9 +252,32 @@ def _model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _left_out_by_class(model: Any, names: Iterable[str]) -> list[str]:
+def _left_out_by_class(model: Any, names: Iterable[str]) -> set[str]:
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    return sorted(name for name in names if any(pattern.search(name) for pattern in patterns))
+    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
+
+
+def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]:
+    """Return those of `names` that belong to layers for drafts (multi-token prediction), which many published
+    checkpoints have. They have names of their own, or come after the model's last layer and hold tensors that
+    no layer of the model has. (Copies of its layers after the last one show a wrong config.json.)"""
+    layers, suffixes = set[str](), set[str]()
+    for name in model_names:
+        if parts := _LAYER.match(name):
+            layers.add(parts["layer"])
+            suffixes.add(parts["suffix"])
+
+    drafts, suffixes_beyond = set[str](), defaultdict[str, set[str]](set)
+    for name in names:
+        parts = _LAYER.match(name)
+        if _DRAFT.search(name):
+            drafts.add(name)
+        elif parts and parts["layer"] not in layers:
+            suffixes_beyond[parts["layer"]].add(parts["suffix"])
+    for layer, its_suffixes in suffixes_beyond.items():
+        if its_suffixes - suffixes:
+            drafts |= {f"{layer}.{suffix}" for suffix in its_suffixes}
+    return drafts
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -59,8 +60,18 @@ def test_what_save_pretrained_writes_fits(tmp_path: Path, family: str, sizes: di
     assert check_checkpoint(str(path), "critic.path", "AutoModel") == ""
 
     # Layers for drafts, which published checkpoints have and the model has not.
-    change_tensors(path, **{"mtp.fc.weight": torch.zeros(2)})
-    assert "(mtp.fc.weight) that" in check_checkpoint(str(path), "model.path")
+    drafts = {"mtp.fc.weight": torch.zeros(99, 99), "model.layers.2.eh_proj.weight": torch.zeros(99, 99)}
+    change_tensors(path, **drafts)
+    assert "2 tensors (model.layers.2.eh_proj.weight, mtp" in check_checkpoint(str(path), "model.path")
+
+
+def test_copies_of_layers_beyond_the_last_one_are_refused(copied: Path) -> None:
+    settings = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 1}))
+    with pytest.raises(
+        ConfigError, match=r"model.path: its files have 9 tensors \(model.layers.1.* another model"
+    ):
+        check_checkpoint(str(copied), "model.path")
 
 
 def test_one_expert_that_is_missing_is_named(tmp_path: Path) -> None:
