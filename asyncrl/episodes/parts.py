@@ -196,7 +196,8 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], ro
 def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:
     """Return the ids that the model reads of a sample; where an environment or an agent writes the prompt, of
     a short one."""
-    rollout, schemas = parts.config.rollout, parts.toolbox.schemas(sample)
+    rollout = parts.config.rollout
+    schemas = parts.toolbox.schemas(sample)
     if sample.demonstration:
         turns = demonstrated(parts.rules, sample, schemas)
         return (

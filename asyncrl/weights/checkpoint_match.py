@@ -261,13 +261,15 @@ def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]
     """Return those of `names` that belong to layers for drafts (multi-token prediction), which many published
     checkpoints have. They have names of their own, or come after the model's last layer and hold tensors that
     no layer of the model has. (Copies of its layers after the last one show a wrong config.json.)"""
-    layers, suffixes = set[str](), set[str]()
+    layers: set[str] = set()
+    suffixes: set[str] = set()
     for name in model_names:
         if parts := _LAYER.match(name):
             layers.add(parts["layer"])
             suffixes.add(parts["suffix"])
 
-    drafts, suffixes_beyond = set[str](), defaultdict[str, set[str]](set)
+    drafts: set[str] = set()
+    suffixes_beyond: dict[str, set[str]] = defaultdict(set)
     for name in names:
         parts = _LAYER.match(name)
         if _DRAFT.search(name):
@@ -301,5 +303,7 @@ def _size(shape: Iterable[int]) -> str:
 
 def _named(names: list[str]) -> str:
     """The first names, and how many there are: "3 tensors (a, b, c)"."""
-    shown = ", ".join(names[:NAMES_SHOWN]) + ", …" * (len(names) > NAMES_SHOWN)
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({shown})"
+    first_names = ", ".join(names[:NAMES_SHOWN])
+    if len(names) > NAMES_SHOWN:
+        first_names += ", …"
+    return f"{len(names)} tensors ({first_names})" if len(names) > 1 else f"1 tensor ({first_names})"

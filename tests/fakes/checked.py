@@ -124,13 +124,15 @@ def patched(target: str, value: Any) -> Spoil:
 
 def write_header(file: Path, **shapes: list[int]) -> None:
     """A safetensors file of bfloat16 tensors, with a hole in place of the numbers."""
-    tensors, end = dict[str, Any](), 0
+    tensors: dict[str, Any] = {}
+    size = 0  # bytes of the tensors so far
     for name, shape in shapes.items():
-        start, end = end, end + 2 * prod(shape)
-        tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        end = size + 2 * prod(shape)
+        tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, end]}
+        size = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(file, 8 + len(text) + end)
+    os.truncate(file, 8 + len(text) + size)
 
 
 def begun(given: Given) -> Keys:
