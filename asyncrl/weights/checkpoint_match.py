@@ -107,8 +107,9 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         return "a file was not saved or not fetched; fetch or save the model anew"
 
     def _other_prefix(self) -> str:
-        """An example, where the names in the files are those of the model behind another prefix."""
-        for name in self.missing:
+        """An example, where the names in the files are those of the model behind another prefix: of the first
+        tensors, since a model may have ten thousands."""
+        for name in self.missing[:NAMES_SHOWN]:
             for other in self.unexpected:
                 if other != name and (other.endswith(f".{name}") or name.endswith(f".{other}")):
                     return f"{other} instead of {name}"
