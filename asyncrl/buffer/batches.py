@@ -115,7 +115,9 @@ class Batches:
     def restore(
         self, batches: Iterable[Batch], taken: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
     ) -> None:
-        """Take over the plans of a store. Episodes that are still in the buffer stay the buffer's objects."""
+        """Take over the plans of a store, in place of all plans before. Episodes that are still in the buffer
+        stay the buffer's objects."""
+        self._dirty = set()
         self.batches = {batch.step: batch for batch in batches}
         self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
         self.baselines = dict(baselines)

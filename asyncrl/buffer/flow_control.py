@@ -10,7 +10,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
-from asyncrl.buffer.lifetimes import Lifetimes
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import BufferConfig, RunConfig
 
@@ -27,10 +26,10 @@ FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from on
 
 class Crossings:
     """Counts tokens when they go over the bound, once each: when a batch has masked them, or while their
-    episode or group still runs. `waiting`: tokens that no batch may take yet."""
+    episode or group still runs. `buffer`: its `waiting_tokens` are those that no batch may take yet."""
 
-    def __init__(self, waiting: Lifetimes, bound: int) -> None:
-        self._waiting = waiting
+    def __init__(self, buffer: ReplayBuffer, bound: int) -> None:
+        self._buffer = buffer
         self._commits = deque([-math.inf] * (bound + 1), bound + 1)  # times of the newest
         self._counted = 0.0  # tokens that are ready, and were counted while they waited
 
@@ -40,8 +39,9 @@ class Crossings:
         newest bound + 1 commits, with this one, is over the bound from now on."""
         last, before = self._commits[-1], self._commits[0]
         self._commits.append(now)
-        self._counted += self._waiting.ended(last, before)
-        crossed = self._waiting.older(self._commits[0]) - self._waiting.older(before)
+        waiting = self._buffer.waiting_tokens
+        self._counted += waiting.ended(last, before)
+        crossed = waiting.older(self._commits[0]) - waiting.older(before)
         again = min(self._counted, masked * tokens)
         self._counted = (self._counted - again) / 2  # some of them are dropped, and no batch masks these
         return (masked * tokens - again + crossed) / max(1.0, tokens)
@@ -153,7 +153,7 @@ class LiveLimit:
         self._servers = config.engine.remote
         # With shifts the trainer waits for theirs in any case: then more live groups are of use to engines.
         self._waits = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
-        self.crossings = Crossings(buffer.waiting_tokens, section.max_staleness)
+        self.crossings = Crossings(buffer, section.max_staleness)
         self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
         self._idle = 0.0  # share of a step that the trainer waited, as last known
         self._engines: frozenset[str] = frozenset()

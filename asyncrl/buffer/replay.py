@@ -58,23 +58,28 @@ class ReplayBuffer:
         holds = config.on_stale == "hold"  # and counts on every version within the bound
         # The most that weights may lag behind when a turn starts.
         self.fresh = config.max_staleness if holds else max(config.usual_staleness, every - 1)
-        partial = config.group_policy == "partial" and not greedy
-        self.deadlines = Deadlines(config.group_deadline if partial else math.inf)
         self.group_size = config.episodes_per_group + greedy
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
         self.spare = 0  # groups; set by flow control, so that no run ends with a wait for its slowest groups
+        self._empty()
+
+    def _empty(self) -> None:
+        """Set all that groups, episodes and batches change to the state of a run that has none yet."""
+        partial = self.config.group_policy == "partial" and not self.greedy
+        self.deadlines = Deadlines(self.config.group_deadline if partial else math.inf)
         self.waiting_tokens = Lifetimes(4096)  # by turn, from its end until a batch may take its episode
         self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
-        self.floors: dict[int, int] = {}  # of groups (freshness.floor_of), until one of its members changes
+        self.floors: dict[int, int] = {}  # of groups (staleness.floor_of), until one of its members changes
         self.next_group = 0
         self.committed = 0  # batches
         self.closed = -1  # newest batch that takes nothing more
         self.left: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
-        self.untrained, self.untrained_reason = 0, ""  # groups in a row that left untrained; why the last did
+        self.untrained = 0  # groups in a row that left untrained
+        self.untrained_reason = ""  # why the last of them did
         self.settled: Counter[str] = Counter()  # groups by outcome, of this process
         self.refills = 0  # groups filtered since the last batch was committed
         self.abandoned_tokens = 0  # model tokens of durable turns that no episode has any more
@@ -109,7 +114,9 @@ class ReplayBuffer:
         left: dict[State, int],
         now: float,
     ) -> None:
-        """Take over what a store holds: live groups, their episodes, counts of the rest. Called first."""
+        """Take over what a store holds: live groups, their episodes, counts of the rest. Whatever the buffer
+        held before is forgotten, and so are its totals: the caller sets them afterwards."""
+        self._empty()
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)

@@ -31,6 +31,7 @@ from asyncrl.observe.files import read_rows, write_status, write_summary
 from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
+from asyncrl.store.schema import StoreError
 from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, Sample
 from asyncrl.wire.messages.shared import Status
 
@@ -300,9 +301,12 @@ class Reporter:
         """Return (the conservation identity, whether it and independent counters agree).
 
         `issued` comes from the data cursor; the buffer's states, the store's index, the plans of committed
-        batches and, if it is of the last step, the checkpoint's own count of the lineage must agree.
+        batches and, if it is of the last step, the checkpoint's own count of the lineage must agree. Raises
+        StoreError when the store cannot be read: then nothing is known of the account.
         """
         state = self.state
+        if state.damage:
+            raise StoreError(state.damage)
         flow, counts = state.buffer.flow(), state.buffer.counts()
         store = state.store.read.counts()
         agree = all(counts[one] == store.get(one, 0) for one in State)

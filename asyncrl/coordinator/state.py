@@ -40,6 +40,7 @@ from asyncrl.wire.sockets import Hub
 
 MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
 ABANDONED = "abandoned_tokens"  # in the store's meta
+REASONS = "reasons"  # in the store's meta: episodes by final state and reason
 MAX_SKIPPED_BATCHES = 20  # batches in a row that were committed without an optimizer step
 
 log = logging.getLogger("asyncrl.coordinator")
@@ -98,6 +99,7 @@ class RunState:
     launch: str = ""  # that this coordinator belongs to
     skipped: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
+    damage: str = ""  # why the store could not be read again: what is in memory is not what it holds
     shifts: Shifts | None = None  # where engines and trainer use the same devices
 
     def __post_init__(self) -> None:
@@ -176,6 +178,7 @@ class RunState:
         self.store.put_episodes(episodes, moved)
         if episodes or moved:  # else no attempt was given up
             self.store.put_meta(ABANDONED, str(self.buffer.abandoned_tokens))
+            self.store.put_meta(REASONS, msgspec.json.encode(self.buffer.reasons).decode())
         self.store.put_batches(self.batches.changes())
         self.held_out.put_changes()
         for episode in (*episodes, *moved):
@@ -240,8 +243,6 @@ class RunState:
         """Forget what was not committed, and read again what is stored, as far as it can be read."""
         self.outbox.clear()
         self.store.rollback()
-        self.buffer.changes()
-        self.batches.changes()
         try:
             self.failed = FailedAttempts.stored(self.store)
             self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
@@ -249,6 +250,7 @@ class RunState:
             self.held_out.restore()
         except StoreError as error:
             log.error("%s", error)
+            self.damage = str(error)
 
 
 def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: TransactionalOutbox) -> RunState:
@@ -287,6 +289,7 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
     buffer.prompts.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
     buffer.committed = held.committed
     buffer.abandoned_tokens = int(store.read.meta(ABANDONED, "0"))
+    buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS, "{}"), type=dict[str, int]))
     batches.restore(held.batches, held.taken, held.baselines)
 
 

@@ -106,7 +106,7 @@ class Simulation:
         self.buffer = ReplayBuffer(keys, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
         self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
         self.control = FlowControl(keys)
-        self.crossings = Crossings(self.buffer.waiting_tokens, keys.max_staleness)
+        self.crossings = Crossings(self.buffer, keys.max_staleness)
         self.steps: list[SimulatedStep] = []
         fill, shares = keys.shift_fill, workload.shift is not None
         self.shifts = Shifts(fill, 0.0) if shares else None  # it begins with the trainer's, which has no data

@@ -29,7 +29,6 @@ from asyncrl.buffer.flow_control import (
     KvCap,
     LiveLimit,
 )
-from asyncrl.buffer.lifetimes import Lifetimes
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.staleness import pending
@@ -181,10 +180,11 @@ def mean(steps: list[SimulatedStep], figure: str) -> float:
 
 def test_each_token_that_goes_over_the_bound_counts_once() -> None:
     """Bound 1: two tokens of 10 wait over the bound; one of them gets ready and is masked, one is dropped."""
-    waiting = Lifetimes(100)
+    buffer, _ = make()
+    waiting = buffer.waiting_tokens
     for uid in ("masked", "dropped"):
         waiting.begin(uid, 0.5)
-    crossings = Crossings(waiting, bound=1)
+    crossings = Crossings(buffer, bound=1)
     assert [crossings.committed(0.0, 10, now) for now in (1.0, 2.0, 3.0)] == [0.0, 0.2, 0.0]
     waiting.end("masked", 3.5)
     waiting.forget("dropped")

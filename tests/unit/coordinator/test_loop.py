@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.observe.files import read_rows, read_status, read_summary, write_status, write_summary
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
-from asyncrl.types import FailReason, PolicyVersion
+from asyncrl.types import DropReason, FailReason, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.messages.shared import (
@@ -40,7 +41,7 @@ from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Publis
 from asyncrl.wire.messages.worker import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode, introduce
 from tests.fakes.data import give, rows
-from tests.unit.buffer.machine import land_group, turn_payload
+from tests.unit.buffer.machine import count_again, land, land_group, turn_payload
 
 ROWS = rows(50)
 WORKER, OTHER, OBSERVER, TRAINER = b"rollout/0/w", b"rollout/1/v", b"observer/0/x", b"trainer/0/a"
@@ -376,6 +377,55 @@ def test_an_error_in_mid_turn_undoes_the_turn(
     setup.say(TRAINER, commit)
     assert setup.coordinator.state.batches.committed == 1
     assert setup.coordinator.state.store.read.counts() == {State.TRAINED: 2}
+
+
+READ_ONLY, DROPPED = "PRAGMA query_only=ON", "DROP TABLE groups"
+
+
+@pytest.mark.parametrize("fault", [READ_ONLY, DROPPED, "locked"])
+def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fault: str) -> None:
+    """Episodes are trained, taken, ready, landed, running and pending, and the turn that fails has moved some
+    of each. Where the store cannot be read either, nothing is said of the account."""
+    coordinator = setup.coordinator
+    state, buffer = coordinator.state, coordinator.state.buffer
+    commit = planned(coordinator)
+    setup.turn()
+    setup.say(TRAINER, commit)
+    setup.join(slots=3)
+    while buffer.next_group < 4:
+        buffer.admit(1, 0.0)
+    land_group(buffer, 1, 1.0, 0.0)
+    land(buffer, "2.0")
+    assert state.batches.plan(1, 0, 1) == ["1.0", "1.1"]
+    setup.turn()
+    stored, reasons = buffer.flow(), dict(buffer.reasons)
+    assert stored.conserved and stored.trained == stored.taken == 2 and stored.in_flight
+
+    def move_all() -> None:
+        land(buffer, "2.1")
+        buffer.fail(buffer.episodes["3.0"], FailReason.PROMPT_TOO_LONG, 0.0)
+        buffer.drop_group(buffer.admit(1, 0.0), DropReason.STALE)
+        state.batches.commit(2, ["1.0", "1.1"])
+
+    if fault == "locked":
+        with setup.locked():
+            move_all()
+            setup.turn(setup.config.launch.stall_timeout + 1)
+    else:
+        state.store._db.execute(fault)
+        move_all()
+        setup.turn()
+    assert coordinator.over and coordinator.lifecycle.error  # exit code 1
+    assert "NOT CONSERVED" not in coordinator.lifecycle.error
+    if fault == DROPPED:
+        assert "no such table: groups" in coordinator.lifecycle.error and not read_summary(setup.run_dir)
+        return
+    count_again(buffer)
+    assert buffer.flow() == stored and buffer.reasons == reasons
+    assert not buffer.waiting_tokens.older(math.inf) and buffer.cohorts.take(before=9) == {}
+    summary = read_summary(setup.run_dir)
+    assert summary["conserved"] and summary["outcome"] == "failed"
+    assert summary["flow"] == msgspec.structs.asdict(stored)
 
 
 def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSetup) -> None:
