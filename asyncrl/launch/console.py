@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
+from asyncrl.observe.alerts import Alert
 from asyncrl.observe.background import Background
 from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, VALIDATED, figures
 from asyncrl.observe.table import PipeSafeTerminal
@@ -42,15 +43,14 @@ class Console:
     ) -> None:
         self.mode, self.state, self.terminal = mode, state, terminal
         self._line_at = 0.0
-        self._said: set[str] = set()  # names of alerts: each is printed once in a launch
+        self._printed: dict[str, Alert] = {}  # alerts by name: a bad one that returns is printed again
 
     def status(self, status: Status) -> None:
         """The state of the run, a few times a second."""
         before, self.state.status = self.state.status, status
         news = [f"phase: {status.phase}"] if status.phase != before.phase else []
         news += [status.failed] if status.failed and not before.failed else []
-        news += [alert.line for alert in status.alerts if alert.name not in self._said]
-        self._said |= {alert.name for alert in status.alerts}
+        news += self._new_alerts(status)
         now = time.monotonic()
         done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))  # a whole batch is not yet a step
         self.state.progress.update(done, status.phase == "running", now)
@@ -59,6 +59,14 @@ class Console:
         often = not status.step or status.phase in ("starting", "stopping")
         if not news and now - self._line_at > (LINE_EVERY if often else 6 * LINE_EVERY):
             self._line(plain_line(self.state))
+
+    def _new_alerts(self, status: Status) -> list[str]:
+        """Return the lines of alerts that are to be printed now."""
+        alerts = {alert.name: alert for alert in status.alerts}
+        lines = [alert.line for name, alert in alerts.items() if name not in self._printed]
+        lasting = {name: alert for name, alert in self._printed.items() if alert.level != "bad"}
+        self._printed = lasting | alerts
+        return lines
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """The metrics row of a committed step, or of a validation."""

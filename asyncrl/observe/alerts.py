@@ -191,6 +191,11 @@ def _solved(seen: Seen) -> Found | None:
     return Found(f"held-out success {seen.success:.0%}, since step {seen.judged[low + 1][0]:.0f}{rest}")
 
 
+def _unsaved(seen: Seen) -> Found | None:
+    why = seen.status.get("unsaved")
+    return Found(str(why)) if why else None
+
+
 def _fell(seen: Seen) -> Found | None:
     """Find that the newest validation is below the best one by more than chance."""
     if not seen.judged:
@@ -345,6 +350,7 @@ def _limited(seen: Seen) -> Found | None:
 
 RULES: dict[str, Callable[[Seen], Found | None]] = {
     "solved": _solved,
+    "checkpoints are not written": _unsaved,
     "held-out success fell": _fell,
     "attempts fail": _failing,
     "no progress": _stalled,

@@ -82,7 +82,8 @@ class HashedFile(io.RawIOBase):
 
 class Checkpoints:
     """`place`: a path, or a URL that fsspec knows (`s3://bucket/run`). ConfigError where it does not.
-    `written`: bytes that this process has written; `local`: the place is a directory."""
+    `written`: bytes that this process has written; `local`: the place is a directory; `problem`: why nothing
+    could be written there when the trainer began."""
 
     def __init__(self, place: str | Path) -> None:
         with ConfigError.instead_of(
@@ -91,6 +92,7 @@ class Checkpoints:
             self._fs, self.root = url_to_fs(os.fspath(place))
         self.local = isinstance(self._fs, LocalFileSystem)
         self.written = 0
+        self.problem = ""
 
     def path(self, step: int, name: str = "") -> str:
         return "/".join(filter(None, (self.root, f"step-{step}", name)))

@@ -106,7 +106,7 @@ def write(
     except CheckpointError as error:
         if first:
             to.remove(step)
-        raise CheckpointError(f"checkpoint {to.path(step)}: {error}") from error
+        raise CheckpointError(f"{error}; checkpoint {to.path(step)}") from error
 
 
 def manifest_of(learner: Learner, **lineage: Any) -> CheckpointManifest:

@@ -50,7 +50,8 @@ def shared_place(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
         if world.rank == 0:
             place.put_token(token)
     except OSError as error:
-        log.warning("%s cannot be written to: %s", place.root, one_line(error))
+        place.problem = f"{one_line(error)}; {place.root} cannot be written to"
+        log.error("%s", place.problem)
         token = ""
     if not (token := world.gather(token, str)[0]):
         return place
@@ -75,7 +76,8 @@ class Checkpointing:
         self._config, self._learner, self._world = config.checkpoint, learner, learner.world
         self.place = place
         self.newest: CheckpointManifest | None = None
-        self.problem, self.best = "", -1
+        self.problem = place.problem
+        self.best = -1
         self.trained_total = 0
         self._trained: list[str] = []  # since the newest checkpoint, or the one under way
         self._due = False
@@ -99,6 +101,13 @@ class Checkpointing:
         """Names what is being written; '' for nothing."""
         written = f"{self.place.written / 1e6:,.0f} MB since the start"
         return f"a checkpoint is being written, {written}" if self.busy else ""
+
+    @property
+    def unsaved(self) -> str:
+        """Says why the newest checkpoint could not be written, as soon as that is known; '' once one was."""
+        if self._job is None or not self._job.result.done() or self._job.result.exception():
+            return self.problem
+        return self._job.result.result() or self.problem
 
     @property
     def busy(self) -> bool:

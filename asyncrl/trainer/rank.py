@@ -329,9 +329,11 @@ class TrainerRank:
 
     def _status(self) -> trainer.TrainerBeat:
         spent, saving = (self.watch.busy_s, self.watch.idle_s), self.saving
-        unsaved = saving.problem and f"not saved: {saving.problem}"
+        unsaved = saving.unsaved and f"not saved: {saving.unsaved}"
         waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
-        return trainer.TrainerBeat(self.rank, *spent, waiting, self.work, saving.place.written)
+        return trainer.TrainerBeat(
+            self.rank, *spent, waiting, self.work, saving.place.written, unsaved=saving.unsaved
+        )
 
     def report(self, error: Exception) -> str:
         """Tell the coordinator that this rank gives up the batch. Returns why, and what happens now."""

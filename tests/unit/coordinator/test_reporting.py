@@ -18,11 +18,11 @@ from asyncrl.config import ValidationConfig
 from asyncrl.coordinator.reporting import Reporter, earned, kept_questions
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
-from asyncrl.observe.files import read_status
+from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import FILTERED, REWARD
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, Sample
-from asyncrl.wire.messages.trainer import PlanRequest, TrainerBeat, TrainerHello
+from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerBeat, TrainerHello
 from asyncrl.wire.messages.worker import Assign, Failed, Finished
 from tests.unit.buffer.machine import admit
 from tests.unit.coordinator.test_workers import A, WorkerSetup
@@ -143,6 +143,37 @@ def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -
     for rank in range(3):
         trainer.beat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0), 0.0)
     assert reporter.waits() == ()
+
+
+def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: Reporter) -> None:
+    """Reason first, the directory, the newest step; on console and status, page (status.json) and summary. A
+    trainer that was just started, and a rank whose beat comes late, do not end or renew the alert."""
+    trainer, told = reporter.trainer, list[str]()
+    problem = "OSError: [Errno 28] No space left on device; checkpoint /runs/t/checkpoints/step-5"
+
+    def alerts() -> list[str]:
+        status = read_status(reporter.state.run_dir) if reporter.write_status("running") else {}
+        return [alert["what"] for alert in status["alerts"] if alert["name"] == "checkpoints are not written"]
+
+    for incarnation, beats in (("x", (problem, "")), ("y", ("", problem))):
+        trainer.hello(b"trainer/0/" + incarnation.encode(), TrainerHello(0, 2, incarnation, 0), 0.0)
+        for unsaved in beats:
+            beat = TrainerBeat(0, 0, 0, unsaved=unsaved)
+            trainer.beat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
+            told += alerts()
+    assert told == [f"{problem}; there is no checkpoint yet"] * 4
+    epoch = reporter.state.trainer_epoch
+    trainer.hello(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
+    trainer.checkpointed(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
+    trainer.beat(b"trainer/1/y", TrainerBeat(1, 0, 0, unsaved=problem), 0.0)
+    assert alerts() == []
+    trainer.beat(b"trainer/0/y", TrainerBeat(0, 0, 0, unsaved=problem), 0.0)
+    assert alerts() == [f"{problem}; the newest checkpoint is of step 0"]
+    assert read_status(reporter.state.run_dir)["unsaved"] == alerts()[0], "the page reads it there"
+    reporter.state.persist()
+    reporter.write_summary("failed", "")
+    (line,) = read_summary(reporter.state.run_dir)["alerts"]
+    assert line.startswith(f"checkpoints are not written: {problem}; the newest checkpoint is of step 0; ")
 
 
 def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:

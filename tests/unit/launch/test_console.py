@@ -94,6 +94,16 @@ def test_what_is_wrong_is_said_once_and_stays_in_view(told: list[dict[str, Any]]
     assert shorter in "\n".join(out.getvalue().splitlines()[2:])
 
 
+@pytest.mark.parametrize(("level", "printed"), [("bad", 2), ("warn", 1)])
+def test_a_bad_alert_that_was_gone_is_printed_again(level: Any, printed: int) -> None:
+    """Checkpoints fail, one is written, and they fail again."""
+    shown, out = console()
+    for alerts in ((ALERT,), (ALERT,), (), (ALERT,)):
+        alerts = tuple(replace(alert, level=level) for alert in alerts)
+        shown.status(Status("running", 0, 10, {}, (), alerts=alerts))
+    assert out.getvalue().count(ALERT.line) == printed
+
+
 def test_failed_attempts_are_counted_by_kind() -> None:
     assert failures_line({"worker_lost": 2, "reward_error": 1234}, "[x] (bad.py:41)") == FAILED
 

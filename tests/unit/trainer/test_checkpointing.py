@@ -223,6 +223,22 @@ def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     )
 
 
+def test_a_place_that_cannot_be_written_is_told_from_the_start(made: Made, tmp_path: Path) -> None:
+    """It is a file; once it is a directory, the first checkpoint ends the complaint."""
+    (tmp_path / "t").touch()
+    learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
+    saving = Checkpointing(learner.config, shared_place(learner.config, tmp_path, learner.world), learner)
+    assert saving.unsaved.startswith("FileExistsError: ") and str(tmp_path / "t") in saving.unsaved
+    for blocked in (True, False):
+        saving.begin(0)
+        while saving.busy:
+            saving.poll()
+        assert bool(saving.unsaved) is blocked
+        assert not blocked or saving.unsaved.endswith(f"; checkpoint {tmp_path / 't' / 'step-0'}")
+        if blocked:
+            (tmp_path / "t").unlink()
+
+
 @pytest.fixture
 def saving(made: Made, tmp_path: Path) -> Checkpointing:
     learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
