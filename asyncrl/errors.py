@@ -23,6 +23,10 @@ UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # What torch's CPU allocator, the CUDA runtime, and cuBLAS and cuDNN say.
 _NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+# What an error says that a process, or its machine, had too little of something; by number, or in its text,
+# where it comes from a server or from torch.
+_LACKS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+_LACKS_TEXTS = (*_NO_MEMORY, "Cannot allocate memory", "Too many open files", "can't start new thread")
 _PACKAGE = (f"{Path(__file__).parent}/", "<")
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -191,3 +195,14 @@ def lacks_memory(error: BaseException) -> bool:
         return True
     cause = None if isinstance(error, ConfigError) else error.__cause__
     return cause is not None and lacks_memory(cause)
+
+
+def lacks_resources(error: BaseException) -> bool:
+    """True if a process had too little memory, or too few descriptors or threads, or its disk no room: the
+    error says so, or one that it was raised from. What it worked on may be sound."""
+    number = getattr(error, "errno", None)  # of ZeroMQ's errors, too
+    if number in _LACKS or disk_full(error) or any(text in str(error) for text in _LACKS_TEXTS):
+        return True
+    if lacks_memory(error):
+        return True
+    return error.__cause__ is not None and lacks_resources(error.__cause__)

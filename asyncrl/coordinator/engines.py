@@ -97,8 +97,9 @@ class EngineHandler:
         if message.error:
             log.warning("%s could not load v%d: %s", engine.name, version.step, message.error)
             engine.resend(now + LOAD_RETRY)
-            self.refused[peer, version] += not message.lost  # another trainer would not help
-            self.refusal = message.error
+            if not (message.lost or message.process_failed):  # else another trainer would not help
+                self.refused[peer, version] += 1
+                self.refusal = message.error
             return
         if not versions.same_weights(version, message.checksum):
             log.error("%s loaded other weights as v%d: sent again", engine.name, version.step)
@@ -117,8 +118,9 @@ class EngineHandler:
             self.state.liveness.alive(now)
 
     def pop_unloadable_version(self) -> str:
-        """Returns why no engine can load the newest version, once it was refused REFUSALS times; ''
-        if an engine holds it, or is loading it and has not refused it."""
+        """Returns why no engine can load the newest version, once its files were refused REFUSALS times; ''
+        if an engine holds it, or is loading it and has not refused it. A process that fails to load, whatever
+        the files are, ends by itself (runtime/weight_loader.py), and another one tries."""
         held, newest, refused = self.state.versions.engines, self.state.versions.newest, self.refused
         often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
         tries = (one for one, engine in held.items() if engine.pushed >= newest and not refused[one, newest])

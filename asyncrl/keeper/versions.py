@@ -115,11 +115,13 @@ class ServerVersions:
     def count(self, message: Loaded) -> None:
         """Raises once loads have failed for too long. The cause need not be the server: files are pruned, a
         trainer that broadcasts dies and comes back. So failures may last for `weights.deadline`, but not
-        where files are refused from the start."""
+        where files are refused from the start. Another process may do better than one that fails."""
         self._failures.add(message)
-        hopeless = not (self._loaded or message.lost) and self._config.weights.transport == "disk"
+        undecided = self._loaded or message.lost or message.process_failed
+        hopeless = not undecided and self._config.weights.transport == "disk"
         if why := self._failures.too_many(0.0 if hopeless else self._config.weights.deadline):
-            raise (EngineError if self._loaded else ConfigError)(f"engine {self._index}: {why}")
+            kind = EngineError if self._loaded or message.process_failed else ConfigError
+            raise kind(f"engine {self._index}: {why}")
 
     async def look(self) -> bool | None:
         """Tells whether the server can be used. None while a version is loaded: then the old weights, the new

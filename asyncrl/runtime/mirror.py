@@ -26,7 +26,15 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import UNDECODABLE, AsyncrlError, DeadlineError, ProtocolError, disk_full, one_line
+from asyncrl.errors import (
+    UNDECODABLE,
+    AsyncrlError,
+    DeadlineError,
+    ProtocolError,
+    disk_full,
+    lacks_resources,
+    one_line,
+)
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.version_server import Arriving, VersionServer, travels
 from asyncrl.types import PolicyVersion
@@ -86,8 +94,9 @@ class Mirror:
         with disk.lock_version(local):
             try:
                 yield local
-            except WeightsError:
-                await asyncio.to_thread(disk.delete_damaged, local)
+            except WeightsError as error:
+                if not lacks_resources(error):
+                    await asyncio.to_thread(disk.delete_damaged, local)
                 raise
 
     def prefetch(self, ref: WeightsRef) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import vital_thread
+from asyncrl.errors import lacks_resources, vital_thread
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
@@ -121,6 +121,8 @@ class VersionServer:
                 self._read(peer, message, told)
         except (WeightsError, OSError) as error:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
+            if lacks_resources(error):  # of this process: the version is there, and is asked for again
+                return
             there = disk.published(directory) if (directory := self._directory()) else ()
             newer = any(ref.version > message.version for ref in there)
             self._hub.send(peer, VersionGone(message.version, newer))

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
-from asyncrl.errors import EngineError, recorded
+from asyncrl.errors import EngineError, lacks_resources, recorded
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import Notifier
 from asyncrl.runtime.mirror import Mirror
@@ -24,6 +24,7 @@ from asyncrl.wire.messages.shared import Loaded, Sleep, Slept
 
 LOAD = "load_weights"  # a span of the timeline
 LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, after which an engine is given up
+PROCESS_PATIENCE = 20.0  # seconds at most, where it is its process that fails: another one may do better
 
 
 class Loadable(Protocol):
@@ -39,16 +40,22 @@ class LoadFailures:
 
     def __init__(self) -> None:
         self._count, self._since, self._last = 0, math.inf, ""
+        self._process_failed = True  # each time
 
     def add(self, answer: Loaded) -> None:
         if not answer.error or answer.superseded:
             self._count, self._since = 0, math.inf
+            self._process_failed = True
             return
         self._count, self._last = self._count + 1, answer.error
+        self._process_failed &= answer.process_failed
         self._since = min(self._since, time.monotonic())
 
     def too_many(self, patience: float) -> str:
-        """Says why the engine is to be given up: LOAD_TRIES or more, over `patience` seconds; else ""."""
+        """Says why the engine is to be given up: LOAD_TRIES or more, over `patience` seconds; else "". Of
+        a process that lacks something the patience is PROCESS_PATIENCE at most."""
+        if self._process_failed:
+            patience = min(patience, PROCESS_PATIENCE)
         if self._count < LOAD_TRIES or time.monotonic() - self._since < patience:
             return ""
         return f"{self._count} loads in a row failed; the last one: {self._last}"
@@ -145,8 +152,18 @@ class WeightLoader:
         self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
         superseded, unproven = isinstance(failure.error, Superseded), not self._proven
-        lost = isinstance(failure.error, Unreachable)
-        return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded, unproven, lost)
+        return Loaded(
+            ref,
+            self.lane,
+            checksum,
+            seconds,
+            failure.line,
+            *probed,
+            superseded,
+            unproven,
+            lost=isinstance(failure.error, Unreachable),
+            process_failed=failure.error is not None and _is_of_process(failure.error),
+        )
 
     def _local_copy(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
         """The files of a version, where they are needed."""
@@ -168,6 +185,11 @@ async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
     with recorded() as failure:
         await falling
     return Slept(order.number, time.monotonic() - start, failure.line)
+
+
+def _is_of_process(error: Exception) -> bool:
+    """True where a failed load says nothing of the version's files."""
+    return isinstance(error, EngineError) or lacks_resources(error)
 
 
 async def _compared(engine: Loadable, probe: Probe) -> tuple[float, int, float]:

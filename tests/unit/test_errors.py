@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 import asyncrl
-from asyncrl.errors import ConfigError, SetupError, describe, one_line, recorded
+from asyncrl.errors import (
+    ConfigError,
+    EngineError,
+    SetupError,
+    describe,
+    lacks_resources,
+    one_line,
+    recorded,
+)
 from asyncrl.isolation.calls import call_user
+from asyncrl.weights.manifest import WeightsError
 
 
 def test_recorded_keeps_an_exception_and_goes_on() -> None:
@@ -37,6 +48,32 @@ def test_an_error_in_place_of_another_says_where_why_and_what_to_do() -> None:
         raise ConfigError("no image")
     with pytest.raises(TypeError), ConfigError.instead_of(ValueError, text="of another kind"):
         raise TypeError
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (caused(WeightsError("no usable manifest.json"), OSError(errno.ENFILE, "files")), True),
+        (caused(WeightsError("cannot be written here"), OSError(errno.ENOSPC, "no room")), True),
+        (zmq.ZMQError(errno.EMFILE), True),
+        (MemoryError(), True),
+        (caused(EngineError("the engine broke"), MemoryError()), True),
+        (RuntimeError("unable to mmap 64 bytes from file </w>: Cannot allocate memory (12)"), True),
+        (RuntimeError("can't start new thread"), True),
+        (WeightsError("server http://a: CUDA out of memory. Tried to allocate"), True),
+        (OSError(errno.ENOENT, "gone"), False),
+        (caused(WeightsError("no usable manifest.json"), OSError(errno.EIO, "I/O error")), False),
+        (WeightsError("tensor w does not match its manifest entry"), False),
+    ],
+)
+def test_what_a_process_lacks_is_told_from_damage(error: Exception, lacks: bool) -> None:
+    assert lacks_resources(error) is lacks
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

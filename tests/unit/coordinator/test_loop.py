@@ -284,10 +284,13 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
     setup.say(WORKER, *[refusal] * REFUSALS)
     assert setup.received(OBSERVER, Replace) == 0, "the trainer may still publish another"
     coordinator.engines.refused.clear()
-    setup.say(WORKER, *[msgspec.structs.replace(refusal, lost=True)] * REFUSALS)
+    for of_others in ({"lost": True}, {"process_failed": True}):
+        setup.say(WORKER, *[msgspec.structs.replace(refusal, **of_others)] * REFUSALS)
     coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0))
     setup.turn(), setup.turn()
-    assert setup.received(OBSERVER, Replace) == 0, "nobody delivered it: that says nothing about its files"
+    assert setup.received(OBSERVER, Replace) == 0, (
+        "nobody delivered it, or a process lacked memory: that says nothing about its files"
+    )
     setup.say(WORKER, *[refusal] * REFUSALS)
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 1

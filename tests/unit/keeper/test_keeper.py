@@ -196,15 +196,16 @@ def test_files_that_a_server_refuses_from_the_start_are_bad_input(tmp_path: Path
         ([FINE], {}, FAILED),
         ([], {"transport": "collective"}, FAILED),
         ([], {}, msgspec.structs.replace(FAILED, lost=True)),
+        ([], {}, msgspec.structs.replace(FAILED, process_failed=True)),
     ],
-    ids=["later", "broadcast", "undelivered"],
+    ids=["later", "broadcast", "undelivered", "its process"],
 )
 def test_other_failures_are_given_the_time_of_a_load(
     tmp_path: Path, first: list[Loaded], weights: dict[str, str], failed: Loaded
 ) -> None:
     """A trainer that died takes its versions along, and comes back."""
     keep(tmp_path, report(*first, *[failed] * 10), deadline=60.0, **weights)
-    kind = EngineError if first else ConfigError
+    kind = EngineError if first or failed.process_failed else ConfigError
     with pytest.raises(kind, match="3 loads in a row"):
         keep(tmp_path, report(*first, *[failed] * LOAD_TRIES), deadline=1e-9, **weights)
 
