@@ -110,6 +110,7 @@ class Lifecycle:
         if self.ending:
             return
         log.info("stopping: %s", reason)
+        self.state.stopping = True
         self.workers.peers.stop(reason)
         for keepers in self.engines.peers:
             keepers.stop(reason)

@@ -202,6 +202,7 @@ class Coordinator:
         self._heard(peer, now)
         match message:
             case worker.Leave():
+                self.workers.note_leaving(peer)
                 for peers in self.peers:
                     peers.lose(peer, "it leaves", now)
             case worker.Heartbeat():

@@ -100,6 +100,7 @@ class RunState:
     skipped: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
     damage: str = ""  # why the store could not be read again: what is in memory is not what it holds
+    stopping: bool = False  # the run was told to stop: what ends from then on is no loss
     shifts: Shifts | None = None  # where engines and trainer use the same devices
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from asyncrl.buffer.records import NEVER, EpisodeRecord, State
+from asyncrl.buffer.records import LOSSES, NEVER, EpisodeRecord, State
 from asyncrl.buffer.staleness import pending
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.peers import Peers
@@ -45,10 +45,11 @@ class WorkerRecord:
     beat_at: float = 0.0
     eval_version: PolicyVersion | None = None
     eval_asked: float = 0.0  # when its eval lane was last sent a version
+    leaves: bool = False  # it was told to end: what it gives up is no loss
 
     @property
     def free(self) -> int:
-        return max(0, self.hello.slots - len(self.running))
+        return 0 if self.leaves else max(0, self.hello.slots - len(self.running))
 
 
 class WorkerHandler:
@@ -87,6 +88,7 @@ class WorkerHandler:
         worker = self.peers.get(peer)
         if worker is None:
             return  # it will say hello
+        worker.leaves = worker.leaves or message.leaves
         if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
             self.state.liveness.alive(now)
         held = {attempt.uid for attempt in message.held}
@@ -104,6 +106,11 @@ class WorkerHandler:
             if episode is None or episode.attempt != attempt.attempt or episode.worker != name:
                 # it was given to another worker, or given up, while this one was silent
                 self.state.outbox.to_control(peer, Cancel(attempt))
+
+    def note_leaving(self, peer: bytes) -> None:
+        """The worker, if it is one, was told to end, by a signal: it is about to."""
+        if (worker := self.peers.get(peer)) is not None:
+            worker.leaves = True
 
     def clock(self) -> None:
         """Send all workers the oldest version a turn may start on."""
@@ -146,7 +153,11 @@ class WorkerHandler:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
         episode = self.state.flow_of(uid).episodes.get(uid)
-        if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
+        if episode is None or episode.worker != worker.hello.incarnation or episode.state != "running":
+            return
+        if worker.leaves:
+            self._reissue(episode, FailReason.WORKER_LOST, now)
+        else:
             self.fail(episode, FailReason.WORKER_LOST, cause, now)
 
     def give_up(
@@ -157,7 +168,11 @@ class WorkerHandler:
         self.fail(episode, reason, detail, now)
 
     def fail(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
-        """An attempt failed; `detail` is the cause in a line, where it is known."""
+        """An attempt failed; `detail` is the cause in a line, where it is known. One that is lost as the run
+        stops is only issued again."""
+        if self.state.stopping and reason in LOSSES:
+            self._reissue(episode, reason, now)
+            return
         if episode.uid in self.state.held_out.episodes:
             self.state.held_out.causes[episode.uid] = detail
         else:

@@ -326,6 +326,7 @@ class RolloutWorker:
             in_time=self.waits.in_time,
             engines=tuple(self._uses.values()),
             acked=self.outbox.acked,
+            leaves=self._leaves,
         )
 
     # -- episodes ------------------------------------------------------------------------------------

@@ -195,6 +195,7 @@ def test_an_interrupted_or_killed_run_resumes(tmp_path: Path) -> None:
         assert code == 130, f"{run.text()}\n{run.logs()}"
         stopped = run.summary()
         assert stopped["outcome"] == "stopped" and stopped["conserved"]
+        assert not stopped["attempts_failed"], "a stop that was asked for is no loss"
         saved = max(manifest.step for manifest in manifests(run.path))
         assert saved == stopped["steps"] < 9, "the checkpoint is of the last step"
     with Run(tmp_path, "total_steps=9", "data.test=''", "resume=must") as again:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -265,6 +266,55 @@ def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(setup: Worke
     setup.beat(A, Heartbeat(setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
     assert setup.state_of(first.uid) == (State.PENDING, 1)
     assert setup.state_of(second.uid) == (State.RUNNING, 0)
+
+
+BEAT = Heartbeat(99 << 32, (), 0.0, 0.0, 0)  # it has received all, and holds nothing any more
+
+
+def beats(setup: WorkerSetup, leaves: bool = False) -> None:
+    setup.beat(A, msgspec.structs.replace(BEAT, leaves=leaves), 1.0)
+
+
+def leaves(setup: WorkerSetup) -> None:
+    setup.handler.note_leaving(A)
+    setup.handler.peers.lose(A, "it leaves", 1.0)
+
+
+def stops(setup: WorkerSetup, act: Callable[[], None]) -> None:
+    setup.state.stopping = True
+    act()
+
+
+def loses_its_server(setup: WorkerSetup) -> None:
+    for episode in list(setup.state.buffer.episodes.values()):
+        setup.play(Attempt(episode.uid, 0), Failed(0, Attempt("", 0), FailReason.ENGINE_LOST, "gone"))
+
+
+@pytest.mark.parametrize(
+    ("end", "lost"),
+    [
+        (beats, 2),
+        (lambda setup: setup.handler.peers.lose(A, "silent", 1.0), 2),
+        (loses_its_server, 2),
+        (lambda setup: beats(setup, leaves=True), 0),
+        (leaves, 0),
+        (lambda setup: stops(setup, lambda: beats(setup)), 0),
+        (lambda setup: stops(setup, lambda: setup.handler.peers.lose(A, "silent", 1.0)), 0),
+        (lambda setup: stops(setup, lambda: loses_its_server(setup)), 0),
+    ],
+    ids=["dropped", "silent", "no server", "dropped by a signal", "leaves", *[f"stop {n}" for n in range(3)]],
+)
+def test_a_stop_that_was_asked_for_is_no_loss(
+    setup: WorkerSetup, end: Callable[[WorkerSetup], None], lost: int
+) -> None:
+    """Its episodes are issued again, and nobody is told of lost attempts."""
+    setup.join(A)
+    assert len(setup.tick()) == 2
+    end(setup)
+    assert setup.state.buffer.waiting == 2
+    assert sum(setup.state.failed.counts.values()) == lost
+    worker = setup.handler.peers.get(A)
+    assert worker is None or worker.free == (0 if worker.leaves else 8), "one that leaves is given nothing"
 
 
 def test_an_assignment_is_not_lost_while_its_worker_could_not_read_it(setup: WorkerSetup) -> None:
