@@ -20,7 +20,7 @@ from asyncrl.buffer.staleness import pending
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
-from asyncrl.observe.files import last_words
+from asyncrl.observe.files import cause_of_death
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt
@@ -136,7 +136,8 @@ class WorkerHandler:
     def _lost(self, worker: WorkerRecord, why: str, now: float) -> None:
         """Its episodes go on elsewhere, from their last durable turns."""
         index, step = worker.hello.index, self.state.batches.committed + 1
-        said = last_words(self.state.run_dir / "logs" / f"rollout-{index}.log", worker.hello.incarnation)
+        log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
+        said = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
         cause = f"{worker.name} in step {step} ({why})" + f": {said}" * bool(said)
         for uid in list(worker.running):
             self._lose_episode(worker, uid, cause, now)

@@ -29,7 +29,7 @@ from asyncrl.launch.process import (
     Spawn,
     log_path,
 )
-from asyncrl.observe.files import log_tail
+from asyncrl.observe.files import cause_of_death, log_tail
 from asyncrl.wire.addresses import incarnation_of
 
 log = logging.getLogger("asyncrl.launch")
@@ -165,9 +165,11 @@ class Supervisor:
             return None
         for handle in unit.alive:
             handle.kill()
-        how, said = describe_exit(code), log_tail(log_path(self._run_dir, dead.name), 1) if code > 0 else ""
+        how, log_file, said = describe_exit(code), log_path(self._run_dir, dead.name), ""
+        if code > 0:  # else a signal ended it, and its log does not say why
+            said = cause_of_death(log_file, unit.incarnation, crashed=True)
         if code == BAD_INPUT:
-            return RunOutcome(BAD_INPUT, self._tail(dead.name, lines=1))
+            return RunOutcome(BAD_INPUT, f"{log_file}:\n{said}" if said else "")
         if self.stopping:
             if unit.plan.role == COORDINATOR:
                 return RunOutcome(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
@@ -181,7 +183,7 @@ class Supervisor:
             unit.restarts = 0
         if unit.restarts >= self._restarts:
             spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
-            return RunOutcome(FAILED, f"{spent}\n{self._tail(dead.name)}")
+            return RunOutcome(FAILED, f"{spent}{said and f': {said}'}\n{self._tail(dead.name)}")
         delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restarts)
         unit.restarts += 1
         unit.retry_at = now + delay
@@ -199,7 +201,7 @@ class Supervisor:
         if now >= unit.retry_at and not unit.alive and wanted:
             self._start(unit)
 
-    def _tail(self, name: str, lines: int = 12) -> str:
+    def _tail(self, name: str) -> str:
         path = log_path(self._run_dir, name)
-        tail = log_tail(path, lines)
+        tail = log_tail(path)
         return f"{path}:\n{tail}" if tail else ""

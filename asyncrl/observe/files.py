@@ -18,6 +18,15 @@ from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
 LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
 VALIDATION = b'"val-'  # in a row
+TAIL_BYTES, MOST_LINES = 64 << 10, 2000  # of a log that are read from its end
+
+# What a log is made of: events (launch/role.py), tracebacks, those of a group indented by a margin, and the
+# last words of the interpreter and of C++.
+_RECORD = re.compile(r"[\d:.]+ (?P<level>[A-Z]+) \S+: (?P<message>.*)")
+_MARGIN = re.compile(r"^(?:\s+[|+](?:-+)? ?)*")
+_TRACEBACK = ("Traceback (most recent", "Exception Group Traceback")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
+_FATAL = ("Fatal Python error: ", "terminate called ")
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 
@@ -61,19 +70,40 @@ def log_tail(path: Path, lines: int = 12) -> str:
     """The end of a log, for an error message; '' when there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 16384))
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
-def last_words(log: Path, incarnation: str) -> str:
-    """Return the last line that a process wrote to its log; '' where that tells of no error. Behind it there
-    may be what the next incarnation wrote."""
-    own = log_tail(log, 400).rpartition(f"incarnation {incarnation}")[2]
-    line = re.split(r"\n.* starts, pid ", own)[0].rstrip().rpartition("\n")[2]
-    return "" if " INFO " in line else line
+def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
+    """Return the line of a process's log that says why it ended: the last error that it logged, or the
+    exception below the last traceback, whatever exit handlers wrote after that. Without either, its last
+    line, unless that is an event of a run, which says nothing. What `crashed` has an error; any other
+    process may have been killed long after one, so events that follow show that it lived on."""
+    text = log_tail(log, MOST_LINES).rpartition(f"incarnation {incarnation}")[2]
+    lines = re.split(r"\n.* starts, pid ", text)[0].rstrip().splitlines()
+    cause, in_traceback = "", False
+
+    for line in lines:
+        unindented = _MARGIN.sub("", line)
+        if record := _RECORD.match(line):
+            in_traceback = False
+            if record["level"] in ("ERROR", "CRITICAL"):
+                cause = record["message"]
+            elif record["level"] == "INFO" and not crashed:
+                cause = ""
+        elif unindented.startswith(_TRACEBACK):
+            in_traceback = True
+        elif in_traceback and _EXCEPTION.match(unindented):
+            cause, in_traceback = unindented, False
+        elif line.startswith(_FATAL):
+            cause = line
+
+    if cause or not lines:
+        return cause
+    return "" if _RECORD.match(lines[-1]) else lines[-1]
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

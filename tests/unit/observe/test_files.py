@@ -5,7 +5,17 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from asyncrl.observe.files import first_day, mark_start, read_rows, read_summary, run_id, write_summary
+import pytest
+
+from asyncrl.observe.files import (
+    cause_of_death,
+    first_day,
+    mark_start,
+    read_rows,
+    read_summary,
+    run_id,
+    write_summary,
+)
 
 
 def test_rows_without_the_line_that_a_crash_cut(tmp_path: Path) -> None:
@@ -28,3 +38,64 @@ def test_a_run_that_goes_on_keeps_its_first_day_and_its_id(tmp_path: Path) -> No
     (tmp_path / "started").write_text("2026-01-31 0af1")
     mark_start(tmp_path)
     assert first_day(tmp_path) == datetime.date(2026, 1, 31) and run_id(tmp_path) == "0af1"
+
+
+START = "04:34:14.317 INFO asyncrl.launch: rollout-0 starts, pid 7, incarnation {}"
+WENT_ON = "04:34:20.000 INFO asyncrl.worker: worker 0 is served"
+REFUSED = "04:34:39.444 ERROR asyncrl.worker: worker 0 leaves: EngineError: no room"
+EXIT_HANDLER = "04:34:44.445 WARNING asyncrl.launch: a socket was left open: ends after 5 s"
+CRASH = """04:34:39.444 ERROR asyncrl.launch: rollout-0 crashed
+Traceback (most recent call last):
+  File "a.py", line 1, in run
+    work
+    ^^^^
+KeyError: 'a'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 3, in run
+    yield
+torch.OutOfMemoryError: CUDA out of memory
+Tried to allocate 2 GiB"""
+GROUP = """04:34:39.444 ERROR asyncrl.launch: rollout-0 crashed
+  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 1, in run
+  |     work
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "b.py", line 2, in task
+    |     work
+    | ValueError: the cause
+    +------------------------------------"""
+IGNORED = "Exception ignored in atexit callback: <function at 0x7f>"
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
+UNCAUGHT = 'Traceback (most recent call last):\n  File "m.py", line 1\nImportError: no libcuda'
+
+
+@pytest.mark.parametrize(
+    ("lines", "crashed", "killed"),
+    [
+        ([REFUSED], "worker 0 leaves: EngineError: no room", "worker 0 leaves: EngineError: no room"),
+        ([REFUSED, EXIT_HANDLER], *["worker 0 leaves: EngineError: no room"] * 2),
+        ([REFUSED, WENT_ON], "worker 0 leaves: EngineError: no room", ""),
+        ([CRASH, EXIT_HANDLER, IGNORED], *[OUT_OF_MEMORY] * 2),
+        ([GROUP, EXIT_HANDLER], *["ValueError: the cause"] * 2),
+        ([WENT_ON, UNCAUGHT, "sys:1: ResourceWarning: unclosed socket"], *["ImportError: no libcuda"] * 2),
+        (["Fatal Python error: Aborted", "", "Current thread:", "  <no Python frame>"],
+         *["Fatal Python error: Aborted"] * 2),
+        ([WENT_ON, "Killed: too much memory"], *["Killed: too much memory"] * 2),
+        ([WENT_ON, EXIT_HANDLER], "", ""),
+        ([], "", ""),
+    ],
+)  # fmt: skip
+def test_a_process_is_quoted_by_its_error(
+    tmp_path: Path, lines: list[str], crashed: str, killed: str
+) -> None:
+    """Not by what its exit handlers, the one before it or the next one wrote."""
+    log = tmp_path / "rollout-0.log"
+    own = [START.format("a.2"), *lines]
+    log.write_text("\n".join([START.format("a.1"), "OldError: no", *own, START.format("a.3"), REFUSED]))
+    assert cause_of_death(log, "a.2", crashed=True) == crashed
+    assert cause_of_death(log, "a.2", crashed=False) == killed
